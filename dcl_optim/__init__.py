@@ -1,0 +1,8 @@
+"""Deep Companion Learning for any PyTorch training script: wrap the optimizer, keep the rest."""
+
+from dcl_optim.dcl import DCLOptimizer
+from dcl_optim.dcp import DCPOptimizer
+from dcl_optim.schedules import CosineRamp, LinearWarmup, RunningAverage
+
+__version__ = "0.1.0"
+__all__ = ["CosineRamp", "DCLOptimizer", "DCPOptimizer", "LinearWarmup", "RunningAverage", "__version__"]

@@ -1,0 +1,150 @@
+"""DCLOptimizer: Deep Companion Learning around any optimizer."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim.companion import Companion
+from dcl_optim.functional import Distance, resolve_distance
+from dcl_optim.mirror import MakeOptimizer
+from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.schedules import Schedule
+from dcl_optim.tap import find_logits
+
+
+class DCLOptimizer(ForecastOptimizer):
+    r"""Train a model with Deep Companion Learning by wrapping its optimizer.
+
+    For a batch with logits :math:`z = f(\theta_t, x)` and companion logits :math:`c = f(\omega_t, x)`,
+
+    .. math::
+        \theta_{t+1} &= \mathrm{base\ step\ with}\
+            \nabla_\theta\,[\ell(z, y) + \lambda\,\Delta(z, \mathrm{stop}(c))] \\
+        \omega_{t+1} &= \mathrm{companion\ step\ with}\
+            \nabla_\omega\,\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))
+
+    one forward and backward of each network (Algorithm 1, Equations 2 and 4). The companion starts as a copy of the
+    model and has its own batch-norm statistics; it sees the same input in the same mode and replays the same random
+    draws (dropout), and leaves the random streams as if it had not run.
+
+    Args:
+        base_optimizer: the optimizer that the script used so far.
+        model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
+        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 1.0, as in the paper.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. With SGD and mse it
+            scales the companion's gradient by :math:`1-\alpha`; Adam-like bases divide that factor out again.
+        distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
+            scalar that gets rows of shape (N, K), classes last.
+        reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
+        temperature: for kl (default 4) and infonce (default 0.1), > 0.
+        companion: None for a copy of the model, which shares its frozen parameters; a module of any architecture with
+            the same output shape; or a callable without arguments that builds one.
+        companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
+            at every step; an optimizer over the given companion's parameters; or a callable that builds one from
+            parameters. The latter two are left alone.
+        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
+        companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
+            penalty covers the whole batch. Default 1.
+        criterion: the loss module, when the script has one: the factor on the loss is then read exactly, for any loss.
+        loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
+            :mod:`dcl_optim.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
+        logits: function of the model's output that returns the logits tensor; None looks for them as
+            :func:`~dcl_optim.tap.find_logits` says.
+        class_dim: the dimension of the logits that holds the classes. Default 1, as in ``F.cross_entropy``; pass -1
+            for (batch, time, classes). Matters for kl, infonce, ``"sum_classes"`` and ``loss_scale="auto"``.
+        strict: raise when a step finds gradients that no training forward led to. Default True.
+
+    Raises:
+        ValueError: an argument out of range, an unknown name, a model that the base does not train or that is wrapped
+            already.
+        TypeError: an argument of the wrong type.
+        RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+        >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
+        >>> for _ in range(2):
+        ...     optimizer.zero_grad()
+        ...     loss = nn.functional.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> optimizer.companion(x).shape
+        torch.Size([16, 3])
+
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. The reduction, which the paper leaves open, is
+    the one its authors ran.
+    """
+
+    forecaster: Companion
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        weight: float | Schedule = 1.0,
+        alpha: float | Schedule = 0.6,
+        distance: str | Distance = "mse",
+        reduction: str = "mean",
+        temperature: float | None = None,
+        companion: nn.Module | Callable[[], nn.Module] | None = None,
+        companion_optimizer: Optimizer | MakeOptimizer | None = None,
+        companion_lr_scale: float = 1.0,
+        companion_fraction: float = 1.0,
+        criterion: nn.Module | None = None,
+        loss_scale: Any = "auto",
+        logits: Callable[[Any], Tensor] | None = None,
+        class_dim: int = 1,
+        strict: bool = True,
+    ) -> None:
+        _check_number("companion_lr_scale", companion_lr_scale, float("inf"))
+        _check_number("companion_fraction", companion_fraction, 1.0)
+        make = functools.partial(
+            Companion,
+            model,
+            base_optimizer,
+            logits or find_logits,
+            class_dim,
+            companion=companion,
+            companion_optimizer=companion_optimizer,
+            lr_scale=companion_lr_scale,
+            fraction=companion_fraction,
+        )
+        super().__init__(
+            base_optimizer,
+            model,
+            make,
+            resolve_distance(distance, reduction, temperature),
+            weight=weight,
+            alpha=alpha,
+            criterion=criterion,
+            loss_scale=loss_scale,
+            logits=logits,
+            class_dim=class_dim,
+            strict=strict,
+        )
+
+    @property
+    def companion(self) -> nn.Module:
+        r"""The companion :math:`\omega` as a module; evaluate it as any other."""
+        return self.forecaster.module
+
+    @property
+    def companion_optimizer(self) -> Optimizer:
+        """The companion's optimizer."""
+        return self.forecaster.optimizer
+
+
+def _check_number(name: str, value: Any, upper: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
+    if not 0 < cast(float, value) <= upper or value == float("inf"):
+        allowed = f"in (0, {upper:g}]" if upper < float("inf") else "a positive finite number"
+        raise ValueError(f"{name}={value!r} must be {allowed}")

@@ -1,0 +1,163 @@
+"""DCPOptimizer: Deep Companion Prototype, the variant without a second network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim.forecaster import Forward
+from dcl_optim.functional import Distance, resolve_distance
+from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.prototypes import REDUCTIONS, Prototypes
+from dcl_optim.schedules import Schedule
+
+Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+class DCPOptimizer(ForecastOptimizer):
+    r"""Train a model with Deep Companion Prototype by wrapping its optimizer.
+
+    Each class k has a prototype :math:`p^k \in \mathbb{R}^K` of its logits. A batch is held to the prototypes of its
+    labels, and the prototypes then move to the batch's class means (the paper's appendix, Equations 5 and 6):
+
+    .. math::
+        \theta_{t+1} &= \mathrm{base\ step\ with}\
+            \nabla_\theta\,\Big[\ell(z, y) + \frac{\lambda}{N}\sum_i \Delta(z_i, p^{y_i}_t)\Big] \\
+        p^k_{t+1} &= \alpha\,p^k_t + (1-\alpha)\,\mathrm{mean}\{z_i : y_i = k\}
+
+    A class absent from the batch keeps its prototype. A class not yet seen gives no penalty, and its first mean becomes
+    its prototype; the paper does not say.
+
+    **Labels.** Exactly one way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the
+    model's keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward,
+    or ``step(closure, targets=...)``. Class indices, one for each row of logits, or soft labels of the logits' shape
+    (mixup, CutMix): see :class:`~dcl_optim.prototypes.Prototypes` for their meaning.
+
+    Args:
+        base_optimizer: the optimizer that the script used so far.
+        model: the model that it trains.
+        num_classes: K, the number of classes and of logits, at least 1.
+        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 1.0.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6.
+        distance: as in :class:`~dcl_optim.DCLOptimizer`.
+        reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, both over the labelled rows of the
+            batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation 5's
+            :math:`1/|B_t^k|` outside the sum over k can be read either way.
+        temperature: as in DCLOptimizer.
+        criterion: the loss module; gives labels and the factor on the loss.
+        targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
+        ignore_index: the label to leave out; None takes the criterion's, or -100 as torch does.
+        loss_scale, logits, class_dim, strict: as in DCLOptimizer.
+
+    Raises:
+        ValueError: an argument out of range, an unknown name, a model that the base does not train or that is wrapped
+            already; in backward: labels out of range or of the wrong number.
+        TypeError: an argument of the wrong type; labels of the wrong type.
+        RuntimeError: in backward: no labels; in ``step``: see ``strict``.
+
+    Example:
+        >>> model, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
+        >>> optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3, criterion=criterion)
+        >>> optimizer.zero_grad()
+        >>> criterion(model(torch.randn(16, 4)), torch.arange(16) % 3).backward()
+        >>> optimizer.step()
+        >>> optimizer.prototypes.shape
+        torch.Size([3, 3])
+
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix.
+    """
+
+    forecaster: Prototypes
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        model: nn.Module,
+        num_classes: int,
+        *,
+        weight: float | Schedule = 1.0,
+        alpha: float | Schedule = 0.6,
+        distance: str | Distance = "mse",
+        reduction: str = "mean",
+        temperature: float | None = None,
+        criterion: nn.Module | None = None,
+        targets: Targets | None = None,
+        ignore_index: int | None = None,
+        loss_scale: Any = "auto",
+        logits: Callable[[Any], Tensor] | None = None,
+        class_dim: int = 1,
+        strict: bool = True,
+    ) -> None:
+        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
+            raise ValueError(f"num_classes={num_classes!r} must be an integer of at least 1")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
+        if targets is not None and not isinstance(targets, str) and not callable(targets):
+            raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
+        per_class = reduction == "per_class"
+        if ignore_index is None:
+            ignore_index = int(getattr(criterion, "ignore_index", -100))
+        self._targets = targets
+        super().__init__(
+            base_optimizer,
+            model,
+            lambda: Prototypes(num_classes, per_class, ignore_index, like=next(model.parameters())),
+            resolve_distance(distance, "mean" if per_class else reduction, temperature),
+            weight=weight,
+            alpha=alpha,
+            criterion=criterion,
+            loss_scale=loss_scale,
+            logits=logits,
+            class_dim=class_dim,
+            strict=strict,
+        )
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The prototypes, (num_classes, num_classes), row k for class k; zero for a class not yet seen."""
+        return self.forecaster.values
+
+    def set_targets(self, targets: Tensor) -> None:
+        """Give the labels of the batch whose training forward comes next."""
+        self._next_targets = targets
+
+    def step(self, closure: Callable[[], Any] | None = None, targets: Tensor | None = None) -> Any:
+        """As :meth:`ForecastOptimizer.step`; ``targets`` are the labels of the batch that the closure evaluates.
+
+        Raises:
+            ValueError: targets without a closure: backward has run by then.
+        """
+        if targets is not None and closure is None:
+            raise ValueError("targets need a closure: without one the backward is over; call set_targets before it")
+        self._closure_targets = targets
+        try:
+            return super().step(closure)
+        finally:
+            self._closure_targets = None
+
+    _closure_targets: Tensor | None = None
+
+    def _label(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = None
+        if isinstance(self._targets, str):
+            found = kwargs.get(self._targets)
+            if found is None:
+                raise ValueError(f"targets={self._targets!r}: the model was called without that keyword")
+        elif self._targets is not None:
+            found = self._targets(args, kwargs)
+        for candidate in (found, self._closure_targets):
+            if candidate is not None:
+                self._take_targets(forward, candidate)
+
+    def _take_targets(self, forward: Forward, targets: Any) -> None:
+        if forward.targets is not None:
+            raise RuntimeError(
+                "one forward was given labels twice: give them one way only, and mixed labels (mixup, CutMix) as one "
+                "tensor of soft labels"
+            )
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
+        forward.targets = targets

@@ -1,0 +1,120 @@
+"""What a variant must provide: a forecast for a batch, and a way to learn from the model's logits."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim import functional
+from dcl_optim.functional import Distance
+from dcl_optim.random_state import RandomState
+
+Scale = float | Tensor
+
+
+class Forward:
+    """One training forward of the model, from the call to its backward.
+
+    Attributes:
+        logits: the model's logits as rows (N, K): a detached copy, so in-place edits by the script cannot reach it.
+        forecast: what the forecaster said at the time of the call, rows (N, K); None where it speaks at the backward.
+        targets: the labels, where a forecaster needs them and they are known.
+        loss_scale: what the criterion's loss was multiplied by, where the criterion was handed over.
+        chased: the rows of the forecast that the forecaster learns from, with their graph; None for all or none.
+        shape: the shape of the model's logits, batch first.
+        counted: whether a backward has come.
+    """
+
+    def __init__(self, logits: Tensor, class_dim: int) -> None:
+        self.shape = logits.shape
+        self._class_dim = class_dim
+        self._output = weakref.ref(logits)
+        self.logits = functional.to_rows(logits.detach(), class_dim).clone()
+        self.forecast: Tensor | None = None
+        self.chased: Tensor | None = None
+        self.targets: Tensor | None = None
+        self.loss_scale: Tensor | None = None
+        self.counted = False
+
+    def produced(self, tensor: Any) -> bool:
+        """Whether a tensor is the very output of this forward."""
+        return tensor is not None and self._output() is tensor
+
+    def add_loss_scale(self, gradient: Tensor) -> None:
+        """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward."""
+        scale = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
+        self.loss_scale = scale if self.loss_scale is None else self.loss_scale + scale
+
+    def rows(self, gradient: Tensor) -> Tensor:
+        """Lay a tensor of the output's shape out as rows."""
+        return functional.to_rows(gradient, self._class_dim)
+
+    def unrows(self, rows: Tensor) -> Tensor:
+        """Lay rows out in the output's shape."""
+        if len(self.shape) < 2:
+            return rows.reshape(self.shape)
+        dim = self._class_dim % len(self.shape)
+        moved = [size for index, size in enumerate(self.shape) if index != dim] + [self.shape[dim]]
+        return rows.reshape(moved).movedim(-1, dim)
+
+
+class Forecaster(ABC):
+    """A source of forecasts that learns from the model's logits; ``DCLOptimizer`` and ``DCPOptimizer`` hold one each.
+
+    The optimizer calls, for each training forward, :meth:`predict`; when its backward comes, :meth:`penalty` and
+    :meth:`observe`; before the next forward and before the step, :meth:`digest`; at the step, :meth:`step`.
+    :meth:`forget` drops what was observed since the last step (a step that a gradient scaler skipped).
+    """
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, state: RandomState) -> None:  # noqa: B027
+        """Fill ``forward.forecast`` or what else is known at the time of the call. Default: nothing."""
+
+    def penalty(self, forward: Forward, distance: Distance) -> tuple[Tensor, Tensor]:
+        r"""Value of :math:`\Delta(z, \mathrm{forecast})` and its gradient with respect to z, rows (N, K)."""
+        assert forward.forecast is not None
+        return functional.value_and_gradient(distance, forward.logits, forward.forecast)
+
+    @abstractmethod
+    def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
+        """Take note of a forward whose backward came, of this step's alpha and of what the loss was multiplied by."""
+
+    def digest(self) -> None:  # noqa: B027
+        """Do the heavy part of learning from what was observed. Default: nothing."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what was observed since the last step."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Learn from what was observed since the last step."""
+
+    def groups_changed(self) -> None:  # noqa: B027
+        """Follow a change of the base optimizer's parameter groups. Default: nothing."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bit-exact resumption needs, in types that ``torch.load(weights_only=True)`` reads."""
+
+    @abstractmethod
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if a state does not fit, before anything is changed."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state that :meth:`check_state` let pass."""
+
+
+def check_tensors(found: dict[str, Any], expected: dict[str, Tensor], owner: str) -> None:
+    """Raise ValueError unless both hold the same names with the same shapes."""
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise ValueError(f"the state of the {owner} does not fit: missing {missing[:5]}, unexpected {extra[:5]}")
+    for name, tensor in expected.items():
+        if not isinstance(found[name], torch.Tensor) or found[name].shape != tensor.shape:
+            shape = tuple(getattr(found[name], "shape", ()))
+            raise ValueError(f"the state of the {owner} has shape {shape} for {name!r}, expected {tuple(tensor.shape)}")

@@ -1,0 +1,249 @@
+"""The method's arithmetic as pure functions of tensors: distances, the chase target, class means.
+
+Letters: z are the model's logits, c the forecast (the companion's logits or a class prototype), N the number of
+rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Distance = Callable[[Tensor, Tensor], Tensor]
+
+DISTANCES = ("mse", "l1", "kl", "infonce")
+REDUCTIONS = ("mean", "sum_classes")
+DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
+
+
+def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
+    """Flatten logits of any shape to rows, the classes last: (batch, K, ...) becomes (N, K).
+
+    Args:
+        tensor: logits with at least one dimension; a 1-d tensor is N rows of a single value.
+        class_dim: the dimension that holds the classes. Default 1, as in ``F.cross_entropy``.
+
+    Example:
+        >>> to_rows(torch.zeros(2, 10, 4, 4)).shape
+        torch.Size([32, 10])
+    """
+    if tensor.ndim < 2:
+        return tensor.reshape(-1, 1)
+    return tensor.movedim(class_dim, -1).reshape(-1, tensor.shape[class_dim])
+
+
+def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
+    r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`.
+
+    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
+    samples and classes without the half, and so does the default. ``"sum_classes"`` drops the :math:`1/K`; together
+    with a weight of 0.5 it is the formula as printed.
+
+    Args:
+        z: logits, rows of shape (N, K).
+        c: forecast, same shape.
+        reduction: ``"mean"`` over rows and classes, or ``"sum_classes"``: sum over classes, mean over rows.
+
+    Example:
+        >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
+        tensor(2.5000)
+        >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
+        tensor(5.)
+    """
+    mean = F.mse_loss(z, c)
+    return mean * z.shape[1] if reduction == "sum_classes" else mean
+
+
+def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
+    r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
+
+    Args and reductions as in :func:`mse`.
+
+    Example:
+        >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
+        tensor(1.5000)
+    """
+    mean = F.l1_loss(z, c)
+    return mean * z.shape[1] if reduction == "sum_classes" else mean
+
+
+def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
+    r"""Divergence of the softened predictions, :math:`\frac1N\sum_i\mathrm{KL}(\sigma(c_i/T)\,\Vert\,\sigma(z_i/T))`.
+
+    The paper's Table 6; temperature 4 and no factor :math:`T^2` is what its authors ran.
+
+    Args:
+        z: logits, rows of shape (N, K).
+        c: forecast, same shape.
+        temperature: T > 0, default 4.
+
+    Example:
+        >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
+        tensor(0.)
+    """
+    log_p = F.log_softmax(c / temperature, dim=1)
+    log_q = F.log_softmax(z / temperature, dim=1)
+    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+
+
+def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
+    r"""Contrast inside the batch: row i of z must find row i of c among all rows of c by cosine similarity.
+
+    .. math:: -\frac1N\sum_i \log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
+
+    The paper's Table 6 names InfoNCE and no temperature. This is the one-directional form: negatives are forecasts
+    only, where the authors' own script also takes the other rows of z.
+
+    Args:
+        z: logits, rows of shape (N, K).
+        c: forecast, same shape.
+        temperature: T > 0, default 0.1.
+
+    Example:
+        >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
+        tensor(0.3133)
+    """
+    similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
+    return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
+
+
+def resolve_distance(distance: str | Distance, reduction: str = "mean", temperature: float | None = None) -> Distance:
+    """Turn the arguments a user writes into one function of two (N, K) tensors that gives a scalar.
+
+    Args:
+        distance: one of ``DISTANCES`` or any callable ``(z, c) -> scalar``.
+        reduction: ``"mean"`` or ``"sum_classes"``; the latter for mse and l1 only.
+        temperature: for kl and infonce only; None takes 4 and 0.1.
+
+    Raises:
+        ValueError: an unknown name, or an option that the distance does not have.
+        TypeError: a distance that is neither a name nor callable.
+
+    Example:
+        >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor(1.)
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
+    if temperature is not None and not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature={temperature!r} must be a positive finite number")
+    tempered, elementwise = distance in ("kl", "infonce"), distance in ("mse", "l1")
+    if reduction != "mean" and not elementwise:
+        raise ValueError(f"reduction={reduction!r} applies to distance 'mse' and 'l1' only, not {distance!r}")
+    if temperature is not None and not tempered:
+        raise ValueError(f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}")
+    if tempered:
+        chosen = DEFAULT_TEMPERATURE[str(distance)] if temperature is None else float(temperature)
+        return partial(kl if distance == "kl" else infonce, temperature=chosen)
+    if elementwise:
+        return partial(mse if distance == "mse" else l1, reduction=reduction)
+    if isinstance(distance, str):
+        raise ValueError(f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable")
+    if not callable(distance):
+        raise TypeError(f"distance must be a name or a callable (z, c) -> scalar, got {type(distance).__name__}")
+    return distance
+
+
+def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Evaluate :math:`\Delta(z, c)` and :math:`\partial\Delta/\partial z`, with c held constant.
+
+    Half-precision logits are lifted to float32 first and autocast is off, so the penalty neither under- nor
+    overflows where the model's own arithmetic would.
+
+    Args:
+        z: logits, rows (N, K); no graph of the caller's is used or kept.
+        c: forecast, same shape.
+
+    Returns:
+        The value, a scalar, and the gradient, (N, K); float32 or wider, both without a graph.
+
+    Raises:
+        ValueError: the distance does not return a scalar.
+
+    Example:
+        >>> value_and_gradient(mse, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
+        (tensor(2.5000), tensor([[1., 2.]]))
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    leaf = z.detach().to(wide).requires_grad_()
+    with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
+        value = distance(leaf, c.detach().to(wide))
+        if value.ndim != 0:
+            raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
+        (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach(), gradient
+
+
+def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
+    r"""The forecast the companion moves towards, :math:`\alpha c + (1-\alpha) z` (Equation 4, Algorithm 1 line 7).
+
+    Args:
+        z: the model's logits, any shape.
+        c: the companion's logits, same shape.
+        alpha: the share of the past, in [0, 1].
+
+    Example:
+        >>> chase_target(torch.tensor([10.0]), torch.tensor([0.0]), alpha=0.6)
+        tensor([4.])
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return c.detach().to(wide) * alpha + z.detach().to(wide) * (1.0 - alpha)
+
+
+def class_sums(z: Tensor, membership: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+    """Sum the rows of each class and count them.
+
+    Args:
+        z: logits, rows (N, K).
+        membership: integer labels (N,) in 0..num_classes, where num_classes itself means "of no class"; or soft
+            labels (N, num_classes), each row's share in every class.
+        num_classes: number of classes.
+
+    Returns:
+        Sums (num_classes, K) and counts (num_classes,), in z's dtype.
+
+    Example:
+        >>> class_sums(torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([1, 1, 2]), num_classes=2)
+        (tensor([[0.],
+                [3.]]), tensor([0., 2.]))
+    """
+    if membership.ndim == 2:
+        shares = membership.to(z.dtype)
+        return shares.T @ z, shares.sum(0)
+    sums = z.new_zeros(num_classes + 1, z.shape[1]).index_add_(0, membership, z)
+    counts = z.new_zeros(num_classes + 1).index_add_(0, membership, z.new_ones(len(z)))
+    return sums[:num_classes], counts[:num_classes]
+
+
+def update_prototypes(
+    prototypes: Tensor, seen: Tensor, sums: Tensor, counts: Tensor, alpha: float
+) -> tuple[Tensor, Tensor]:
+    r"""One prototype update, :math:`p^k \leftarrow \alpha p^k + (1-\alpha)\,\mathrm{mean}_k(z)` (Equation 6).
+
+    A class absent from the batch (count 0) keeps its prototype; a class met for the first time takes its mean. The
+    paper says nothing of the first meeting.
+
+    Args:
+        prototypes: (num_classes, K).
+        seen: (num_classes,) bool, which classes have a prototype.
+        sums: (num_classes, K), from :func:`class_sums`.
+        counts: (num_classes,), from :func:`class_sums`.
+        alpha: the share of the past, in [0, 1].
+
+    Returns:
+        The new prototypes and the new ``seen``.
+
+    Example:
+        >>> update_prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([True, False]),
+        ...                   torch.tensor([[4.0], [0.0]]), torch.tensor([2.0, 0.0]), alpha=0.5)
+        (tensor([[1.5000],
+                [0.0000]]), tensor([ True, False]))
+    """
+    present = counts > 0
+    mean = sums / torch.where(present, counts, 1.0)[:, None]
+    moved = torch.where(seen[:, None], prototypes * alpha + mean * (1.0 - alpha), mean)
+    return torch.where(present[:, None], moved, prototypes), seen | present

@@ -1,0 +1,135 @@
+r"""What the loss was multiplied by before backward: a gradient scaler's scale, 1/accumulation steps, a weight.
+
+The penalty has to carry the same factor s, and backward does not tell it. Three ways, the first that applies wins:
+
+1. ``loss_scale=`` given by the user: a number, a ``GradScaler``, a callable without arguments.
+2. ``criterion=`` given by the user: the gradient that arrives at the criterion's output *is* s.
+3. ``"auto"``: for a softmax cross-entropy the gradient of the logits is :math:`g_{ij} = a\,(p_{ij} - t_{ij})` with one
+   slope a for all rows. Away from the targets g is a straight line in p, whose slope is fitted; :math:`s = a\,N`.
+   Where g is no such line (another loss, per-sample or class weights, mixed labels) it is not used and s = 1.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim.forecaster import Forward, Scale
+
+TOLERANCE = 1e-4  # share of the gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
+
+
+def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Read the factor s off the gradient that a softmax cross-entropy sent to the logits.
+
+    Exact up to rounding for hard labels, reduction mean (then s is the factor) or sum (then N times the factor),
+    ignore_index, and label smoothing. A smoothing of :math:`\epsilon` cannot be told from a factor
+    :math:`1-\epsilon` while all predictions are still uniform.
+
+    Args:
+        z: logits, rows (N, K).
+        gradient: the loss's gradient with respect to z, same shape.
+
+    Returns:
+        s, a scalar tensor, and whether the gradient is of that form, a boolean scalar tensor; s is 1 where it is not.
+
+    Example:
+        >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
+        >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
+        >>> scale, found = recover_from_cross_entropy(z.detach(), torch.autograd.grad(loss, z)[0])
+        >>> round(scale.item(), 4), found.item()
+        (8.0, True)
+    """
+    half = gradient.dtype == torch.float16
+    g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    p = torch.softmax(z.to(g.dtype), dim=1)
+    size = g.abs()
+    live = size.amax(1) > 0
+    if half:  # a confident row's gradient vanishes in float16, and must not be taken for an ignored row
+        live |= p.amax(1) > 1 - 1e-6
+    target = (size - 1e-3 * g).argmax(1, keepdim=True)  # the largest in size; the negative one of a tied pair
+    g_off = g.scatter(1, target, 0.0).flatten()
+    p_off = (p * live[:, None]).scatter(1, target, 0.0).flatten()
+    rows = live.sum()
+    slope, explained = _fit_line(p_off, g_off, rows * (z.shape[1] - 1))
+    balanced = g.sum(1).abs().sum() <= 1e-2 * size.sum()
+    found = explained & balanced & (slope > 0) & (rows * (z.shape[1] - 1) > 1)
+    return torch.where(found, slope * rows, 1.0), found
+
+
+def _fit_line(p: Tensor, g: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope of g over p through the origin or, where label smoothing shifts it, with an intercept; and its fit."""
+    pp, pg, gg = p @ p, p @ g, g @ g
+    p_sum, g_sum = p.sum(), g.sum()
+    plain = pg / pp
+    plain_fits = gg - plain * pg <= TOLERANCE * gg
+    var_p, cov, var_g = pp - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
+    shifted = cov / var_p
+    shifted_fits = (var_g - shifted * cov <= TOLERANCE * var_g) & (var_p > 1e-3 * pp)
+    return torch.where(plain_fits, plain, shifted), plain_fits | shifted_fits
+
+
+class LossScale:
+    """Resolves s for one backward after another.
+
+    Args:
+        source: ``"auto"``, a positive number, an object with a ``scale(tensor)`` method (``torch.amp.GradScaler``), or
+            a callable without arguments that returns a positive number or a scalar tensor.
+
+    Raises:
+        ValueError: an unknown name, or a number that is not positive and finite.
+        TypeError: anything else.
+    """
+
+    def __init__(self, source: Any) -> None:
+        known = source == "auto" if isinstance(source, str) else callable(source) or hasattr(source, "scale")
+        if isinstance(source, str) and not known:
+            raise ValueError(f"loss_scale={source!r} is unknown; pass 'auto', a number, a GradScaler or a callable")
+        if isinstance(source, numbers.Real) and not isinstance(source, bool):
+            if not 0 < float(source) < math.inf:
+                raise ValueError(f"loss_scale={source!r} must be a positive finite number")
+        elif not known:
+            raise TypeError(f"loss_scale must be 'auto', a number, a GradScaler or a callable, got {source!r}")
+        self.source = source
+        self._examined = False
+
+    def resolve(self, forward: Forward, gradient: Tensor, several: bool) -> Scale:
+        """Say s for this forward, given its logits' incoming gradient in the output's shape.
+
+        ``several`` says that this is not the first backward since the last step: together with float16 logits the
+        sign that a wrong s would matter, so that a gradient which cannot be read is worth a warning then.
+        """
+        if self.source != "auto":
+            return self._given(gradient)
+        if forward.loss_scale is not None:
+            return forward.loss_scale
+        scale, found = recover_from_cross_entropy(forward.logits, forward.rows(gradient))
+        if (several or gradient.dtype == torch.float16) and not self._examined:
+            self._examined = True
+            if not bool(found):
+                _warn_unreadable()
+        return scale
+
+    def _given(self, gradient: Tensor) -> Scale:
+        if isinstance(self.source, numbers.Real):
+            return float(self.source)
+        if hasattr(self.source, "scale"):
+            scale: Tensor = self.source.scale(torch.ones((), device=gradient.device))
+            return scale
+        given: Scale = self.source()
+        return given
+
+
+def _warn_unreadable() -> None:
+    warnings.warn(
+        "the factor on the loss (gradient scaler, accumulation, weights) cannot be read off this loss's gradient, so "
+        "the penalty is added with factor 1; pass criterion=<the loss module>, or loss_scale=<number, GradScaler or "
+        "callable>, to the optimizer",
+        UserWarning,
+        stacklevel=2,
+    )

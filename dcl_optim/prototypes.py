@@ -1,0 +1,153 @@
+"""Class prototypes: one vector of logits per class in place of a second network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim import distributed, functional
+from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
+from dcl_optim.functional import Distance
+
+REDUCTIONS = (*functional.REDUCTIONS, "per_class")
+
+
+class Prototypes(Forecaster):
+    r"""The prototypes :math:`p^k` of Deep Companion Prototype (the paper's appendix, Equations 5 and 6).
+
+    Forecast: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
+    weigh :math:`t_{ik}` in class k's mean, which for one-hot labels is the same thing. Rows of an ignored label, and
+    of a class that no step has seen, have no forecast and give no penalty.
+
+    Args:
+        num_classes: K, at least 1; the logits must have as many.
+        per_class: average the penalty within each class and sum over the classes (one reading of Equation 5)
+            instead of averaging over the batch.
+        ignore_index: the label of rows to leave out.
+        like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
+
+    Attributes:
+        values: the prototypes, (K, K).
+        seen: which classes have one, (K,) bool.
+    """
+
+    def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor) -> None:
+        self._per_class, self._ignore_index = per_class, ignore_index
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.values = torch.zeros(num_classes, num_classes, dtype=dtype, device=like.device)
+        self.seen = torch.zeros(num_classes, dtype=torch.bool, device=like.device)
+        self._observed: tuple[Tensor, Tensor] | None = None
+        self._alpha = 0.0
+
+    def membership(self, targets: Tensor, forward: Forward) -> Tensor:
+        """Check labels and lay them out as rows: classes (N,), K where ignored; or soft labels (N, K).
+
+        Raises:
+            ValueError: labels of the wrong number or range; on the CPU only, since looking would synchronise a GPU,
+                whose own index kernels assert.
+            TypeError: labels that are neither integers nor one distribution a row.
+        """
+        rows, classes = forward.logits.shape
+        if classes != len(self.values):
+            raise ValueError(f"num_classes={len(self.values)} but the model gives {classes} logits; pass that number")
+        if targets.dtype.is_floating_point and targets.shape == forward.shape:
+            return forward.rows(targets.detach())
+        if targets.dtype.is_floating_point or targets.dtype == torch.bool:
+            raise TypeError(
+                f"targets of dtype {targets.dtype} and shape {tuple(targets.shape)} are neither class indices nor soft "
+                f"labels of the logits' shape {tuple(forward.shape)}"
+            )
+        if targets.numel() != rows:
+            raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
+        labels = targets.detach().reshape(-1).long()
+        ignored = labels == self._ignore_index
+        if labels.device.type == "cpu":
+            wrong = labels[~ignored & ((labels < 0) | (labels >= classes))]
+            if len(wrong):
+                raise ValueError(
+                    f"targets has label {int(wrong[0])}; labels must lie in 0..{classes - 1} or equal "
+                    f"ignore_index={self._ignore_index}"
+                )
+        return labels.masked_fill(ignored, classes)
+
+    def penalty(self, forward: Forward, distance: Distance) -> tuple[Tensor, Tensor]:
+        if forward.targets is None:
+            raise RuntimeError(
+                "a training forward reached its backward without labels: hand the loss module over as criterion=, "
+                "name the model's keyword that holds them as targets=, or call set_targets(labels) before the forward"
+            )
+        z = forward.logits.to(self.values.dtype)
+        forward.targets = self.membership(forward.targets, forward)
+        self._move_to(z)
+        forecast, known, labelled = self._forecast(z, forward.targets)
+        if self._per_class:
+            return self._penalty_per_class(z, forecast, known, forward.targets, distance)
+        if getattr(distance, "func", None) in (functional.mse, functional.l1, functional.kl):
+            # These vanish, with their gradient, where the forecast is z itself: no need to know which rows.
+            value, gradient = functional.value_and_gradient(distance, z, torch.where(known[:, None], forecast, z))
+            share = len(z) / labelled.sum().clamp(min=1)
+            return value * share, gradient * share
+        if not known.any():
+            return z.new_zeros(()), torch.zeros_like(z)
+        value, gradient = functional.value_and_gradient(distance, z[known], forecast[known])
+        share = known.sum() / labelled.sum()
+        return value * share, torch.zeros_like(z).masked_scatter_(known[:, None], gradient * share)
+
+    def _forecast(self, z: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Forecast rows, which rows have one, which rows are labelled."""
+        if membership.ndim == 2:
+            shares = membership.to(z.dtype)
+            known = ~((shares > 0) & ~self.seen).any(1)
+            return shares @ self.values, known, torch.ones_like(known)
+        labelled = membership < len(self.values)
+        index = membership.clamp(max=len(self.values) - 1)
+        return self.values.index_select(0, index), self.seen.index_select(0, index) & labelled, labelled
+
+    def _penalty_per_class(
+        self, z: Tensor, forecast: Tensor, known: Tensor, membership: Tensor, distance: Distance
+    ) -> tuple[Tensor, Tensor]:
+        if membership.ndim == 2:
+            raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
+        classes = membership[known].unique()
+
+        def summed(rows: Tensor, forecasts: Tensor) -> Tensor:
+            parts = [distance(rows[membership == k], forecasts[membership == k]) for k in classes]
+            return torch.stack(parts).sum() if parts else rows.sum() * 0.0
+
+        return functional.value_and_gradient(summed, z, forecast)
+
+    def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
+        assert forward.targets is not None
+        z = forward.logits.to(self.values.dtype)
+        sums, counts = functional.class_sums(z, forward.targets, len(self.values))
+        if self._observed is None:
+            self._observed = (sums, counts)
+        else:
+            self._observed = (self._observed[0] + sums, self._observed[1] + counts)
+        self._alpha = alpha
+
+    def forget(self) -> None:
+        self._observed = None
+
+    def step(self) -> None:
+        sums, counts = self._observed or (torch.zeros_like(self.values), self.values.new_zeros(len(self.values)))
+        distributed.add_up([sums, counts])
+        self.values, self.seen = functional.update_prototypes(self.values, self.seen, sums, counts, self._alpha)
+        self.forget()
+
+    def _move_to(self, z: Tensor) -> None:
+        if self.values.device != z.device:
+            self.values, self.seen = self.values.to(z.device), self.seen.to(z.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "seen": self.seen}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_tensors(state, self.state_dict(), "prototypes")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.forget()
+        self.values = state["values"].to(self.values, copy=True)
+        self.seen = state["seen"].to(self.seen, copy=True)

@@ -1,0 +1,50 @@
+"""Random streams: the companion replays the draws of the model's forward and leaves the streams as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+RandomState = dict[torch.device, Tensor]
+
+
+def capture(device: torch.device) -> RandomState:
+    """Read the state of torch's generators that a forward on this device may draw from: the CPU's and its own.
+
+    Example:
+        >>> state = capture(torch.device("cpu"))
+        >>> first = torch.rand(3)
+        >>> with replayed(state):
+        ...     again = torch.rand(3)
+        >>> torch.equal(first, again)
+        True
+    """
+    state = {torch.device("cpu"): torch.get_rng_state()}
+    if device.type not in ("cpu", "meta"):
+        state[device] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore(state: RandomState) -> None:
+    """Put generators back to a captured state."""
+    for device, value in state.items():
+        if device.type == "cpu":
+            torch.set_rng_state(value)
+        else:
+            torch.get_device_module(device).set_rng_state(value, device)
+
+
+@contextmanager
+def replayed(state: RandomState) -> Iterator[None]:
+    """Draw from a captured state inside the block; afterwards the streams go on as if the block had not been."""
+    now: RandomState = {}
+    for device in state:
+        now |= capture(device)
+    try:
+        restore(state)
+        yield
+    finally:
+        restore(now)

@@ -1,0 +1,139 @@
+r"""Values that change over training: :math:`\alpha_t` and :math:`\lambda_t` as callables of the step.
+
+The step t counts optimizer steps from 1: t = 1 is the first. Any callable ``t -> float`` serves as a schedule; the
+classes here are frozen dataclasses, so that they print, compare and pickle.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class RunningAverage:
+    r""":math:`\alpha_t = (t-1)/t`: every past model counts alike (Section 3.2).
+
+    The paper's own comparison prefers a fixed 0.6 (82.4 against 81.5 % with ResNet-18 on CIFAR-100).
+
+    Example:
+        >>> [RunningAverage()(t) for t in (1, 2, 4)]
+        [0.0, 0.5, 0.75]
+    """
+
+    def __call__(self, step: int) -> float:
+        return (step - 1) / step
+
+
+@dataclass(frozen=True)
+class LinearWarmup:
+    r"""Grow linearly to a value and stay: :math:`v\,\min(1, t/T)`. Ours; the paper keeps :math:`\lambda` fixed.
+
+    Args:
+        value: the final value, at least 0.
+        steps: T, the number of optimizer steps until it is reached, at least 1.
+
+    Raises:
+        ValueError: a negative value or fewer than one step.
+
+    Example:
+        >>> schedule = LinearWarmup(1.0, steps=4)
+        >>> [schedule(t) for t in (1, 2, 4, 100)]
+        [0.25, 0.5, 1.0, 1.0]
+    """
+
+    value: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_ramp(self.value, self.steps)
+
+    def __call__(self, step: int) -> float:
+        return self.value * min(1.0, step / self.steps)
+
+
+@dataclass(frozen=True)
+class CosineRamp:
+    r"""Grow along half a cosine and stay: :math:`\frac v2(1-\cos(\pi\min(1, t/T)))`. Ours, as :class:`LinearWarmup`.
+
+    Args:
+        value: the final value, at least 0.
+        steps: T, the number of optimizer steps until it is reached, at least 1.
+
+    Raises:
+        ValueError: a negative value or fewer than one step.
+
+    Example:
+        >>> schedule = CosineRamp(1.0, steps=2)
+        >>> [round(schedule(t), 6) for t in (1, 2, 3)]
+        [0.5, 1.0, 1.0]
+    """
+
+    value: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_ramp(self.value, self.steps)
+
+    def __call__(self, step: int) -> float:
+        return self.value * 0.5 * (1.0 - math.cos(math.pi * min(1.0, step / self.steps)))
+
+
+def _check_ramp(value: float, steps: int) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"value={value!r} must be a finite number of at least 0")
+    if steps < 1:
+        raise ValueError(f"steps={steps!r} must be at least 1")
+
+
+def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Schedule:
+    """Turn a number or a callable of the step into a callable that can only give numbers in [0, upper].
+
+    Raises:
+        ValueError: the number, or later what the callable returns, is out of range or not a number.
+        TypeError: neither a number nor a callable.
+
+    Example:
+        >>> checked(0.6, "alpha", upper=1.0)(10)
+        0.6
+    """
+    if callable(value):
+        return Checked(value, name, upper)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be a number or a callable of the step, got {type(value).__name__}")
+    schedule = Checked(Constant(float(value)), name, upper)
+    schedule(1)
+    return schedule
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value at every step."""
+
+    value: float
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A schedule whose every value is held to [0, upper]."""
+
+    schedule: Schedule
+    name: str
+    upper: float
+
+    def __call__(self, step: int) -> float:
+        value = float(self.schedule(step))
+        if not 0 <= value <= self.upper or value == math.inf:
+            allowed = f"in [0, {self.upper:g}]" if self.upper < math.inf else "a finite number of at least 0"
+            raise ValueError(f"{self.name}={value!r} at step {step} must be {allowed}")
+        return value
+
+    def __str__(self) -> str:
+        return f"{self.schedule.value:g}" if isinstance(self.schedule, Constant) else repr(self.schedule)

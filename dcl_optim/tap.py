@@ -1,0 +1,135 @@
+"""The hooks on the user's modules: how an optimizer learns of forwards and criteria without a change in the script.
+
+Hooks hold the optimizer weakly and turn inert when the module is copied or pickled (an EMA copy, ``torch.save(model)``)
+or the optimizer is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from dcl_optim.optimizer import ForecastOptimizer
+
+
+class Tap:
+    """The hooks of one optimizer on one module; remove them with :meth:`remove`."""
+
+    def __init__(self, optimizer: ForecastOptimizer) -> None:
+        self._optimizer: Callable[[], ForecastOptimizer | None] = weakref.ref(optimizer)
+        self._handles: list[Any] = []
+
+    @staticmethod
+    def refuse_wrapped(model: nn.Module) -> None:
+        """Raise ValueError if a living optimizer has its hooks on the model, or on a module that it wraps."""
+        for module in model.modules():
+            if any(isinstance(owner, Tap) and owner.live for owner in _hook_owners(module)):
+                raise ValueError(
+                    "model is wrapped already: a second optimizer on it would add the penalty twice; call detach() on "
+                    "the first one before you wrap the model again"
+                )
+
+    def attach_to_model(self, model: nn.Module) -> None:
+        """Report the model's training forwards to the optimizer."""
+        drop_inert_hooks(model)
+        self._handles += [
+            model.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            model.register_forward_hook(self.after_forward, with_kwargs=True),
+        ]
+
+    def attach_to_criterion(self, criterion: nn.Module) -> None:
+        """Report the criterion's labels and its loss to the optimizer."""
+        self._handles.append(criterion.register_forward_hook(self.after_criterion, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take the hooks off again; the modules are as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizer = _nothing
+
+    @property
+    def live(self) -> bool:
+        """Whether the optimizer still exists."""
+        return self._optimizer() is not None
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._before_forward(module.training)
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._after_forward(args, kwargs, output)
+
+    def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or not isinstance(loss, Tensor) or not loss.requires_grad:
+            return
+        names = ("input", "target")
+        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
+        optimizer._after_criterion(found[0], found[1], loss)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
+        return _inert()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_inert, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _inert() -> Tap:
+    tap = Tap.__new__(Tap)
+    tap._optimizer, tap._handles = _nothing, []
+    return tap
+
+
+def _hook_owners(module: nn.Module) -> list[Any]:
+    return [getattr(hook, "__self__", None) for hook in module._forward_hooks.values()]
+
+
+def drop_inert_hooks(module: nn.Module) -> None:
+    """Remove what a copied hook left on a copied module."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, Tap) and not owner.live:
+                del hooks[key]
+
+
+def find_logits(output: Any) -> Tensor:
+    """Find the logits in what a model returned.
+
+    A tensor is the logits; otherwise ``output.logits`` (dataclasses, named tuples), ``output["logits"]`` or
+    ``output["out"]`` (mappings), or the first item of a tuple or list.
+
+    Raises:
+        TypeError: none of these is a floating-point tensor with a batch dimension.
+
+    Example:
+        >>> find_logits({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
+        torch.Size([2, 3])
+    """
+    found = output
+    if not isinstance(output, Tensor):
+        if getattr(output, "logits", None) is not None:
+            found = output.logits
+        elif isinstance(output, Mapping):
+            found = output.get("logits", output.get("out"))
+        elif isinstance(output, (tuple, list)) and output:
+            found = output[0]
+    if not isinstance(found, Tensor) or not torch.is_floating_point(found) or found.ndim == 0:
+        raise TypeError(
+            f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
+            "output that returns the logits tensor>"
+        )
+    return found

@@ -1,0 +1,82 @@
+"""Making the companion from the model and keeping its structure in step with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+
+from dcl_optim.tap import drop_inert_hooks
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel, DataParallel or a compiled module."""
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return unwrapped(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Copy a model; frozen parameters are shared with the copy, trained ones and all buffers are its own.
+
+    Raises:
+        RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
+    """
+    frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    try:
+        twin = copy.deepcopy(model, frozen)
+    except Exception as error:
+        raise RuntimeError(
+            f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
+            "the first one's state_dict into it and pass it as companion="
+        ) from error
+    drop_inert_hooks(twin)
+    return twin
+
+
+def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+    """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds.
+
+    Raises:
+        TypeError: what was given or built is no module.
+        ValueError: it shares trained parameters with the model.
+    """
+    if companion is None:
+        return copy_of(model)
+    built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if any(id(parameter) in trained for parameter in built.parameters()):
+        raise ValueError("companion shares trained parameters with the model; it must have its own")
+    return built
+
+
+def copy_new_modules(model: nn.Module, twin: nn.Module) -> None:
+    """Copy modules and parameters that the model has gained since its twin was made."""
+    children = dict(twin.named_children())
+    for name, module in model.named_children():
+        if name in children:
+            copy_new_modules(module, children[name])
+        else:
+            twin.add_module(name, copy_of(module))
+    known = dict(twin.named_parameters(recurse=False))
+    for name, parameter in model.named_parameters(recurse=False):
+        if name not in known:
+            twin.register_parameter(name, _own(parameter))
+
+
+def copy_unfrozen(model: nn.Module, twin: nn.Module) -> None:
+    """Replace parameters that the twin still shares although the model trains them by now."""
+    copies: dict[int, nn.Parameter] = {}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for module in twin.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in trained:
+                setattr(module, name, copies.setdefault(id(parameter), _own(parameter)))
+
+
+def _own(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)

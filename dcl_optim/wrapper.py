@@ -1,0 +1,120 @@
+"""A torch.optim citizen around another optimizer: groups, state, hooks, checkpoints and copies as torch has them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class OptimizerWrapper(Optimizer):
+    """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
+
+    Schedulers, gradient clipping, gradient scalers and loggers act on it as on the base. What a subclass has to save
+    goes under one further top-level key of ``state_dict``, so that the base optimizer reads its own part unchanged.
+    """
+
+    # A gradient scaler must unscale the gradients itself: a fused base cannot see what it would hand to the wrapper.
+    _step_supports_amp_scaling = False
+
+    def __init__(self, base: Optimizer) -> None:
+        if not isinstance(base, Optimizer):
+            raise TypeError(f"base_optimizer must be a torch.optim.Optimizer instance, got {type(base).__name__}")
+        if isinstance(base, OptimizerWrapper):
+            raise TypeError(f"base_optimizer is a {type(base).__name__} itself; wrap the plain optimizer inside it")
+        self.base = base
+        super().__setstate__({})  # the hook tables and the step patching of torch.optim, without groups of our own
+
+    @abstractmethod
+    def _own_state(self) -> dict[str, Any]:
+        """What to save beside the base optimizer's state."""
+
+    @abstractmethod
+    def _check_own_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if a saved state does not fit, before anything is changed."""
+
+    @abstractmethod
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that was checked."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The base optimizer's parameter groups."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.base.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The base optimizer's per-parameter state."""
+        return self.base.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.base.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The base optimizer's default options."""
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.base.defaults = value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, as in torch.optim."""
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the base optimizer, as in torch.optim."""
+        self.base.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base optimizer's state_dict and, under the class's own key, all that a bit-exact resumption needs.
+
+        Everything loads with ``torch.load(weights_only=True)``. The plain base optimizer reads its part of it too.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state = self.base.state_dict()
+        state[self._key] = self._own_state()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state = post_hook(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: the state of another class, of a plain optimizer, or of other shapes; nothing is changed then.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        own = state_dict.pop(self._key, None)
+        if not isinstance(own, dict):
+            raise ValueError(
+                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}: it is not the state of a "
+                f"{type(self).__name__}. To go on from a plain optimizer's checkpoint load it into optimizer.base"
+            )
+        self._check_own_state(own)
+        self.base.load_state_dict(state_dict)
+        self._load_own_state(own)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    @property
+    def _key(self) -> str:
+        return f"dcl_optim.{type(self).__name__}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A scheduler replaces `step` on the instance; hooks are closures over other objects. torch.optim drops both.
+        return {key: value for key, value in self.__dict__.items() if key != "step" and not key.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})
