@@ -67,6 +67,8 @@ class DCLOptimizer(ForecastOptimizer):
         RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
         >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))

@@ -59,6 +59,8 @@ class DCPOptimizer(ForecastOptimizer):
         RuntimeError: in backward: no labels; in ``step``: see ``strict``.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
         >>> model, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
         >>> optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3, criterion=criterion)
         >>> optimizer.zero_grad()
@@ -158,6 +160,4 @@ class DCPOptimizer(ForecastOptimizer):
                 "one forward was given labels twice: give them one way only, and mixed labels (mixup, CutMix) as one "
                 "tensor of soft labels"
             )
-        if not isinstance(targets, Tensor):
-            raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
         forward.targets = targets

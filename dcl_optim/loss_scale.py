@@ -28,8 +28,8 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Tensor, Ten
     r"""Read the factor s off the gradient that a softmax cross-entropy sent to the logits.
 
     Exact up to rounding for hard labels, reduction mean (then s is the factor) or sum (then N times the factor),
-    ignore_index, and label smoothing. A smoothing of :math:`\epsilon` cannot be told from a factor
-    :math:`1-\epsilon` while all predictions are still uniform.
+    ignore_index, and label smoothing of four classes or more. A smoothing of :math:`\epsilon` cannot be told from a
+    factor :math:`1-\epsilon` while all predictions are still uniform.
 
     Args:
         z: logits, rows (N, K).
@@ -45,33 +45,43 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Tensor, Ten
         >>> round(scale.item(), 4), found.item()
         (8.0, True)
     """
-    half = gradient.dtype == torch.float16
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
-    size = g.abs()
-    live = size.amax(1) > 0
-    if half:  # a confident row's gradient vanishes in float16, and must not be taken for an ignored row
+    live = (g != 0).any(1)
+    if gradient.dtype == torch.float16:  # a confident row's gradient vanishes here and must not pass for an ignored one
         live |= p.amax(1) > 1 - 1e-6
-    target = (size - 1e-3 * g).argmax(1, keepdim=True)  # the largest in size; the negative one of a tied pair
-    g_off = g.scatter(1, target, 0.0).flatten()
-    p_off = (p * live[:, None]).scatter(1, target, 0.0).flatten()
+    p = p * live[:, None]
     rows = live.sum()
-    slope, explained = _fit_line(p_off, g_off, rows * (z.shape[1] - 1))
-    balanced = g.sum(1).abs().sum() <= 1e-2 * size.sum()
-    found = explained & balanced & (slope > 0) & (rows * (z.shape[1] - 1) > 1)
+    balanced = g.sum(1).abs().sum() <= 1e-2 * g.abs().sum()
+
+    # Hard labels: the target is the one entry below zero, and the line goes through the origin.
+    negative = g.argmin(1, keepdim=True)
+    slope, fits = _fit_line(p, g, negative, None)
+    found = fits & balanced & (slope > 0) & (rows * (z.shape[1] - 1) > 1)
+    if not (found.device.type == "cpu" and found) and z.shape[1] > 3:
+        # Label smoothing shifts the line, and an overconfident target is no longer negative, but has the largest p.
+        off = torch.cat([negative, p.argmax(1, keepdim=True)], 1)
+        count = rows * (z.shape[1] - 1) - (off[:, 0] != off[:, 1]).sum()  # a dead row's two are the same
+        shifted, fits = _fit_line(p, g, off, count)
+        slope, found = torch.where(found, slope, shifted), found | (fits & balanced & (shifted > 0))
     return torch.where(found, slope * rows, 1.0), found
 
 
-def _fit_line(p: Tensor, g: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope of g over p through the origin or, where label smoothing shifts it, with an intercept; and its fit."""
+def _fit_line(p: Tensor, g: Tensor, left_out: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Slope of g over p without some entries of each row, and whether the line explains g.
+
+    Without a count the line goes through the origin; with the number of entries it has an intercept.
+    """
+    p, g = (t.scatter(1, left_out, 0.0).flatten() for t in (p, g))
     pp, pg, gg = p @ p, p @ g, g @ g
-    p_sum, g_sum = p.sum(), g.sum()
-    plain = pg / pp
-    plain_fits = gg - plain * pg <= TOLERANCE * gg
-    var_p, cov, var_g = pp - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
-    shifted = cov / var_p
-    shifted_fits = (var_g - shifted * cov <= TOLERANCE * var_g) & (var_p > 1e-3 * pp)
-    return torch.where(plain_fits, plain, shifted), plain_fits | shifted_fits
+    spread = pp > 0
+    if count is not None:
+        p_sum, g_sum = p.sum(), g.sum()
+        raw = pp
+        pp, pg, gg = pp - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
+        spread = pp > 1e-3 * raw
+    slope = pg / pp
+    return slope, spread & (gg - slope * pg <= TOLERANCE * gg)
 
 
 class LossScale:

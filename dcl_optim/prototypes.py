@@ -49,6 +49,8 @@ class Prototypes(Forecaster):
                 whose own index kernels assert.
             TypeError: labels that are neither integers nor one distribution a row.
         """
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
         rows, classes = forward.logits.shape
         if classes != len(self.values):
             raise ValueError(f"num_classes={len(self.values)} but the model gives {classes} logits; pass that number")

@@ -21,7 +21,7 @@ class Tap:
     """The hooks of one optimizer on one module; remove them with :meth:`remove`."""
 
     def __init__(self, optimizer: ForecastOptimizer) -> None:
-        self._optimizer: Callable[[], ForecastOptimizer | None] = weakref.ref(optimizer)
+        self._optimizer: Callable[[], ForecastOptimizer | None] = weakref.ref(optimizer, lambda _: self.remove())
         self._handles: list[Any] = []
 
     @staticmethod
@@ -99,11 +99,15 @@ def _hook_owners(module: nn.Module) -> list[Any]:
 
 def drop_inert_hooks(module: nn.Module) -> None:
     """Remove what a copied hook left on a copied module."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+    for hooks, with_kwargs in (
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+    ):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, Tap) and not owner.live:
                 del hooks[key]
+                with_kwargs.pop(key, None)
 
 
 def find_logits(output: Any) -> Tensor:

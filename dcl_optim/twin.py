@@ -61,7 +61,7 @@ def copy_new_modules(model: nn.Module, twin: nn.Module) -> None:
         if name in children:
             copy_new_modules(module, children[name])
         else:
-            twin.add_module(name, copy_of(module))
+            setattr(twin, name, copy_of(module))
     known = dict(twin.named_parameters(recurse=False))
     for name, parameter in model.named_parameters(recurse=False):
         if name not in known:

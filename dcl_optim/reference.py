@@ -1,0 +1,109 @@
+"""The method written out literally: slow, obvious, and what everything fast is held against.
+
+No hooks, no wrapper: plain functions that a reader can hold next to the paper's Algorithm 1 and its appendix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def dcl_step(
+    model: nn.Module,
+    companion: nn.Module,
+    optimizer: Optimizer,
+    companion_optimizer: Optimizer,
+    x: Tensor,
+    y: Tensor,
+    loss_function: Function,
+    distance: Function,
+    *,
+    weight: float = 1.0,
+    alpha: float = 0.6,
+) -> Tensor:
+    r"""One pass of the loop of Algorithm 1 (lines 5 to 7).
+
+    Args:
+        model: :math:`\theta_t`, updated in place.
+        companion: :math:`\omega_t`, updated in place; it starts as a copy of the model.
+        optimizer: the model's optimizer.
+        companion_optimizer: the companion's optimizer.
+        x: inputs (batch, ...).
+        y: labels.
+        loss_function: :math:`\ell`, (z, y) -> scalar.
+        distance: :math:`\Delta`, (z, c) -> scalar.
+        weight: :math:`\lambda`.
+        alpha: :math:`\alpha`.
+
+    Returns:
+        The task loss :math:`\ell(z, y)`, detached.
+    """
+    before = torch.get_rng_state()
+    z = model(x)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)  # the companion meets the same dropout masks as the model
+    c = companion(x)
+    torch.set_rng_state(after)
+
+    loss = loss_function(z, y)
+    optimizer.zero_grad()
+    (loss + weight * distance(z, c.detach())).backward()
+    optimizer.step()
+
+    target = alpha * c.detach() + (1 - alpha) * z.detach()
+    companion_optimizer.zero_grad()
+    distance(c, target).backward()
+    companion_optimizer.step()
+    return loss.detach()
+
+
+def dcp_step(
+    model: nn.Module,
+    prototypes: dict[int, Tensor],
+    optimizer: Optimizer,
+    x: Tensor,
+    y: Tensor,
+    loss_function: Function,
+    distance: Function,
+    *,
+    weight: float = 1.0,
+    alpha: float = 0.6,
+    per_class: bool = False,
+) -> Tensor:
+    """One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
+
+    Args:
+        model: the model, updated in place.
+        prototypes: the prototype of each class seen so far, (K,) each; updated in place.
+        per_class: average the penalty within each class and sum, instead of averaging over the batch.
+        optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices (batch,).
+
+    Returns:
+        The task loss, detached.
+    """
+    z = model(x)
+    known = [i for i in range(len(y)) if int(y[i]) in prototypes]
+    penalty = z.sum() * 0.0
+    if per_class:
+        for k in sorted({int(y[i]) for i in known}):
+            rows = [i for i in known if int(y[i]) == k]
+            penalty = penalty + distance(z[rows], torch.stack([prototypes[k]] * len(rows)))
+    elif known:
+        forecast = torch.stack([prototypes[int(y[i])] for i in known])
+        penalty = distance(z[known], forecast) * len(known) / len(y)
+
+    loss = loss_function(z, y)
+    optimizer.zero_grad()
+    (loss + weight * penalty).backward()
+    optimizer.step()
+
+    for k in sorted({int(label) for label in y}):
+        mean = torch.stack([z[i].detach() for i in range(len(y)) if int(y[i]) == k]).mean(0)
+        prototypes[k] = alpha * prototypes[k] + (1 - alpha) * mean if k in prototypes else mean
+    return loss.detach()

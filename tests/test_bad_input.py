@@ -1,0 +1,142 @@
+"""Every bad argument is a clear error: its name, its value, the mend, and nothing has changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, assert_same, batches, mlp
+
+NAN = float("nan")
+SHARED = [
+    ({"alpha": 1.5}, ValueError, r"alpha=1.5 at step 1 must be in \[0, 1\]"),
+    ({"alpha": -0.1}, ValueError, r"alpha=-0.1"),
+    ({"alpha": NAN}, ValueError, r"alpha=nan"),
+    ({"alpha": "0.6"}, TypeError, r"alpha='0.6' must be a number or a callable of the step, got str"),
+    ({"weight": -1}, ValueError, r"weight=-1.0 at step 1 must be a finite number of at least 0"),
+    ({"weight": NAN}, ValueError, r"weight=nan"),
+    ({"weight": float("inf")}, ValueError, r"weight=inf"),
+    ({"weight": None}, TypeError, r"weight=None must be a number"),
+    ({"weight": True}, TypeError, r"weight=True must be a number"),
+    ({"distance": "mes"}, ValueError, r"distance='mes' is unknown; choose one of mse, l1, kl, infonce, or pass a call"),
+    ({"distance": 3}, TypeError, r"distance must be a name or a callable \(z, c\) -> scalar, got int"),
+    ({"reduction": "max"}, ValueError, r"reduction='max' is unknown; choose one of mean, sum_classes"),
+    ({"distance": "kl", "reduction": "sum_classes"}, ValueError, r"applies to distance 'mse' and 'l1' only, not 'kl'"),
+    ({"temperature": 2.0}, ValueError, r"temperature=2.0 applies to distance 'kl' and 'infonce' only, not 'mse'"),
+    ({"distance": "kl", "temperature": 0.0}, ValueError, r"temperature=0.0 must be a positive finite number"),
+    ({"loss_scale": -2}, ValueError, r"loss_scale=-2 must be a positive finite number"),
+    ({"loss_scale": "fp16"}, ValueError, r"loss_scale='fp16' is unknown; pass 'auto', a number, a GradScaler"),
+    ({"criterion": F.cross_entropy}, TypeError, r"criterion must be a module that is called with \(input, target\)"),
+]
+DCL_ONLY = [
+    ({"companion_lr_scale": 0}, ValueError, r"companion_lr_scale=0 must be a positive finite number"),
+    ({"companion_lr_scale": "2"}, TypeError, r"companion_lr_scale='2' must be a number, got str"),
+    ({"companion_fraction": 0.0}, ValueError, r"companion_fraction=0.0 must be in \(0, 1\]"),
+    ({"companion_fraction": 1.01}, ValueError, r"companion_fraction=1.01 must be in \(0, 1\]"),
+    ({"companion_fraction": NAN}, ValueError, r"companion_fraction=nan"),
+    ({"companion": "resnet"}, TypeError, r"companion must be a module, a callable that builds one, or None"),
+    ({"companion": lambda: 3}, TypeError, r"companion must be a module, a callable that builds one, or None, got 3"),
+    (
+        {"companion_optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
+        ValueError,
+        r"companion_optimizer holds none of the companion's parameters",
+    ),
+]
+DCP_ONLY = [
+    ({"num_classes": 0}, ValueError, r"num_classes=0 must be an integer of at least 1"),
+    ({"num_classes": 2.5}, ValueError, r"num_classes=2.5 must be an integer"),
+    ({"targets": 3}, TypeError, r"targets must be a keyword's name or a callable"),
+]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def refused(build, error, message):
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        build(model)
+    assert_same(model.state_dict(), before)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("options", "error", "message"), SHARED + DCL_ONLY, ids=lambda v: str(v)[:40])
+def test_dcl_arguments(options, error, message):
+    refused(lambda model: DCLOptimizer(sgd(model), model, **options), error, message)
+
+
+@pytest.mark.parametrize(("options", "error", "message"), SHARED + DCP_ONLY, ids=lambda v: str(v)[:40])
+def test_dcp_arguments(options, error, message):
+    if "reduction" in options and options["reduction"] == "max":
+        message = r"reduction='max' is unknown; choose one of mean, sum_classes, per_class"
+    refused(
+        lambda model: DCPOptimizer(sgd(model), model, **({"num_classes": CLASSES} | options)), error, message
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3)), ValueError, r"model shares no parameters with base_optimizer"),
+        (lambda m: DCLOptimizer(sgd(m), F.relu), TypeError, r"model must be a torch.nn.Module, got function"),
+        (lambda m: DCLOptimizer(torch.optim.SGD, m), TypeError, r"base_optimizer must be a torch.optim.Optimizer insta"),
+        (lambda m: DCLOptimizer(sgd(m), m, companion=m), ValueError, r"companion shares trained parameters with the"),
+        (lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU()), ValueError, r"companion has no parameter to train"),
+    ],
+)
+def test_model_and_base(build, error, message):
+    refused(build, error, message)
+
+
+def test_wrapper_inside_a_wrapper_and_second_wrapper_on_a_model():
+    model = mlp()
+    optimizer = DCLOptimizer(sgd(model), model)
+    with pytest.raises(TypeError, match=r"base_optimizer is a DCLOptimizer itself; wrap the plain optimizer inside it"):
+        DCLOptimizer(optimizer, model)
+    hooks = dict(model._forward_hooks)
+    for second in (lambda: DCLOptimizer(sgd(model), model), lambda: DCPOptimizer(sgd(model), model, CLASSES)):
+        with pytest.raises(ValueError, match=r"model is wrapped already.*call detach\(\) on the first one"):
+            second()
+    assert dict(model._forward_hooks) == hooks
+    container = nn.Sequential(model, nn.Identity())
+    with pytest.raises(ValueError, match="wrapped already"):
+        DCLOptimizer(sgd(model), container)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"alpha": lambda t: 2.0 if t == 3 else 0.5}, r"alpha=2.0 at step 3"), ({"weight": lambda t: 1.0 - t / 2}, r"weight=-0.5 at step 3")],
+)  # fmt: skip
+def test_schedules_that_leave_their_range(options, message):
+    model = mlp()
+    optimizer = DCLOptimizer(sgd(model), model, **options)
+    data = list(batches(3))
+    for x, y in data[:2]:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    before = copy.deepcopy((model.state_dict(), optimizer.companion.state_dict()))
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(data[2][0]), data[2][1])
+    with pytest.raises(ValueError, match=message):
+        loss.backward()
+    assert_same((model.state_dict(), optimizer.companion.state_dict()), before)
+
+
+def test_distance_that_is_no_scalar():
+    model = mlp()
+    optimizer = DCLOptimizer(sgd(model), model, distance=lambda z, c: (z - c).square())
+    x, y = next(iter(batches(1)))
+    loss = F.cross_entropy(model(x), y)
+    with pytest.raises(ValueError, match=r"distance must return a scalar, got shape \(16, 5\); reduce it"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    del optimizer

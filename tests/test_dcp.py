@@ -1,0 +1,283 @@
+"""DCP: where labels come from, what they may be, and what they may not be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcl_optim import DCPOptimizer
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
+
+
+def wrap(model, **options):
+    return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, CLASSES, **options)
+
+
+class WithLabels(nn.Module):
+    """Like a Hugging Face model: labels go in, the loss comes out beside the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x, labels=None):
+        z = self.net(x)
+        return {"loss": None if labels is None else F.cross_entropy(z, labels), "logits": z}
+
+
+def ways():
+    """Each way to give labels: the model, the optimizer, and one training step."""
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    by_criterion = wrap(model, criterion=criterion)
+
+    def criterion_step(x, y, model=model):
+        by_criterion.zero_grad()
+        criterion(model(x), y).backward()
+        by_criterion.step()
+
+    yield "criterion", model, by_criterion, criterion_step
+
+    labelled = WithLabels()
+    by_keyword = wrap(labelled, targets="labels")
+
+    def keyword_step(x, y):
+        by_keyword.zero_grad()
+        labelled(x, labels=y)["loss"].backward()
+        by_keyword.step()
+
+    yield "keyword", labelled.net, by_keyword, keyword_step
+
+    labelled_too = WithLabels()
+    by_function = wrap(labelled_too, targets=lambda args, kwargs: args[1])
+
+    def function_step(x, y):
+        by_function.zero_grad()
+        labelled_too(x, y)["loss"].backward()
+        by_function.step()
+
+    yield "function", labelled_too.net, by_function, function_step
+
+    set_model = mlp()
+    by_call = wrap(set_model)
+
+    def call_step(x, y):
+        by_call.zero_grad()
+        by_call.set_targets(y)
+        F.cross_entropy(set_model(x), y).backward()
+        by_call.step()
+
+    yield "set_targets", set_model, by_call, call_step
+
+    step_model = mlp()
+    by_step = wrap(step_model)
+    yield "step", step_model, by_step, lambda x, y: by_step.step(
+        lambda: F.cross_entropy(step_model(x), y), targets=y
+    )  # fmt: skip
+
+
+def test_every_way_to_give_labels_is_the_same():
+    results = {}
+    for name, model, optimizer, step in ways():
+        for x, y in batches(10):
+            step(x, y)
+        results[name] = (model, optimizer.prototypes)
+    for name, (model, prototypes) in results.items():
+        assert_same(model, results["criterion"][0], rtol=1e-10, atol=1e-12)
+        assert_same(prototypes, results["criterion"][1], rtol=1e-10, atol=1e-12)
+        assert name
+
+
+def test_no_labels_is_an_error_before_anything_changes():
+    model = mlp()
+    optimizer = wrap(model)
+    x, y = next(iter(batches(1)))
+    loss = F.cross_entropy(model(x), y)
+    with pytest.raises(RuntimeError, match=r"without labels.*criterion=.*targets=.*set_targets"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.forecaster.seen.any()
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "message"),
+    [
+        (torch.tensor([0, 1, 5]), ValueError, r"targets has label 5; labels must lie in 0..4 or equal ignore_index"),
+        (torch.tensor([0, -1, 2]), ValueError, r"targets has label -1"),
+        (torch.tensor([0, 1]), ValueError, r"targets has 2 labels for 3 rows"),
+        (torch.tensor([0.5, 1.0, 2.0]), TypeError, r"neither class indices nor soft labels.*\(3, 5\)"),
+        (torch.tensor([True, False, True]), TypeError, r"dtype torch.bool"),
+        ([0, 1, 2], TypeError, r"targets must be a tensor of labels, got list"),
+    ],
+)
+def test_bad_labels(labels, error, message):
+    model = mlp()
+    optimizer = wrap(model)
+    before = copy.deepcopy(optimizer.state_dict()["dcl_optim.DCPOptimizer"])
+    optimizer.set_targets(labels)
+    with pytest.raises(error, match=message):  # noqa: PT012
+        z = model(torch.randn(3, FEATURES, dtype=torch.float64))
+        z.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert_same(optimizer.state_dict()["dcl_optim.DCPOptimizer"], before)
+
+
+def test_ignored_rows_have_no_penalty_and_move_no_prototype():
+    results = []
+    for padded in (False, True):
+        model, criterion = mlp(), nn.CrossEntropyLoss(ignore_index=2)
+        optimizer = wrap(model, criterion=criterion)
+        for x, y in batches(8):
+            y = y.where(y != 2, 3)
+            if padded:
+                x, y = torch.cat([x, x[:5] * 9]), torch.cat([y, torch.full((5,), 2)])
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        results.append((model, optimizer))
+    assert_same(results[0][0], results[1][0], rtol=1e-10, atol=1e-12)
+    assert_same(results[0][1].prototypes, results[1][1].prototypes, rtol=1e-10, atol=1e-12)
+    assert results[1][1].forecaster.seen.tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("distance", ["mse", "infonce"])
+def test_all_rows_ignored(distance):
+    model = mlp()
+    optimizer = wrap(model, distance=distance, ignore_index=-1)
+    optimizer.set_targets(torch.full((4,), -1))
+    model(torch.randn(4, FEATURES, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert optimizer.penalty == 0.0
+    assert not optimizer.forecaster.seen.any()
+
+
+def test_soft_labels_reduce_to_hard_ones():
+    results = []
+    for soft in (False, True):
+        model = mlp()
+        optimizer = wrap(model)
+        for x, y in batches(10):
+            optimizer.zero_grad()
+            optimizer.set_targets(F.one_hot(y, CLASSES).double() if soft else y)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        results.append((model, optimizer.prototypes))
+    assert_same(results[0][0], results[1][0], rtol=1e-10, atol=1e-12)
+    assert_same(results[0][1], results[1][1], rtol=1e-10, atol=1e-12)
+
+
+def test_soft_labels_by_hand():
+    """t = (3/4, 1/4): the forecast is the mixture of prototypes, and each class's mean weighs the row by its share."""
+    model = nn.Linear(1, 2, bias=False).double()
+    model.weight.data.copy_(torch.tensor([[4.0], [0.0]]))
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, 2, alpha=0.5)
+    optimizer.forecaster.values = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
+    optimizer.forecaster.seen[:] = True
+    optimizer.set_targets(torch.tensor([[0.75, 0.25], [0.0, 1.0]], dtype=torch.float64))
+    model(torch.tensor([[1.0], [2.0]], dtype=torch.float64)).sum().backward()
+    # z = (4, 0), (8, 0); forecasts (1.5, 1), (0, 4): squares 6.25 + 1 + 64 + 16 over 4
+    assert optimizer.penalty == pytest.approx(87.25 / 4)
+    optimizer.step()
+    mean_1 = (0.25 * 4 + 1.0 * 8) / 1.25
+    assert_same(
+        optimizer.prototypes, torch.tensor([[3.0, 0.0], [mean_1 / 2, 2.0]], dtype=torch.float64), atol=1e-12
+    )
+
+
+def test_soft_labels_with_an_unseen_class_give_no_penalty():
+    model = mlp()
+    optimizer = wrap(model)
+    optimizer.forecaster.seen[0] = True
+    optimizer.set_targets(torch.tensor([[0.5, 0.5, 0, 0, 0], [1.0, 0, 0, 0, 0]], dtype=torch.float64))
+    z = model(torch.randn(2, FEATURES, dtype=torch.float64))
+    z.sum().backward()
+    assert optimizer.penalty == pytest.approx(z[1].square().sum().item() / 10)
+
+
+def test_soft_labels_have_no_class_to_average_within():
+    model = mlp()
+    optimizer = wrap(model, reduction="per_class")
+    optimizer.set_targets(torch.full((2, CLASSES), 0.2, dtype=torch.float64))
+    with pytest.raises(TypeError, match="reduction='per_class' needs hard labels"):
+        model(torch.randn(2, FEATURES, dtype=torch.float64)).sum().backward()
+    del optimizer
+
+
+def test_labels_given_twice_are_refused():
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, criterion=criterion)
+    x, y = next(iter(batches(1)))
+    z = model(x)
+    criterion(z, y)
+    with pytest.raises(RuntimeError, match=r"given labels twice.*soft labels"):
+        criterion(z, y.flip(0))
+    del optimizer
+
+
+def test_criterion_finds_its_forward_among_several():
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, criterion=criterion)
+    x, y = next(iter(batches(1)))
+    first, second = model(x), model(x[:7])
+    (criterion(second, y[:7]) + criterion(first, y)).backward()  # by identity, whatever the order
+    optimizer.step()
+    assert optimizer.forecaster.seen.any()
+
+    first, second = model(x), model(x[:7])
+    with pytest.raises(RuntimeError, match="several forwards of the model wait for it"):
+        criterion(first * 1.0, y)
+    del second
+
+
+def test_criterion_on_validation_data_is_left_alone():
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, criterion=criterion)
+    x, y = next(iter(batches(1)))
+    with torch.no_grad():
+        criterion(model(x), y)
+    criterion(torch.randn(3, CLASSES, requires_grad=True), torch.tensor([0, 1, 2])).backward()
+    assert optimizer._counted == 0
+
+
+def test_dense_labels():
+    torch.manual_seed(0)
+    model = nn.Conv2d(1, CLASSES, 1).double()
+    criterion = nn.CrossEntropyLoss(ignore_index=255)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CLASSES, criterion=criterion)
+    x, y = torch.randn(2, 1, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (2, 3, 3))
+    y[0, 0, 0] = 255
+    z = model(x).detach()
+    criterion(model(x), y).backward()
+    optimizer.step()
+    for k in range(CLASSES):
+        rows = z.movedim(1, -1)[y == k]
+        expected = rows.mean(0) if len(rows) else torch.zeros(CLASSES, dtype=torch.float64)
+        assert_same(optimizer.prototypes[k], expected, atol=1e-12)
+
+
+def test_keyword_that_is_missing():
+    model = WithLabels()
+    optimizer = wrap(model, targets="labels")
+    with pytest.raises(ValueError, match=r"targets='labels': the model was called without that keyword"):
+        model(torch.randn(2, FEATURES, dtype=torch.float64))
+    model.eval()
+    model(torch.randn(2, FEATURES, dtype=torch.float64))  # evaluation needs no labels
+    del optimizer
+
+
+def test_targets_of_a_step_need_a_closure():
+    model = mlp()
+    with pytest.raises(ValueError, match="targets need a closure"):
+        wrap(model).step(targets=torch.tensor([0]))
+
+
+def test_wrong_number_of_classes():
+    model = mlp()
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 7)
+    optimizer.set_targets(torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"num_classes=7 but the model gives 5 logits"):
+        model(torch.randn(1, FEATURES, dtype=torch.float64)).sum().backward()
+    del optimizer

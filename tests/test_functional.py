@@ -1,0 +1,112 @@
+"""Distances, chase target and prototype update against values worked out by hand, and their properties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcl_optim import functional
+from dcl_optim.forecaster import Forward
+from tests.helpers import assert_same
+
+Z = torch.tensor([[1.0, 3.0], [0.0, -2.0]], dtype=torch.float64)
+C = torch.tensor([[0.0, 1.0], [0.0, 2.0]], dtype=torch.float64)
+
+
+def test_mse_and_l1_by_hand():
+    assert functional.mse(Z, C).item() == (1 + 4 + 0 + 16) / 4
+    assert functional.mse(Z, C, "sum_classes").item() == (1 + 4 + 0 + 16) / 2
+    assert functional.l1(Z, C).item() == (1 + 2 + 0 + 4) / 4
+    assert functional.l1(Z, C, "sum_classes").item() == (1 + 2 + 0 + 4) / 2
+
+
+def test_kl_by_hand():
+    """One row, T = 2: KL of (1/2, 1/2) against softmax(0, ln 9 / 2) = (1/4, 3/4)."""
+    z, c = torch.tensor([[0.0, 2 * math.log(3)]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
+    expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    assert functional.kl(z, c, temperature=2.0).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_infonce_by_hand():
+    """Rows along the axes; the second forecast points the wrong way. Cosines (1, 0) and (0, -1), T = 1/2."""
+    z = torch.tensor([[3.0, 0.0], [0.0, 5.0]], dtype=torch.float64)
+    c = torch.tensor([[1.0, 0.0], [0.0, -2.0]], dtype=torch.float64)
+    first = -math.log(math.exp(2) / (math.exp(2) + 1))
+    second = -math.log(math.exp(-2) / (1 + math.exp(-2)))
+    assert functional.infonce(z, c, temperature=0.5).item() == pytest.approx((first + second) / 2, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", functional.DISTANCES)
+def test_defaults_and_gradient(name):
+    distance = functional.resolve_distance(name)
+    value, gradient = functional.value_and_gradient(distance, Z, C)
+    assert value == distance(Z, C)
+    leaf = Z.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: distance(z, C), (leaf + 0.01,))
+    distance(leaf, C).backward()
+    assert_same(gradient, leaf.grad)
+    assert not gradient.requires_grad
+
+
+def test_half_precision_is_lifted():
+    value, gradient = functional.value_and_gradient(functional.mse, Z.half() * 1e-4, C.half() * 0)
+    assert value.dtype == gradient.dtype == torch.float32
+    assert gradient.abs().min() == 0
+    assert gradient[0, 0].item() == pytest.approx(2e-4 / 4, rel=1e-2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(alpha=st.floats(0, 1), seed=st.integers(0, 1000))
+def test_chase_gradient_of_mse_is_one_minus_alpha_times_the_pull(alpha, seed):
+    """With mse, alpha only scales the companion's gradient: (1 - alpha) times that of Delta(c, z)."""
+    generator = torch.Generator().manual_seed(seed)
+    z, c = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    _, chase = functional.value_and_gradient(functional.mse, c, functional.chase_target(z, c, alpha))
+    _, pull = functional.value_and_gradient(functional.mse, c, z)
+    torch.testing.assert_close(chase, (1 - alpha) * pull, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_class_means_against_a_loop(soft):
+    torch.manual_seed(0)
+    z, labels = torch.randn(40, 6, dtype=torch.float64), torch.randint(7, (40,))  # 6 stands for "no class"
+    membership = torch.nn.functional.one_hot(labels, 7)[:, :6].double() if soft else labels
+    sums, counts = functional.class_sums(z, membership, 6)
+    for k in range(6):
+        assert_same(sums[k], z[labels == k].sum(0), atol=1e-12)
+        assert counts[k] == (labels == k).sum()
+
+
+def test_prototype_update_by_hand():
+    """Class 0 moves, class 1 is absent, class 2 is met for the first time, class 3 was never met."""
+    prototypes = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]])
+    seen = torch.tensor([True, True, False, False])
+    sums, counts = torch.tensor([[6.0, 0.0], [0.0, 0.0], [4.0, 8.0], [0.0, 0.0]]), torch.tensor([2.0, 0.0, 4.0, 0.0])
+    values, met = functional.update_prototypes(prototypes, seen, sums, counts, alpha=0.75)
+    assert values.tolist() == [[0.75 + 0.75, 1.5], [3.0, 4.0], [1.0, 2.0], [0.0, 0.0]]
+    assert met.tolist() == [True, True, True, False]
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
+def test_rows_and_back(shape, data):
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1)) if len(shape) > 1 else 1
+    tensor = torch.randn(*shape)
+    forward = Forward(tensor, dim)
+    rows = forward.rows(tensor)
+    assert rows.shape[1] == (tensor.shape[dim] if len(shape) > 1 else 1)
+    assert torch.equal(forward.unrows(rows), tensor)
+
+
+def test_forward_holds_a_copy():
+    tensor = torch.zeros(2, 3)
+    forward = Forward(tensor, 1)
+    tensor += 1
+    assert forward.logits.sum() == 0
+    assert forward.produced(tensor)
+    assert not forward.produced(tensor.clone())
+    assert not forward.produced(None)

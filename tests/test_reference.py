@@ -1,0 +1,158 @@
+"""The fast path against the algorithm written out: 100 steps in float64, every distance, both variants and loops."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from dcl_optim.reference import dcl_step, dcp_step
+from tests.helpers import CLASSES, MODELS, assert_same, batches
+
+STEPS = 100
+BASES = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4),
+    "adamw": partial(torch.optim.AdamW, lr=3e-3, weight_decay=1e-2),
+}
+
+
+def huber(z, c):
+    return F.huber_loss(z, c, delta=0.3)
+
+
+DISTANCES = {
+    "mse": ({"distance": "mse"}, functional.mse),
+    "mse_sum": ({"distance": "mse", "reduction": "sum_classes"}, partial(functional.mse, reduction="sum_classes")),
+    "l1": ({"distance": "l1"}, functional.l1),
+    "kl": ({"distance": "kl"}, functional.kl),
+    "kl_cold": ({"distance": "kl", "temperature": 1.5}, partial(functional.kl, temperature=1.5)),
+    "infonce": ({"distance": "infonce", "temperature": 0.5}, partial(functional.infonce, temperature=0.5)),
+    "callable": ({"distance": huber}, huber),
+}
+CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+
+
+def run(model, optimizer, loop):
+    for x, y in batches(STEPS):
+
+        def closure(x=x, y=y):
+            loss = F.cross_entropy(model(x), y)
+            if loop != "lazy closure":
+                optimizer.zero_grad()
+                loss.backward()
+            return loss
+
+        if loop == "plain":
+            closure()
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize("loop", ["plain", "closure", "lazy closure"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("base", BASES)
+def test_dcl_equals_reference_in_every_loop(base, kind, loop):
+    check_dcl(base, kind, loop, "mse")
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("base", BASES)
+def test_dcl_equals_reference_with_every_distance(base, distance):
+    check_dcl(base, "batch_norm", "plain", distance)
+
+
+def check_dcl(base, kind, loop, distance):
+    options, function = DISTANCES[distance]
+    model = MODELS[kind]()
+    theirs, companion = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, **options)
+    torch.manual_seed(5)
+    run(model, optimizer, loop)
+
+    plain, chasing = BASES[base](theirs.parameters()), BASES[base](companion.parameters())
+    torch.manual_seed(5)
+    for x, y in batches(STEPS):
+        dcl_step(theirs, companion, plain, chasing, x, y, F.cross_entropy, function, weight=0.7, alpha=0.4)
+
+    assert_same(model, theirs, **CLOSE)
+    assert_same(optimizer.companion, companion, **CLOSE)
+    start = MODELS[kind]()
+    assert (start[0].weight - companion[0].weight).abs().max() > 1e-2, "the companion has to have moved"
+    assert (model[0].weight - companion[0].weight).abs().max() > 1e-3, "and not to where the model is"
+
+
+@pytest.mark.parametrize("loop", ["plain", "closure", "lazy closure"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("base", BASES)
+def test_dcp_equals_reference_in_every_loop(base, kind, loop):
+    check_dcp(base, kind, loop, "mse", per_class=False)
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_dcp_equals_reference_with_every_distance(distance, per_class):
+    if per_class and distance == "mse_sum":
+        distance = "mse"
+    check_dcp("sgd", "mlp", "plain", distance, per_class)
+
+
+def check_dcp(base, kind, loop, distance, per_class):
+    options, function = DISTANCES[distance]
+    model = MODELS[kind]()
+    theirs, prototypes = copy.deepcopy(model), {}
+    labels = [y for _, y in batches(STEPS)]
+    options = options | ({"reduction": "per_class"} if per_class else {})
+    optimizer = DCPOptimizer(
+        BASES[base](model.parameters()), model, CLASSES, weight=0.7, alpha=0.4, **options,
+        targets=lambda args, kwargs: labels[optimizer.logs()["step"].__int__()],
+    )  # fmt: skip
+    torch.manual_seed(5)
+    run(model, optimizer, loop)
+
+    plain = BASES[base](theirs.parameters())
+    torch.manual_seed(5)
+    for x, y in batches(STEPS):
+        dcp_step(
+            theirs, prototypes, plain, x, y, F.cross_entropy, function, weight=0.7, alpha=0.4, per_class=per_class
+        )
+
+    assert_same(model, theirs, **CLOSE)
+    assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **CLOSE)
+
+
+def test_one_dcl_step_by_hand():
+    """z = 2, c = 1: with mse over one class the penalty pulls by 2(z-c), the chase by 2(1-alpha)(c-z)."""
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    companion = torch.nn.Linear(1, 1, bias=False).double()
+    model.weight.data.fill_(2.0)
+    companion.weight.data.fill_(1.0)
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, weight=3.0, alpha=0.75, companion=companion
+    )
+    model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()  # the task's gradient is 1
+    optimizer.step()
+    assert model.weight.item() == pytest.approx(2.0 - 0.1 * (1.0 + 3.0 * 2.0), abs=1e-15)
+    assert companion.weight.item() == pytest.approx(1.0 - 0.1 * 2.0 * 0.25 * (1.0 - 2.0), abs=1e-15)
+    assert optimizer.penalty == 1.0
+
+
+def test_two_dcp_steps_by_hand():
+    """Class 0 is seen first at z = (2, 0), which becomes its prototype; the second batch is pulled to it."""
+    model = torch.nn.Linear(2, 2, bias=False).double()
+    model.weight.data.copy_(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, 2, alpha=0.25, weight=1.0)
+    x = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    for shift in (1.0, 0.0):
+        optimizer.set_targets(torch.tensor([0]))
+        optimizer.zero_grad()
+        (shift * model(x)[0, 0]).backward()
+        optimizer.step()
+    # step 1: no prototype yet, W00 = 2 - 0.5 * 1 = 1.5; step 2: gradient 2 (1.5 - 2) / 2 = -0.5, W00 = 1.75
+    assert model.weight[0, 0].item() == 1.75
+    assert optimizer.prototypes.tolist() == [[0.25 * 2.0 + 0.75 * 1.5, 0.0], [0.0, 0.0]]
+    assert optimizer.forecaster.seen.tolist() == [True, False]

@@ -1,0 +1,127 @@
+"""k steps, a checkpoint, n - k steps in a new process: bit for bit the run that was not interrupted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, RunningAverage
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
+
+BASES = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.05, t0=3),
+}
+TOTAL, BREAK = 12, 5
+
+
+def build(variant: str, base: str):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(FEATURES, 12), torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.2)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(12, CLASSES))
+    criterion = torch.nn.CrossEntropyLoss()
+    schedules = {"weight": CosineRamp(1.0, steps=8), "alpha": RunningAverage()}
+    inner = BASES[base](model.parameters())
+    if variant == "dcl":
+        optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **schedules)
+    else:
+        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion, **schedules)
+    return model, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
+
+
+def run(model, criterion, optimizer, scheduler, first, last):
+    for step, (x, y) in enumerate(batches(TOTAL, dtype=torch.float32)):
+        if first <= step < last:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+
+
+def snapshot(model, optimizer, scheduler):
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    return state | {"random": torch.get_rng_state()}
+
+
+def resume(variant: str, base: str, path: str) -> None:
+    """Runs in the new process."""
+    state = torch.load(path, weights_only=True)
+    model, criterion, optimizer, scheduler = build(variant, base)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["random"])
+    run(model, criterion, optimizer, scheduler, BREAK, TOTAL)
+    torch.save(snapshot(model, optimizer, scheduler), path)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_resumed_run_equals_uninterrupted_run(variant, base, tmp_path):
+    torch.manual_seed(7)
+    whole = build(variant, base)
+    run(*whole, 0, TOTAL)
+    expected = snapshot(whole[0], whole[2], whole[3])
+
+    torch.manual_seed(7)
+    half = build(variant, base)
+    run(*half, 0, BREAK)
+    path = tmp_path / "checkpoint.pt"
+    torch.save(snapshot(half[0], half[2], half[3]), path)
+    code = f"from tests.test_resume import resume; resume({variant!r}, {base!r}, {str(path)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert_same(torch.load(path, weights_only=True), expected)
+    key = f"dcl_optim.{type(whole[2]).__name__}"
+    assert expected["optimizer"][key]["steps"] == TOTAL
+
+
+def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
+    model = mlp()
+    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model)
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    state = optimizer.state_dict()
+    assert set(state) == {"state", "param_groups", "dcl_optim.DCLOptimizer"}
+    plain = BASES["sgd"](model.parameters())
+    plain.load_state_dict(state)
+    assert_same(plain.state_dict()["state"], optimizer.base.state_dict()["state"])
+
+
+def dcl_and_other():
+    model, other = mlp(), mlp()
+    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model)
+    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, CLASSES)
+    return dcl, dcp
+
+
+def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
+    dcl, dcp = dcl_and_other()
+    wide = mlp(width=13)
+    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide)
+    three = mlp()
+    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3)
+    dcl.base.param_groups[0]["lr"] = 0.123
+    before = repr(dcl.state_dict())
+    for state, message in (
+        (BASES["sgd"](mlp().parameters()).state_dict(), r"no entry 'dcl_optim.DCLOptimizer'.*optimizer.base"),
+        (dcp.state_dict(), r"no entry 'dcl_optim.DCLOptimizer'.*'dcl_optim.DCPOptimizer'"),
+        (other_shape.state_dict(), r"state of the companion has shape"),
+        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": -1}}, r"\['steps'\]=-1"),
+        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": 1, "forecaster": {}}}, r"missing \["),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dcl.load_state_dict(state)
+        assert repr(dcl.state_dict()) == before
+    with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
+        dcp.load_state_dict(fewer_classes.state_dict())
+    sgd_state = dcl.state_dict()
+    sgd_state["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["param_groups"] = []
+    with pytest.raises(ValueError, match=r"companion's optimizer has groups of \[\] parameters, not \[4\]"):
+        dcl.load_state_dict(sgd_state)
