@@ -37,7 +37,7 @@ class Forward:
         self.forecast: Tensor | None = None
         self.chased: Tensor | None = None
         self.targets: Tensor | None = None
-        self.loss_scale: Tensor | None = None
+        self.loss_scale: Scale | None = None
         self.counted = False
 
     def produced(self, tensor: Any) -> bool:
@@ -46,7 +46,8 @@ class Forward:
 
     def add_loss_scale(self, gradient: Tensor) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward."""
-        scale = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
+        total = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
+        scale = total.item() if total.device.type == "cpu" else total
         self.loss_scale = scale if self.loss_scale is None else self.loss_scale + scale
 
     def rows(self, gradient: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
     """
     if tensor.ndim < 2:
         return tensor.reshape(-1, 1)
+    if tensor.ndim == 2 and class_dim in (1, -1):
+        return tensor
     return tensor.movedim(class_dim, -1).reshape(-1, tensor.shape[class_dim])
 
 
@@ -169,6 +171,11 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         (tensor(2.5000), tensor([[1., 2.]]))
     """
     wide = torch.promote_types(z.dtype, torch.float32)
+    if getattr(distance, "func", None) is mse:  # the default: its gradient is known, and autograd costs ten times that
+        difference = z.detach().to(wide) - c.detach().to(wide)
+        count = len(z) if distance.keywords["reduction"] == "sum_classes" else z.numel()  # type: ignore[attr-defined]
+        flat = difference.flatten()
+        return (flat @ flat) / count, difference * (2.0 / count)
     leaf = z.detach().to(wide).requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         value = distance(leaf, c.detach().to(wide))
@@ -194,8 +201,8 @@ def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     return c.detach().to(wide) * alpha + z.detach().to(wide) * (1.0 - alpha)
 
 
-def class_sums(z: Tensor, membership: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Sum the rows of each class and count them.
+def class_totals(z: Tensor, membership: Tensor, num_classes: int) -> Tensor:
+    """Sum the rows of each class, and count them.
 
     Args:
         z: logits, rows (N, K).
@@ -204,24 +211,20 @@ def class_sums(z: Tensor, membership: Tensor, num_classes: int) -> tuple[Tensor,
         num_classes: number of classes.
 
     Returns:
-        Sums (num_classes, K) and counts (num_classes,), in z's dtype.
+        (num_classes, K + 1) in z's dtype: the sums, and in the last column the counts.
 
     Example:
-        >>> class_sums(torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([1, 1, 2]), num_classes=2)
-        (tensor([[0.],
-                [3.]]), tensor([0., 2.]))
+        >>> class_totals(torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([1, 1, 2]), num_classes=2)
+        tensor([[0., 0.],
+                [3., 2.]])
     """
+    counted = F.pad(z, (0, 1), value=1.0)
     if membership.ndim == 2:
-        shares = membership.to(z.dtype)
-        return shares.T @ z, shares.sum(0)
-    sums = z.new_zeros(num_classes + 1, z.shape[1]).index_add_(0, membership, z)
-    counts = z.new_zeros(num_classes + 1).index_add_(0, membership, z.new_ones(len(z)))
-    return sums[:num_classes], counts[:num_classes]
+        return membership.to(z.dtype).T @ counted
+    return z.new_zeros(num_classes + 1, z.shape[1] + 1).index_add_(0, membership, counted)[:num_classes]
 
 
-def update_prototypes(
-    prototypes: Tensor, seen: Tensor, sums: Tensor, counts: Tensor, alpha: float
-) -> tuple[Tensor, Tensor]:
+def update_prototypes(prototypes: Tensor, seen: Tensor, totals: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
     r"""One prototype update, :math:`p^k \leftarrow \alpha p^k + (1-\alpha)\,\mathrm{mean}_k(z)` (Equation 6).
 
     A class absent from the batch (count 0) keeps its prototype; a class met for the first time takes its mean. The
@@ -230,8 +233,7 @@ def update_prototypes(
     Args:
         prototypes: (num_classes, K).
         seen: (num_classes,) bool, which classes have a prototype.
-        sums: (num_classes, K), from :func:`class_sums`.
-        counts: (num_classes,), from :func:`class_sums`.
+        totals: (num_classes, K + 1), from :func:`class_totals`.
         alpha: the share of the past, in [0, 1].
 
     Returns:
@@ -239,11 +241,12 @@ def update_prototypes(
 
     Example:
         >>> update_prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([True, False]),
-        ...                   torch.tensor([[4.0], [0.0]]), torch.tensor([2.0, 0.0]), alpha=0.5)
+        ...                   torch.tensor([[4.0, 2.0], [0.0, 0.0]]), alpha=0.5)
         (tensor([[1.5000],
                 [0.0000]]), tensor([ True, False]))
     """
+    sums, counts = totals[:, :-1], totals[:, -1:]
     present = counts > 0
-    mean = sums / torch.where(present, counts, 1.0)[:, None]
+    mean = sums / counts  # not a number where absent, and not chosen there
     moved = torch.where(seen[:, None], prototypes * alpha + mean * (1.0 - alpha), mean)
-    return torch.where(present[:, None], moved, prototypes), seen | present
+    return torch.where(present, moved, prototypes), seen | present[:, 0]

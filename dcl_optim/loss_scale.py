@@ -21,10 +21,11 @@ from torch import Tensor
 
 from dcl_optim.forecaster import Forward, Scale
 
+TINY = 1e-30
 TOLERANCE = 1e-4  # share of the gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
 
 
-def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool | Tensor]:
     r"""Read the factor s off the gradient that a softmax cross-entropy sent to the logits.
 
     Exact up to rounding for hard labels, reduction mean (then s is the factor) or sum (then N times the factor),
@@ -36,52 +37,66 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Tensor, Ten
         gradient: the loss's gradient with respect to z, same shape.
 
     Returns:
-        s, a scalar tensor, and whether the gradient is of that form, a boolean scalar tensor; s is 1 where it is not.
+        s, and whether the gradient is of that form; s is 1 where it is not. Numbers on the CPU; scalar tensors
+        elsewhere, so that nothing synchronises.
 
     Example:
         >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
         >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
         >>> scale, found = recover_from_cross_entropy(z.detach(), torch.autograd.grad(loss, z)[0])
-        >>> round(scale.item(), 4), found.item()
+        >>> round(scale, 4), found
         (8.0, True)
     """
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
-    live = (g != 0).any(1)
+    live = (g != 0).any(1, keepdim=True)
     if gradient.dtype == torch.float16:  # a confident row's gradient vanishes here and must not pass for an ignored one
-        live |= p.amax(1) > 1 - 1e-6
-    p = p * live[:, None]
-    rows = live.sum()
-    balanced = g.sum(1).abs().sum() <= 1e-2 * g.abs().sum()
+        live |= p.amax(1, keepdim=True) > 1 - 1e-6
+    p = p * live
 
     # Hard labels: the target is the one entry below zero, and the line goes through the origin.
     negative = g.argmin(1, keepdim=True)
-    slope, fits = _fit_line(p, g, negative, None)
-    found = fits & balanced & (slope > 0) & (rows * (z.shape[1] - 1) > 1)
-    if not (found.device.type == "cpu" and found) and z.shape[1] > 3:
-        # Label smoothing shifts the line, and an overconfident target is no longer negative, but has the largest p.
-        off = torch.cat([negative, p.argmax(1, keepdim=True)], 1)
-        count = rows * (z.shape[1] - 1) - (off[:, 0] != off[:, 1]).sum()  # a dead row's two are the same
-        shifted, fits = _fit_line(p, g, off, count)
-        slope, found = torch.where(found, slope, shifted), found | (fits & balanced & (shifted > 0))
-    return torch.where(found, slope * rows, 1.0), found
+    off, imbalance, size = _moments(p, g, negative), g.sum(1).norm(p=1), g.norm(p=1)
+    pp, pg, gg, rows, imbalance, size = _numbers([*off[:3], live.sum(), imbalance, size])
+    slope = pg / (pp + TINY)
+    usable = (imbalance <= 1e-2 * size) & (rows * (z.shape[1] - 1) > 1)
+    found = usable & (slope > 0) & (gg - slope * pg <= TOLERANCE * gg)
+    if found is not True and z.shape[1] > 3:
+        shifted, fits = _smoothed(p, g, negative, rows)
+        slope, found = _choose(found, slope, shifted), found | (fits & usable)
+    return _choose(found, slope * rows, 1.0), found
 
 
-def _fit_line(p: Tensor, g: Tensor, left_out: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Slope of g over p without some entries of each row, and whether the line explains g.
+def _smoothed(p: Tensor, g: Tensor, negative: Tensor, rows: Any) -> tuple[Any, Any]:
+    """The slope under label smoothing, which shifts the line, and whether it fits.
 
-    Without a count the line goes through the origin; with the number of entries it has an intercept.
+    An overconfident target's gradient is no longer negative, but the target then has the largest p.
     """
+    largest = p.argmax(1, keepdim=True)
+    moments = _moments(p, g, torch.cat([negative, largest], 1))
+    raw, pg, gg, p_sum, g_sum, second = _numbers([*moments, (negative != largest).sum()])
+    count = rows * (p.shape[1] - 1) - second + TINY
+    pp, pg, gg = raw - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
+    slope = pg / (pp + TINY)
+    return slope, (slope > 0) & (pp > 1e-3 * raw) & (gg - slope * pg <= TOLERANCE * gg)
+
+
+def _moments(p: Tensor, g: Tensor, left_out: Tensor) -> list[Tensor]:
+    """Sums of p², pg, g², p and g without some entries of each row."""
     p, g = (t.scatter(1, left_out, 0.0).flatten() for t in (p, g))
-    pp, pg, gg = p @ p, p @ g, g @ g
-    spread = pp > 0
-    if count is not None:
-        p_sum, g_sum = p.sum(), g.sum()
-        raw = pp
-        pp, pg, gg = pp - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
-        spread = pp > 1e-3 * raw
-    slope = pg / pp
-    return slope, spread & (gg - slope * pg <= TOLERANCE * gg)
+    return [p @ p, p @ g, g @ g, p.sum(), g.sum()]
+
+
+def _numbers(scalars: list[Tensor]) -> list[Any]:
+    """Plain numbers on the CPU, where they are much cheaper to go on with; tensors elsewhere."""
+    stacked = torch.stack([scalar.to(scalars[0].dtype) for scalar in scalars])
+    return stacked.tolist() if stacked.device.type == "cpu" else list(stacked.unbind())
+
+
+def _choose(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
 
 
 class LossScale:

@@ -38,7 +38,7 @@ class Prototypes(Forecaster):
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.values = torch.zeros(num_classes, num_classes, dtype=dtype, device=like.device)
         self.seen = torch.zeros(num_classes, dtype=torch.bool, device=like.device)
-        self._observed: tuple[Tensor, Tensor] | None = None
+        self._observed: Tensor | None = None  # class totals since the last step
         self._alpha = 0.0
 
     def membership(self, targets: Tensor, forward: Forward) -> Tensor:
@@ -63,16 +63,21 @@ class Prototypes(Forecaster):
             )
         if targets.numel() != rows:
             raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
-        labels = targets.detach().reshape(-1).long()
-        ignored = labels == self._ignore_index
+        return self._checked(targets.detach().reshape(-1).long())
+
+    def _checked(self, labels: Tensor) -> Tensor:
+        classes, ignore = len(self.values), self._ignore_index
         if labels.device.type == "cpu":
-            wrong = labels[~ignored & ((labels < 0) | (labels >= classes))]
-            if len(wrong):
+            low, high = (int(bound) for bound in labels.aminmax())
+            if low >= 0 and high < classes and not 0 <= ignore < classes:
+                return labels
+            wrong = ((labels < 0) | (labels >= classes)) & (labels != ignore)
+            if wrong.any():
                 raise ValueError(
-                    f"targets has label {int(wrong[0])}; labels must lie in 0..{classes - 1} or equal "
-                    f"ignore_index={self._ignore_index}"
+                    f"targets has label {int(labels[wrong][0])}; labels must lie in 0..{classes - 1} or equal "
+                    f"ignore_index={ignore}"
                 )
-        return labels.masked_fill(ignored, classes)
+        return labels.masked_fill(labels == ignore, classes)
 
     def penalty(self, forward: Forward, distance: Distance) -> tuple[Tensor, Tensor]:
         if forward.targets is None:
@@ -123,20 +128,18 @@ class Prototypes(Forecaster):
     def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
         assert forward.targets is not None
         z = forward.logits.to(self.values.dtype)
-        sums, counts = functional.class_sums(z, forward.targets, len(self.values))
-        if self._observed is None:
-            self._observed = (sums, counts)
-        else:
-            self._observed = (self._observed[0] + sums, self._observed[1] + counts)
+        totals = functional.class_totals(z, forward.targets, len(self.values))
+        self._observed = totals if self._observed is None else self._observed + totals
         self._alpha = alpha
 
     def forget(self) -> None:
         self._observed = None
 
     def step(self) -> None:
-        sums, counts = self._observed or (torch.zeros_like(self.values), self.values.new_zeros(len(self.values)))
-        distributed.add_up([sums, counts])
-        self.values, self.seen = functional.update_prototypes(self.values, self.seen, sums, counts, self._alpha)
+        if self._observed is not None:
+            distributed.add_up([self._observed])
+            update = functional.update_prototypes(self.values, self.seen, self._observed, self._alpha)
+            self.values, self.seen = update
         self.forget()
 
     def _move_to(self, z: Tensor) -> None:

@@ -77,17 +77,23 @@ def test_dcl_arguments(options, error, message):
 def test_dcp_arguments(options, error, message):
     if "reduction" in options and options["reduction"] == "max":
         message = r"reduction='max' is unknown; choose one of mean, sum_classes, per_class"
-    refused(
-        lambda model: DCPOptimizer(sgd(model), model, **({"num_classes": CLASSES} | options)), error, message
-    )
+    refused(lambda model: DCPOptimizer(sgd(model), model, **({"num_classes": CLASSES} | options)), error, message)
 
 
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3)), ValueError, r"model shares no parameters with base_optimizer"),
+        (
+            lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3)),
+            ValueError,
+            r"model shares no parameters with base_optimizer",
+        ),
         (lambda m: DCLOptimizer(sgd(m), F.relu), TypeError, r"model must be a torch.nn.Module, got function"),
-        (lambda m: DCLOptimizer(torch.optim.SGD, m), TypeError, r"base_optimizer must be a torch.optim.Optimizer insta"),
+        (
+            lambda m: DCLOptimizer(torch.optim.SGD, m),
+            TypeError,
+            r"base_optimizer must be a torch.optim.Optimizer insta",
+        ),
         (lambda m: DCLOptimizer(sgd(m), m, companion=m), ValueError, r"companion shares trained parameters with the"),
         (lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU()), ValueError, r"companion has no parameter to train"),
     ],
@@ -113,8 +119,11 @@ def test_wrapper_inside_a_wrapper_and_second_wrapper_on_a_model():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"alpha": lambda t: 2.0 if t == 3 else 0.5}, r"alpha=2.0 at step 3"), ({"weight": lambda t: 1.0 - t / 2}, r"weight=-0.5 at step 3")],
-)  # fmt: skip
+    [
+        ({"alpha": lambda t: 2.0 if t == 3 else 0.5}, r"alpha=2.0 at step 3"),
+        ({"weight": lambda t: 1.0 - t / 2}, r"weight=-0.5 at step 3"),
+    ],
+)
 def test_schedules_that_leave_their_range(options, message):
     model = mlp()
     optimizer = DCLOptimizer(sgd(model), model, **options)

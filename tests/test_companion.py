@@ -326,7 +326,7 @@ def test_fraction_needs_the_batch_first():
     doubling = nn.Sequential(nn.Linear(FEATURES, 2 * CLASSES), nn.Unflatten(1, (2, CLASSES)), nn.Flatten(0, 1)).double()
     optimizer = wrap(doubling, companion_fraction=0.5)
     with pytest.raises(ValueError, match=r"companion_fraction=0.5 needs every input and the logits to have the batch"):
-        doubling(x)  # 32 rows from 16 inputs: no row knows its input
+        optimizer.model(x)  # 32 rows from 16 inputs: no row knows its input
 
 
 # ---- moving ---------------------------------------------------------------------------------------------------------

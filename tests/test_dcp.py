@@ -182,9 +182,7 @@ def test_soft_labels_by_hand():
     assert optimizer.penalty == pytest.approx(87.25 / 4)
     optimizer.step()
     mean_1 = (0.25 * 4 + 1.0 * 8) / 1.25
-    assert_same(
-        optimizer.prototypes, torch.tensor([[3.0, 0.0], [mean_1 / 2, 2.0]], dtype=torch.float64), atol=1e-12
-    )
+    assert_same(optimizer.prototypes, torch.tensor([[3.0, 0.0], [mean_1 / 2, 2.0]], dtype=torch.float64), atol=1e-12)
 
 
 def test_soft_labels_with_an_unseen_class_give_no_penalty():

@@ -105,7 +105,7 @@ def test_confident_rows_whose_gradient_vanishes_in_float16_still_count():
     assert gradient[0].abs().max() == 0
     scale, found = recover_from_cross_entropy(z.detach(), gradient)
     assert found
-    assert scale.item() == pytest.approx(4.0, rel=1e-2)
+    assert scale == pytest.approx(4.0, rel=1e-2)
 
 
 def trained(factor, data=None, distance_free=False, **options):
@@ -143,9 +143,7 @@ def test_penalty_and_chase_carry_the_factor(options):
 
 def test_given_scale_wins_over_what_the_criterion_says():
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, loss_scale=3.0, criterion=criterion
-    )
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, loss_scale=3.0, criterion=criterion)
     x, y = next(iter(batches(1)))
     criterion(model(x), y).backward()
     assert optimizer.logs()["loss_scale"] == 3.0

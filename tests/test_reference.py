@@ -117,9 +117,7 @@ def check_dcp(base, kind, loop, distance, per_class):
     plain = BASES[base](theirs.parameters())
     torch.manual_seed(5)
     for x, y in batches(STEPS):
-        dcp_step(
-            theirs, prototypes, plain, x, y, F.cross_entropy, function, weight=0.7, alpha=0.4, per_class=per_class
-        )
+        dcp_step(theirs, prototypes, plain, x, y, F.cross_entropy, function, weight=0.7, alpha=0.4, per_class=per_class)
 
     assert_same(model, theirs, **CLOSE)
     assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **CLOSE)

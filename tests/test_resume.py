@@ -49,7 +49,8 @@ def snapshot(model, optimizer, scheduler):
 
 
 def resume(variant: str, base: str, path: str) -> None:
-    """Runs in the new process."""
+    """Runs in the new process, with as many threads: sums are bit-identical for one number of threads only."""
+    torch.set_num_threads(1)
     state = torch.load(path, weights_only=True)
     model, criterion, optimizer, scheduler = build(variant, base)
     model.load_state_dict(state["model"])
