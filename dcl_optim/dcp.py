@@ -31,9 +31,9 @@ class DCPOptimizer(ForecastOptimizer):
     A class absent from the batch keeps its prototype. A class not yet seen gives no penalty, and its first mean becomes
     its prototype; the paper does not say.
 
-    **Labels.** Exactly one way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the
+    **Labels.** One way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the
     model's keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward,
-    or ``step(closure, targets=...)``. Class indices, one for each row of logits, or soft labels of the logits' shape
+    or ``step(closure, targets=...)``; the latter three outrank the criterion. Class indices, one for each row of logits, or soft labels of the logits' shape
     (mixup, CutMix): see :class:`~dcl_optim.prototypes.Prototypes` for their meaning.
 
     Args:
@@ -150,14 +150,15 @@ class DCPOptimizer(ForecastOptimizer):
                 raise ValueError(f"targets={self._targets!r}: the model was called without that keyword")
         elif self._targets is not None:
             found = self._targets(args, kwargs)
-        for candidate in (found, self._closure_targets):
-            if candidate is not None:
-                self._take_targets(forward, candidate)
+        given = [labels for labels in (forward.targets, found, self._closure_targets) if labels is not None]
+        if len(given) > 1:
+            raise RuntimeError("one forward was given labels twice: give them one way only")
+        forward.targets = given[0] if given else None
 
     def _take_targets(self, forward: Forward, targets: Any) -> None:
-        if forward.targets is not None:
+        if forward.targets is None and forward.criterion_targets is not None:
             raise RuntimeError(
-                "one forward was given labels twice: give them one way only, and mixed labels (mixup, CutMix) as one "
-                "tensor of soft labels"
+                "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of soft "
+                "labels, to the criterion or to set_targets"
             )
-        forward.targets = targets
+        forward.criterion_targets = targets

@@ -22,7 +22,8 @@ class Forward:
     Attributes:
         logits: the model's logits as rows (N, K): a detached copy, so in-place edits by the script cannot reach it.
         forecast: what the forecaster said at the time of the call, rows (N, K); None where it speaks at the backward.
-        targets: the labels, where a forecaster needs them and they are known.
+        targets: the labels, where a forecaster needs them and the script gave them.
+        criterion_targets: the labels that the criterion was called with.
         loss_scale: what the criterion's loss was multiplied by, where the criterion was handed over.
         chased: the rows of the forecast that the forecaster learns from, with their graph; None for all or none.
         shape: the shape of the model's logits, batch first.
@@ -37,15 +38,29 @@ class Forward:
         self.forecast: Tensor | None = None
         self.chased: Tensor | None = None
         self.targets: Tensor | None = None
+        self.criterion_targets: Tensor | None = None
         self.loss_scale: Scale | None = None
         self.counted = False
+        self._surely_linked = False
 
     def produced(self, tensor: Any) -> bool:
-        """Whether a tensor is the very output of this forward."""
-        return tensor is not None and self._output() is tensor
+        """Whether a tensor is the very output of this forward, or a view of it."""
+        output = self._output()
+        return isinstance(tensor, Tensor) and output is not None and tensor.data_ptr() == output.data_ptr()
 
-    def add_loss_scale(self, gradient: Tensor) -> None:
+    def link(self, surely: bool) -> bool:
+        """Link a call of the criterion to this forward; say whether it counts.
+
+        A call on the output itself outranks calls on what may be another head's output or a copy of this one's.
+        """
+        if surely and not self._surely_linked:
+            self._surely_linked, self.criterion_targets, self.loss_scale = True, None, None
+        return surely or not self._surely_linked
+
+    def add_loss_scale(self, surely: bool, gradient: Tensor) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward."""
+        if self._surely_linked and not surely:
+            return
         total = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
         scale = total.item() if total.device.type == "cpu" else total
         self.loss_scale = scale if self.loss_scale is None else self.loss_scale + scale

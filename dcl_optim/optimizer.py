@@ -141,16 +141,16 @@ class ForecastOptimizer(OptimizerWrapper):
     def _after_criterion(self, logits: Any, targets: Any, loss: Tensor) -> None:
         """Called by the tap: take the labels, and read what the loss is multiplied by off its gradient."""
         waiting = [forward for forward in (reference() for reference in self._outstanding) if _waits(forward)]
-        matches = [forward for forward in waiting if forward and forward.produced(logits)] or waiting
-        if len(matches) > 1:
+        exact = [forward for forward in waiting if forward and forward.produced(logits)]
+        if len(exact or waiting) > 1:
             raise RuntimeError(
                 "the criterion was called and several forwards of the model wait for it: call it on each output as "
                 "the model returned it, or delete the outputs that are not trained on"
             )
-        for forward in matches:
-            assert forward is not None
-            self._take_targets(forward, targets)
-            loss.register_hook(forward.add_loss_scale)
+        for forward in exact or waiting:
+            if forward is not None and forward.link(surely=bool(exact)):
+                self._take_targets(forward, targets)
+                loss.register_hook(functools.partial(forward.add_loss_scale, bool(exact)))
 
     def _take_targets(self, forward: Forward, targets: Any) -> None:
         """Read labels off the criterion's arguments. Default: none are needed."""

@@ -80,13 +80,14 @@ class Prototypes(Forecaster):
         return labels.masked_fill(labels == ignore, classes)
 
     def penalty(self, forward: Forward, distance: Distance) -> tuple[Tensor, Tensor]:
-        if forward.targets is None:
+        given = forward.criterion_targets if forward.targets is None else forward.targets
+        if given is None:
             raise RuntimeError(
                 "a training forward reached its backward without labels: hand the loss module over as criterion=, "
                 "name the model's keyword that holds them as targets=, or call set_targets(labels) before the forward"
             )
         z = forward.logits.to(self.values.dtype)
-        forward.targets = self.membership(forward.targets, forward)
+        forward.targets = self.membership(given, forward)
         self._move_to(z)
         forecast, known, labelled = self._forecast(z, forward.targets)
         if self._per_class:

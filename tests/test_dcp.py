@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCPOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
 
 
@@ -210,9 +210,26 @@ def test_labels_given_twice_are_refused():
     x, y = next(iter(batches(1)))
     z = model(x)
     criterion(z, y)
-    with pytest.raises(RuntimeError, match=r"given labels twice.*soft labels"):
+    with pytest.raises(RuntimeError, match=r"criterion was called twice on one forward.*soft labels"):
         criterion(z, y.flip(0))
-    del optimizer
+    optimizer.set_targets(y)
+    with pytest.raises(RuntimeError, match="given labels twice"):
+        optimizer.step(lambda: criterion(model(x), y), targets=y)
+
+
+def test_mixup_with_the_criterion_called_twice_and_soft_labels_given():
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, criterion=criterion)
+    x, y = next(iter(batches(1)))
+    mixed, other = 0.7 * x + 0.3 * x.flip(0), y.flip(0)
+    soft = 0.7 * F.one_hot(y, CLASSES) + 0.3 * F.one_hot(other, CLASSES)
+    optimizer.set_targets(soft.double())
+    z = model(mixed)
+    (2.0 * (0.7 * criterion(z, y) + 0.3 * criterion(z, other))).backward()
+    optimizer.step()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(2.0)
+    expected = (soft.double().T @ z.detach()) / soft.double().sum(0)[:, None]
+    assert_same(optimizer.prototypes, expected, atol=1e-12)
 
 
 def test_criterion_finds_its_forward_among_several():
@@ -279,3 +296,39 @@ def test_wrong_number_of_classes():
     with pytest.raises(ValueError, match=r"num_classes=7 but the model gives 5 logits"):
         model(torch.randn(1, FEATURES, dtype=torch.float64)).sum().backward()
     del optimizer
+
+
+@pytest.mark.parametrize("auxiliary_first", [False, True])
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_criterion_on_an_auxiliary_head_is_not_taken_for_the_logits(variant, auxiliary_first):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main, self.side = mlp(), mlp(seed=1)
+
+        def forward(self, x):
+            return self.main(x), self.side(x)
+
+    model, criterion = TwoHeads(), nn.CrossEntropyLoss()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    if variant == "dcl":
+        optimizer = DCLOptimizer(base, model, criterion=criterion)
+    else:
+        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion)
+    x, y = next(iter(batches(1)))
+    main, side = model(x)
+    calls = [lambda: criterion(main, y), lambda: 0.4 * criterion(side, y.flip(0))]
+    losses = [call() for call in (reversed(calls) if auxiliary_first else calls)]
+    sum(losses).backward()
+    assert optimizer.logs()["loss_scale"] == 1.0
+    if variant == "dcp":
+        optimizer.step()
+        assert_same(optimizer.prototypes[0], main.detach()[y == 0].mean(0), atol=1e-12)
+
+
+def test_criterion_on_a_converted_copy_of_the_logits():
+    model, criterion = mlp(dtype=torch.float32), nn.CrossEntropyLoss()
+    optimizer = wrap(model, criterion=criterion)
+    x, y = next(iter(batches(1, dtype=torch.float32)))
+    (3.0 * criterion(model(x).double(), y)).backward()
+    assert optimizer.logs()["loss_scale"] == 3.0

@@ -108,5 +108,6 @@ def test_forward_holds_a_copy():
     tensor += 1
     assert forward.logits.sum() == 0
     assert forward.produced(tensor)
+    assert forward.produced(tensor.view(3, 2))
     assert not forward.produced(tensor.clone())
     assert not forward.produced(None)
