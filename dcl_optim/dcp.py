@@ -31,10 +31,10 @@ class DCPOptimizer(ForecastOptimizer):
     A class absent from the batch keeps its prototype. A class not yet seen gives no penalty, and its first mean becomes
     its prototype; the paper does not say.
 
-    **Labels.** One way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the
-    model's keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward,
-    or ``step(closure, targets=...)``; the latter three outrank the criterion. Class indices, one for each row of logits, or soft labels of the logits' shape
-    (mixup, CutMix): see :class:`~dcl_optim.prototypes.Prototypes` for their meaning.
+    **Labels.** One way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the model's
+    keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward, or
+    ``step(closure, targets=...)``; the latter three outrank the criterion. Class indices, one for each row of logits,
+    or soft labels of the logits' shape (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
@@ -158,7 +158,7 @@ class DCPOptimizer(ForecastOptimizer):
     def _take_targets(self, forward: Forward, targets: Any) -> None:
         if forward.targets is None and forward.criterion_targets is not None:
             raise RuntimeError(
-                "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of soft "
-                "labels, to the criterion or to set_targets"
+                "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of "
+                "soft labels, to the criterion or to set_targets"
             )
         forward.criterion_targets = targets

@@ -194,11 +194,11 @@ def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
         alpha: the share of the past, in [0, 1].
 
     Example:
-        >>> chase_target(torch.tensor([10.0]), torch.tensor([0.0]), alpha=0.6)
-        tensor([4.])
+        >>> chase_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
+        tensor([2.])
     """
     wide = torch.promote_types(z.dtype, torch.float32)
-    return c.detach().to(wide) * alpha + z.detach().to(wide) * (1.0 - alpha)
+    return torch.lerp(z.detach().to(wide), c.detach().to(wide), alpha)
 
 
 def class_totals(z: Tensor, membership: Tensor, num_classes: int) -> Tensor:
@@ -218,7 +218,7 @@ def class_totals(z: Tensor, membership: Tensor, num_classes: int) -> Tensor:
         tensor([[0., 0.],
                 [3., 2.]])
     """
-    counted = F.pad(z, (0, 1), value=1.0)
+    counted = torch.cat([z, z.new_ones(len(z), 1)], 1)
     if membership.ndim == 2:
         return membership.to(z.dtype).T @ counted
     return z.new_zeros(num_classes + 1, z.shape[1] + 1).index_add_(0, membership, counted)[:num_classes]
@@ -247,6 +247,5 @@ def update_prototypes(prototypes: Tensor, seen: Tensor, totals: Tensor, alpha: f
     """
     sums, counts = totals[:, :-1], totals[:, -1:]
     present = counts > 0
-    mean = sums / counts  # not a number where absent, and not chosen there
-    moved = torch.where(seen[:, None], prototypes * alpha + mean * (1.0 - alpha), mean)
-    return torch.where(present, moved, prototypes), seen | present[:, 0]
+    rate = torch.ones_like(counts).masked_fill_(seen[:, None], 1.0 - alpha) * present
+    return torch.lerp(prototypes, sums / counts.clamp(min=1e-30), rate), seen | present[:, 0]

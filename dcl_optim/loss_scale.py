@@ -49,42 +49,35 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
     """
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
-    live = (g != 0).any(1, keepdim=True)
+    # Hard labels: the target is the one entry below zero, and the line goes through the origin.
+    least, target = g.min(1, keepdim=True)
+    live = least < 0
     if gradient.dtype == torch.float16:  # a confident row's gradient vanishes here and must not pass for an ignored one
         live |= p.amax(1, keepdim=True) > 1 - 1e-6
     p = p * live
-
-    # Hard labels: the target is the one entry below zero, and the line goes through the origin.
-    negative = g.argmin(1, keepdim=True)
-    off, imbalance, size = _moments(p, g, negative), g.sum(1).norm(p=1), g.norm(p=1)
-    pp, pg, gg, rows, imbalance, size = _numbers([*off[:3], live.sum(), imbalance, size])
+    p_off, g_off = (t.scatter(1, target, 0.0).flatten() for t in (p, g))
+    pp, pg, gg, rows = _numbers([p_off @ p_off, p_off @ g_off, g_off @ g_off, live.sum()])
     slope = pg / (pp + TINY)
-    usable = (imbalance <= 1e-2 * size) & (rows * (z.shape[1] - 1) > 1)
+    usable = rows * (z.shape[1] - 1) > 1
     found = usable & (slope > 0) & (gg - slope * pg <= TOLERANCE * gg)
     if found is not True and z.shape[1] > 3:
-        shifted, fits = _smoothed(p, g, negative, rows)
+        shifted, fits = _fit_smoothed(p, g, target, rows)
         slope, found = _choose(found, slope, shifted), found | (fits & usable)
     return _choose(found, slope * rows, 1.0), found
 
 
-def _smoothed(p: Tensor, g: Tensor, negative: Tensor, rows: Any) -> tuple[Any, Any]:
+def _fit_smoothed(p: Tensor, g: Tensor, least: Tensor, rows: Any) -> tuple[Any, Any]:
     """The slope under label smoothing, which shifts the line, and whether it fits.
 
-    An overconfident target's gradient is no longer negative, but the target then has the largest p.
+    An overconfident target's gradient is no longer the least, but the target then has the largest p.
     """
     largest = p.argmax(1, keepdim=True)
-    moments = _moments(p, g, torch.cat([negative, largest], 1))
-    raw, pg, gg, p_sum, g_sum, second = _numbers([*moments, (negative != largest).sum()])
-    count = rows * (p.shape[1] - 1) - second + TINY
+    p, g = (t.scatter(1, torch.cat([least, largest], 1), 0.0).flatten() for t in (p, g))
+    raw, pg, gg, p_sum, g_sum, second = _numbers([p @ p, p @ g, g @ g, p.sum(), g.sum(), (least != largest).sum()])
+    count = rows * (len(p) // len(largest) - 1) - second + TINY
     pp, pg, gg = raw - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
     slope = pg / (pp + TINY)
     return slope, (slope > 0) & (pp > 1e-3 * raw) & (gg - slope * pg <= TOLERANCE * gg)
-
-
-def _moments(p: Tensor, g: Tensor, left_out: Tensor) -> list[Tensor]:
-    """Sums of p², pg, g², p and g without some entries of each row."""
-    p, g = (t.scatter(1, left_out, 0.0).flatten() for t in (p, g))
-    return [p @ p, p @ g, g @ g, p.sum(), g.sum()]
 
 
 def _numbers(scalars: list[Tensor]) -> list[Any]:

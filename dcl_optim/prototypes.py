@@ -40,6 +40,8 @@ class Prototypes(Forecaster):
         self.seen = torch.zeros(num_classes, dtype=torch.bool, device=like.device)
         self._observed: Tensor | None = None  # class totals since the last step
         self._alpha = 0.0
+        # What is known without a look at a device: on the CPU, where looking costs nothing. Then nothing needs masking.
+        self._all_seen = self._all_labelled = False
 
     def membership(self, targets: Tensor, forward: Forward) -> Tensor:
         """Check labels and lay them out as rows: classes (N,), K where ignored; or soft labels (N, K).
@@ -55,6 +57,7 @@ class Prototypes(Forecaster):
         if classes != len(self.values):
             raise ValueError(f"num_classes={len(self.values)} but the model gives {classes} logits; pass that number")
         if targets.dtype.is_floating_point and targets.shape == forward.shape:
+            self._all_labelled = False
             return forward.rows(targets.detach())
         if targets.dtype.is_floating_point or targets.dtype == torch.bool:
             raise TypeError(
@@ -67,9 +70,11 @@ class Prototypes(Forecaster):
 
     def _checked(self, labels: Tensor) -> Tensor:
         classes, ignore = len(self.values), self._ignore_index
+        self._all_labelled = False
         if labels.device.type == "cpu":
             low, high = (int(bound) for bound in labels.aminmax())
             if low >= 0 and high < classes and not 0 <= ignore < classes:
+                self._all_labelled = True
                 return labels
             wrong = ((labels < 0) | (labels >= classes)) & (labels != ignore)
             if wrong.any():
@@ -89,6 +94,8 @@ class Prototypes(Forecaster):
         z = forward.logits.to(self.values.dtype)
         forward.targets = self.membership(given, forward)
         self._move_to(z)
+        if self._all_seen and self._all_labelled and not self._per_class:
+            return functional.value_and_gradient(distance, z, self.values.index_select(0, forward.targets))
         forecast, known, labelled = self._forecast(z, forward.targets)
         if self._per_class:
             return self._penalty_per_class(z, forecast, known, forward.targets, distance)
@@ -141,6 +148,7 @@ class Prototypes(Forecaster):
             distributed.add_up([self._observed])
             update = functional.update_prototypes(self.values, self.seen, self._observed, self._alpha)
             self.values, self.seen = update
+            self._all_seen = self._all_seen or (self.seen.device.type == "cpu" and bool(self.seen.all()))
         self.forget()
 
     def _move_to(self, z: Tensor) -> None:
@@ -157,3 +165,4 @@ class Prototypes(Forecaster):
         self.forget()
         self.values = state["values"].to(self.values, copy=True)
         self.seen = state["seen"].to(self.seen, copy=True)
+        self._all_seen = False
