@@ -56,7 +56,9 @@ def dcl_step(
     (loss + weight * distance(z, c.detach())).backward()
     optimizer.step()
 
-    target = alpha * c.detach() + (1 - alpha) * z.detach()
+    # Equation 4's alpha c + (1 - alpha) z, in the form that is exactly c where the two agree: under l1 the sign of a
+    # rounding error would otherwise be the whole gradient.
+    target = c.detach() + (1 - alpha) * (z.detach() - c.detach())
     companion_optimizer.zero_grad()
     distance(c, target).backward()
     companion_optimizer.step()
