@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dcl_optim.optimizer import ForecastOptimizer
 
 
+# As torch.optim does it: what bookkeeping hooks do is not for the compiler to trace.
+_outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
+
+
 class Tap:
     """The hooks of one optimizer on one module; remove them with :meth:`remove`."""
 
@@ -58,16 +62,19 @@ class Tap:
         """Whether the optimizer still exists."""
         return self._optimizer() is not None
 
+    @_outside_compiled_graphs
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._before_forward(module.training)
 
+    @_outside_compiled_graphs
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._after_forward(args, kwargs, output)
 
+    @_outside_compiled_graphs
     def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
         optimizer = self._optimizer()
         if optimizer is None or not isinstance(loss, Tensor) or not loss.requires_grad:
