@@ -1,0 +1,1 @@
+"""What a training step costs with and without the wrapper: ``python -m benchmarks --help``."""

@@ -1,0 +1,35 @@
+"""The two networks of the image example."""
+
+from __future__ import annotations
+
+from torch import nn
+
+NAMES = ("cnn", "resnet18")
+
+
+def _block(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+
+
+def cnn(classes: int) -> nn.Module:
+    """Four convolutions with batch norm, for one channel and any size from 4x4 on."""
+    return nn.Sequential(
+        *(*_block(1, 32), *_block(32, 32), nn.MaxPool2d(2)),
+        *(*_block(32, 64), *_block(64, 64), nn.AdaptiveAvgPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(64 * 4, classes)),
+    )
+
+
+def resnet18(classes: int) -> nn.Module:
+    """ResNet-18 for small pictures: a 3x3 convolution of stride 1 first, and no pooling after it."""
+    from torchvision.models import resnet18 as build
+
+    model = build(num_classes=classes)
+    model.conv1 = nn.Conv2d(1, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def build(name: str, classes: int) -> nn.Module:
+    """Build a network by its name."""
+    return {"cnn": cnn, "resnet18": resnet18}[name](classes)
