@@ -50,7 +50,8 @@ class DCLOptimizer(ForecastOptimizer):
             parameters. The latter two are left alone.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
         companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
-            penalty covers the whole batch. Default 1.
+            penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
+            norm sees the parts and dropout masks differ from the model's.
         criterion: the loss module, when the script has one: the factor on the loss is then read exactly, for any loss.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.

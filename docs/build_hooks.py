@@ -1,0 +1,32 @@
+"""Turn the docstrings' roles into what a browser shows: formulas as MathML, references as code.
+
+Docstrings carry torch's notation (``:math:`` and ``:class:``), which reads well in a terminal. Formulas are translated
+while the site is built, so that no page loads anything from elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+
+INLINE = re.compile(r":math:<code>(.*?)</code>", re.DOTALL)
+BLOCK = re.compile(r"<p>\.\. math::\s*(.*?)</p>", re.DOTALL)
+REFERENCE = re.compile(r":(?:class|func|meth|mod):<code>~?(?:[\w.]*\.)?(\w+)</code>")
+LITERAL = re.compile(r"``([^`]+)``")
+
+
+def _formula(latex: str, display: str) -> str:
+    source = html.unescape(re.sub(r"</?em>", "_", latex)).strip()
+    if "\\\\" in source or "&" in source:
+        source = r"\begin{align}" + source + r"\end{align}"
+    return str(convert(source, display=display))
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Called by mkdocs with each page's HTML."""
+    content = INLINE.sub(lambda found: _formula(found.group(1), "inline"), content)
+    content = BLOCK.sub(lambda found: _formula(found.group(1), "block"), content)
+    return REFERENCE.sub(r"<code>\1</code>", content)
