@@ -61,8 +61,11 @@ class Forward:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward."""
         if self._surely_linked and not surely:
             return
-        total = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
-        scale = total.item() if total.device.type == "cpu" else total
+        scale: Scale
+        if gradient.device.type == "cpu":
+            scale = gradient.item() if gradient.ndim == 0 else gradient.double().sum().item()
+        else:
+            scale = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
         self.loss_scale = scale if self.loss_scale is None else self.loss_scale + scale
 
     def rows(self, gradient: Tensor) -> Tensor:
@@ -73,6 +76,8 @@ class Forward:
         """Lay rows out in the output's shape."""
         if len(self.shape) < 2:
             return rows.reshape(self.shape)
+        if len(self.shape) == 2 and self._class_dim in (1, -1):
+            return rows
         dim = self._class_dim % len(self.shape)
         moved = [size for index, size in enumerate(self.shape) if index != dim] + [self.shape[dim]]
         return rows.reshape(moved).movedim(-1, dim)

@@ -134,9 +134,10 @@ class ForecastOptimizer(OptimizerWrapper):
         self._last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
+        factor = scale * weight
         if self._penalties is not None:
-            self._penalties.append(value * (scale * weight))
-        return gradient + forward.unrows(slope * (scale * weight)).to(gradient.dtype)
+            self._penalties.append(value * factor)
+        return gradient + forward.unrows(slope * factor).to(gradient.dtype)
 
     def _after_criterion(self, logits: Any, targets: Any, loss: Tensor) -> None:
         """Called by the tap: take the labels, and read what the loss is multiplied by off its gradient."""
