@@ -23,11 +23,11 @@ class DCLOptimizer(ForecastOptimizer):
 
     For a batch with logits :math:`z = f(\theta_t, x)` and companion logits :math:`c = f(\omega_t, x)`,
 
+    .. math:: \theta_{t+1} = \text{base step with } \nabla_\theta\,[\ell(z, y) + \lambda\,\Delta(z, \text{stop}(c))]
+
     .. math::
-        \theta_{t+1} &= \mathrm{base\ step\ with}\
-            \nabla_\theta\,[\ell(z, y) + \lambda\,\Delta(z, \mathrm{stop}(c))] \\
-        \omega_{t+1} &= \mathrm{companion\ step\ with}\
-            \nabla_\omega\,\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))
+        \omega_{t+1} = \text{companion step with }
+        \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
 
     one forward and backward of each network (Algorithm 1, Equations 2 and 4). The companion starts as a copy of the
     model and has its own batch-norm statistics; it sees the same input in the same mode and replays the same random

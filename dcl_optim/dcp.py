@@ -24,9 +24,10 @@ class DCPOptimizer(ForecastOptimizer):
     labels, and the prototypes then move to the batch's class means (the paper's appendix, Equations 5 and 6):
 
     .. math::
-        \theta_{t+1} &= \mathrm{base\ step\ with}\
-            \nabla_\theta\,\Big[\ell(z, y) + \frac{\lambda}{N}\sum_i \Delta(z_i, p^{y_i}_t)\Big] \\
-        p^k_{t+1} &= \alpha\,p^k_t + (1-\alpha)\,\mathrm{mean}\{z_i : y_i = k\}
+        \theta_{t+1} = \text{base step with }
+        \nabla_\theta\,\Big[\ell(z, y) + \frac{\lambda}{N}\sum_i \Delta(z_i, p^{y_i}_t)\Big]
+
+    .. math:: p^k_{t+1} = \alpha\,p^k_t + (1-\alpha)\,\text{mean of the } z_i \text{ with } y_i = k
 
     A class absent from the batch keeps its prototype. A class not yet seen gives no penalty, and its first mean becomes
     its prototype; the paper does not say.

@@ -1,0 +1,112 @@
+"""Pictures of training: what the paper's figures plot, for histories of one's own. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+History = Mapping[str, Sequence[float]]
+QUANTITIES = ("accuracy", "consistency")
+
+# Okabe and Ito's colours, which stay apart for colour-blind eyes; the line styles do so in grey.
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
+LINES = ("-", "--", "-.", ":")
+
+
+def training_curves(
+    histories: Mapping[str, Sequence[Mapping[str, Any]]],
+    path: str | Path,
+    *,
+    title: str = "Training with and without a companion",
+    split: str = "test",
+) -> None:
+    """Draw accuracy and top non-target consistency over the epochs, the mean over runs and its standard error.
+
+    Args:
+        histories: for each method its runs; a run has ``"accuracy"`` and ``"consistency"``, one value per epoch each,
+            in [0, 1]. All runs of all methods have equally many epochs. Other keys are left alone.
+        path: where the picture goes; the suffix chooses the format (.png, .pdf, .svg).
+        title: the line above both panels.
+        split: the name of the images that the accuracy is measured on.
+
+    Raises:
+        ValueError: no methods, no runs, no epochs, or runs of different lengths.
+        ImportError: matplotlib is missing.
+
+    Example:
+        >>> import tempfile
+        >>> run = {"accuracy": [0.5, 0.9], "consistency": [0.3, 0.4]}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "curves.png")
+        ...     training_curves({"plain": [run], "DCL": [run]}, path)
+        ...     path.exists()
+        True
+
+    Source: the right-hand part of Figure 4 for the accuracy, Figure 2 for the consistency.
+    """
+    curves_figure(histories, title, split).savefig(path, dpi=150)
+
+
+def curves_figure(histories: Mapping[str, Sequence[Mapping[str, Any]]], title: str, split: str) -> Figure:
+    """Build the figure of :func:`training_curves`."""
+    _check(histories)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plots need matplotlib: pip install "dcl-optim[demo]"') from error
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    _panel(left, histories, "accuracy", f"{split} accuracy [%]")
+    _panel(right, histories, "consistency", "top non-target consistency,\ntraining images [%]")
+    left.legend(loc="lower right", frameon=False)
+    runs = len(next(iter(histories.values())))
+    band = f"mean of {runs} runs, band: ± 1 standard error" if runs > 1 else "1 run"
+    figure.suptitle(f"{title} ({band})")
+    return figure
+
+
+def _panel(axes: Any, histories: Mapping[str, Sequence[History]], quantity: str, label: str) -> None:
+    later: list[float] = []
+    for index, (method, runs) in enumerate(histories.items()):
+        low, mean, high = _band(runs, quantity)
+        style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
+        epochs = range(1, len(mean) + 1)
+        axes.plot(epochs, mean, **style, linewidth=1.8, label=method, marker="o" if len(mean) == 1 else None)
+        axes.fill_between(epochs, low, high, color=style["color"], alpha=0.18, linewidth=0)
+        later += low[len(mean) // 5 :] + high[len(mean) // 5 :]
+    later = [value for value in later if math.isfinite(value)] or [0.0, 100.0]
+    # The first epochs climb from chance: shown in full they would press the rest, which matters, into one line.
+    margin = max(0.5, 0.06 * (max(later) - min(later)))
+    axes.set_ylim(min(later) - margin, max(later) + margin)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _band(runs: Sequence[History], quantity: str) -> tuple[list[float], list[float], list[float]]:
+    """Mean minus standard error, mean, mean plus standard error for every epoch, in percent."""
+    columns = [[100 * value for value in column] for column in zip(*(run[quantity] for run in runs), strict=True)]
+    means = [statistics.fmean(column) for column in columns]
+    errors = [statistics.stdev(c) / math.sqrt(len(c)) if len(c) > 1 else 0.0 for c in columns]
+    pairs = list(zip(means, errors, strict=True))
+    return [m - e for m, e in pairs], means, [m + e for m, e in pairs]
+
+
+def _check(histories: Mapping[str, Sequence[History]]) -> None:
+    lengths = {len(run[quantity]) for runs in histories.values() for run in runs for quantity in QUANTITIES}
+    empty = [method for method, runs in histories.items() if not runs]
+    if empty or len(lengths) != 1 or lengths == {0}:
+        raise ValueError(
+            f"histories has runs of {sorted(lengths)} epochs and no runs for {empty}; it must hold at least one run "
+            "for each method, all of the same length of at least 1"
+        )

@@ -1,0 +1,91 @@
+"""The demo's figures in a table and in words."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's line of the table; accuracies in percent, ``minus_plain`` paired over the seeds."""
+
+    method: str
+    accuracy: float
+    accuracy_error: float | None
+    minus_plain: float
+    minus_plain_error: float | None
+    relative_time: float
+    parameters_added: int
+    bytes_added: int
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and standard error; no error from a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.fmean(values), error
+
+
+def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
+    """Compute the table from the last epoch of every run."""
+    final = {method: [100 * run["accuracy"][-1] for run in runs] for method, runs in histories.items()}
+    seconds = {m: statistics.median(t for run in runs for t in run["seconds"]) for m, runs in histories.items()}
+    rows = []
+    for method, runs in histories.items():
+        differences = [ours - plain for ours, plain in zip(final[method], final["plain"], strict=True)]
+        rows.append(
+            Row(
+                method,
+                *mean_and_error(final[method]),
+                *mean_and_error(differences),
+                seconds[method] / seconds["plain"],
+                runs[0]["parameters_added"],
+                runs[0]["bytes_added"],
+            )
+        )
+    return rows
+
+
+def format_table(rows: Sequence[Row], split: str) -> str:
+    """Lay the rows out for a terminal."""
+    head = ("method", f"{split} accuracy", "minus plain", "time/epoch", "parameters", "state memory")
+    body = [
+        (
+            row.method,
+            f"{row.accuracy:.2f}{_plus_minus(row.accuracy_error)} %",
+            "" if row.method == "plain" else f"{row.minus_plain:+.2f}{_plus_minus(row.minus_plain_error)}",
+            f"{row.relative_time:.2f} x",
+            f"+{row.parameters_added:,}",
+            f"+{_size(row.bytes_added)}",
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    lines = [
+        "  ".join(f"{cell:>{w}}" if i else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        for line in (head, *body)
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _plus_minus(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.2f}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def verdict(row: Row) -> str:
+    """Say in a sentence whether a method did better than plain training."""
+    if row.minus_plain_error is None:
+        return (
+            f"{row.method}: {row.minus_plain:+.2f} points against plain in one seed, which says nothing of the noise."
+        )
+    figures = f"{row.minus_plain:+.2f} ± {row.minus_plain_error:.2f} points against plain"
+    if abs(row.minus_plain) <= 2 * row.minus_plain_error:
+        return f"{row.method} is within noise of plain: {figures}, less than two standard errors."
+    return f"{row.method} {'wins' if row.minus_plain > 0 else 'loses'}: {figures}, more than two standard errors."

@@ -1,0 +1,82 @@
+"""The picture of the training curves: what is drawn, and that the file opens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from dcl_optim.plots import curves_figure, training_curves
+
+
+def runs(count: int, epochs: int = 5) -> list[dict[str, list[float]]]:
+    return [
+        {
+            "accuracy": [0.5 + 0.08 * epoch + 0.01 * run for epoch in range(epochs)],
+            "consistency": [0.3 + 0.02 * epoch for epoch in range(epochs)],
+        }
+        for run in range(count)
+    ]
+
+
+def test_file_is_a_picture(tmp_path: Path):
+    image = pytest.importorskip("PIL.Image")
+    path = tmp_path / "curves.png"
+    training_curves({"plain": runs(3), "DCL": runs(3)}, path)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    with image.open(path) as picture:
+        picture.load()
+        assert picture.size == (1650, 660)
+
+
+def test_what_is_drawn():
+    figure = curves_figure({"plain": runs(3), "DCL": runs(3), "DCP": runs(3)}, "digits", "validation")
+    accuracy, consistency = figure.axes
+    for axes in figure.axes:
+        assert len(axes.lines) == 3
+        assert len(axes.collections) == 3
+        assert axes.get_xlabel() == "epoch"
+    assert accuracy.get_ylabel() == "validation accuracy [%]"
+    assert "consistency" in consistency.get_ylabel()
+    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == ["plain", "DCL", "DCP"]
+    assert accuracy.lines[0].get_xdata().tolist() == [1, 2, 3, 4, 5]
+    assert accuracy.lines[0].get_ydata().tolist() == pytest.approx([51, 59, 67, 75, 83])
+    assert figure.get_suptitle().startswith("digits (mean of 3 runs")
+
+
+def test_band_is_one_standard_error():
+    """Accuracies 50, 51 and 52 %: standard deviation 1, standard error 1/sqrt(3)."""
+    figure = curves_figure({"plain": runs(3)}, "", "test")
+    heights = figure.axes[0].collections[0].get_paths()[0].vertices
+    first = [y for x, y in heights.tolist() if x == 1]
+    assert max(first) - 51 == pytest.approx(3**-0.5)
+    assert 51 - min(first) == pytest.approx(3**-0.5)
+
+
+@pytest.mark.parametrize(("count", "epochs"), [(1, 1), (1, 2), (2, 1), (1, 6)])
+def test_little_to_draw(tmp_path: Path, count: int, epochs: int):
+    training_curves({"plain": runs(count, epochs)}, tmp_path / "curves.png")
+
+
+def test_global_state_is_left_alone(tmp_path: Path):
+    before = "matplotlib.pyplot" in sys.modules
+    training_curves({"plain": runs(1)}, tmp_path / "curves.png")
+    assert ("matplotlib.pyplot" in sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    "histories", [{}, {"plain": []}, {"plain": runs(1, 0)}, {"plain": runs(1, 2), "DCL": runs(1, 3)}]
+)
+def test_bad_histories(tmp_path: Path, histories: dict):
+    with pytest.raises(ValueError, match="histories has runs of"):
+        training_curves(histories, tmp_path / "curves.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"dcl-optim\[demo\]"):
+        training_curves({"plain": runs(1)}, tmp_path / "curves.png")
