@@ -38,7 +38,7 @@ class DCLOptimizer(ForecastOptimizer):
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 1.0, as in the paper.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. With SGD and mse it
-            scales the companion's gradient by :math:`1-\alpha`; Adam-like bases divide that factor out again.
+            scales the companion's gradient by :math:`1-\alpha`; Adam-like bases all but divide that factor out.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
@@ -67,7 +67,7 @@ class DCLOptimizer(ForecastOptimizer):
         TypeError: an argument of the wrong type.
         RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))

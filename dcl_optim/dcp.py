@@ -59,7 +59,7 @@ class DCPOptimizer(ForecastOptimizer):
         TypeError: an argument of the wrong type; labels of the wrong type.
         RuntimeError: in backward: no labels; in ``step``: see ``strict``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torch import nn
         >>> model, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()

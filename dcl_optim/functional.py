@@ -27,7 +27,7 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
         tensor: logits with at least one dimension; a 1-d tensor is N rows of a single value.
         class_dim: the dimension that holds the classes. Default 1, as in ``F.cross_entropy``.
 
-    Example:
+    Examples:
         >>> to_rows(torch.zeros(2, 10, 4, 4)).shape
         torch.Size([32, 10])
     """
@@ -50,7 +50,7 @@ def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
         c: forecast, same shape.
         reduction: ``"mean"`` over rows and classes, or ``"sum_classes"``: sum over classes, mean over rows.
 
-    Example:
+    Examples:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(2.5000)
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
@@ -65,7 +65,7 @@ def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
 
     Args and reductions as in :func:`mse`.
 
-    Example:
+    Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(1.5000)
     """
@@ -83,7 +83,7 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
         c: forecast, same shape.
         temperature: T > 0, default 4.
 
-    Example:
+    Examples:
         >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(0.)
     """
@@ -105,7 +105,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
         c: forecast, same shape.
         temperature: T > 0, default 0.1.
 
-    Example:
+    Examples:
         >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
         tensor(0.3133)
     """
@@ -125,7 +125,7 @@ def resolve_distance(distance: str | Distance, reduction: str = "mean", temperat
         ValueError: an unknown name, or an option that the distance does not have.
         TypeError: a distance that is neither a name nor callable.
 
-    Example:
+    Examples:
         >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
         tensor(1.)
     """
@@ -166,7 +166,7 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     Raises:
         ValueError: the distance does not return a scalar.
 
-    Example:
+    Examples:
         >>> value_and_gradient(mse, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         (tensor(2.5000), tensor([[1., 2.]]))
     """
@@ -193,7 +193,7 @@ def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
         c: the companion's logits, same shape.
         alpha: the share of the past, in [0, 1].
 
-    Example:
+    Examples:
         >>> chase_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
         tensor([2.])
     """
@@ -213,7 +213,7 @@ def class_totals(z: Tensor, membership: Tensor, num_classes: int) -> Tensor:
     Returns:
         (num_classes, K + 1) in z's dtype: the sums, and in the last column the counts.
 
-    Example:
+    Examples:
         >>> class_totals(torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([1, 1, 2]), num_classes=2)
         tensor([[0., 0.],
                 [3., 2.]])
@@ -239,7 +239,7 @@ def update_prototypes(prototypes: Tensor, seen: Tensor, totals: Tensor, alpha: f
     Returns:
         The new prototypes and the new ``seen``.
 
-    Example:
+    Examples:
         >>> update_prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([True, False]),
         ...                   torch.tensor([[4.0, 2.0], [0.0, 0.0]]), alpha=0.5)
         (tensor([[1.5000],

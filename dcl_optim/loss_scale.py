@@ -40,7 +40,7 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
         s, and whether the gradient is of that form; s is 1 where it is not. Numbers on the CPU; scalar tensors
         elsewhere, so that nothing synchronises.
 
-    Example:
+    Examples:
         >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
         >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
         >>> scale, found = recover_from_cross_entropy(z.detach(), torch.autograd.grad(loss, z)[0])
@@ -114,7 +114,7 @@ class LossScale:
         elif not known:
             raise TypeError(f"loss_scale must be 'auto', a number, a GradScaler or a callable, got {source!r}")
         self.source = source
-        self._examined = False
+        self._settled = False  # whether a warning is out, or looking again would synchronise a device again
 
     def resolve(self, forward: Forward, gradient: Tensor, several: bool) -> Scale:
         """Say s for this forward, given its logits' incoming gradient in the output's shape.
@@ -127,9 +127,10 @@ class LossScale:
         if forward.loss_scale is not None:
             return forward.loss_scale
         scale, found = recover_from_cross_entropy(forward.logits, forward.rows(gradient))
-        if (several or gradient.dtype == torch.float16) and not self._examined:
-            self._examined = True
-            if not bool(found):
+        if (several or gradient.dtype == torch.float16) and not self._settled:
+            readable = bool(found)
+            self._settled = not readable or gradient.device.type != "cpu"
+            if not readable:
                 _warn_unreadable()
         return scale
 

@@ -27,7 +27,7 @@ def top_non_target(logits: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or labels other than these.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
         >>> top_non_target(logits, torch.tensor([0, 1]))
         tensor([2, 0])
@@ -57,7 +57,7 @@ def non_target_distribution(logits: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or labels other than these.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
         >>> non_target_distribution(logits, torch.tensor([0, 0, 1]))
         tensor([[0.0000, 0.5000, 0.5000],
@@ -88,7 +88,7 @@ def top_non_target_consistency(logits: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or labels other than these.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
         >>> consistency = top_non_target_consistency(logits, torch.tensor([0, 0, 1]))
         >>> consistency, consistency.nanmean()
@@ -115,7 +115,7 @@ def non_target_perplexity(logits: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ValueError: shapes, dtypes or labels other than these.
 
-    Example:
+    Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
         >>> non_target_perplexity(logits, torch.tensor([0, 0, 1]))
         tensor([2., 1., nan])
@@ -139,7 +139,7 @@ def logit_drift(logits_before: Tensor, logits_after: Tensor) -> Tensor:
     Raises:
         ValueError: shapes other than these, or no samples.
 
-    Example:
+    Examples:
         >>> logit_drift(torch.zeros(2, 2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor(3.)
 

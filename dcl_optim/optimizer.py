@@ -81,8 +81,9 @@ class ForecastOptimizer(OptimizerWrapper):
             self._tap.attach_to_criterion(self._criterion)
 
     def detach(self) -> None:
-        """Take the hooks off the model and the criterion; the base optimizer goes on alone."""
+        """Take the hooks off the model and the criterion; further steps are the base optimizer's alone."""
         self._tap.remove()
+        self._strict = False
 
     # ---- one batch, from the model's forward to its backward -----------------------------------------------------
 

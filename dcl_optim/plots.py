@@ -39,7 +39,7 @@ def training_curves(
         ValueError: no methods, no runs, no epochs, or runs of different lengths.
         ImportError: matplotlib is missing.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> run = {"accuracy": [0.5, 0.9], "consistency": [0.3, 0.4]}
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ RandomState = dict[torch.device, Tensor]
 def capture(device: torch.device) -> RandomState:
     """Read the state of torch's generators that a forward on this device may draw from: the CPU's and its own.
 
-    Example:
+    Examples:
         >>> state = capture(torch.device("cpu"))
         >>> first = torch.rand(3)
         >>> with replayed(state):

@@ -20,7 +20,7 @@ class RunningAverage:
 
     The paper's own comparison prefers a fixed 0.6 (82.4 against 81.5 % with ResNet-18 on CIFAR-100).
 
-    Example:
+    Examples:
         >>> [RunningAverage()(t) for t in (1, 2, 4)]
         [0.0, 0.5, 0.75]
     """
@@ -40,7 +40,7 @@ class LinearWarmup:
     Raises:
         ValueError: a negative value or fewer than one step.
 
-    Example:
+    Examples:
         >>> schedule = LinearWarmup(1.0, steps=4)
         >>> [schedule(t) for t in (1, 2, 4, 100)]
         [0.25, 0.5, 1.0, 1.0]
@@ -67,7 +67,7 @@ class CosineRamp:
     Raises:
         ValueError: a negative value or fewer than one step.
 
-    Example:
+    Examples:
         >>> schedule = CosineRamp(1.0, steps=2)
         >>> [round(schedule(t), 6) for t in (1, 2, 3)]
         [0.5, 1.0, 1.0]
@@ -97,7 +97,7 @@ def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Sche
         ValueError: the number, or later what the callable returns, is out of range or not a number.
         TypeError: neither a number nor a callable.
 
-    Example:
+    Examples:
         >>> checked(0.6, "alpha", upper=1.0)(10)
         0.6
     """

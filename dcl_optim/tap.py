@@ -126,7 +126,7 @@ def find_logits(output: Any) -> Tensor:
     Raises:
         TypeError: none of these is a floating-point tensor with a batch dimension.
 
-    Example:
+    Examples:
         >>> find_logits({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
         torch.Size([2, 3])
     """

@@ -28,5 +28,5 @@ def _formula(latex: str, display: str) -> str:
 def on_page_content(content: str, **_: Any) -> str:
     """Called by mkdocs with each page's HTML."""
     content = INLINE.sub(lambda found: _formula(found.group(1), "inline"), content)
-    content = BLOCK.sub(lambda found: _formula(found.group(1), "block"), content)
+    content = BLOCK.sub(lambda found: f"<p>{_formula(found.group(1), 'block')}</p>", content)
     return REFERENCE.sub(r"<code>\1</code>", content)

@@ -454,6 +454,10 @@ def test_detach_restores_the_modules_and_allows_wrapping_again():
     optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
     optimizer.detach()
     assert (hooks(model), hooks(criterion)) == before
+    alone = copy.deepcopy(model)
+    train(model, optimizer, batches(3))  # goes on as the base optimizer
+    train(alone, sgd(alone), batches(3))
+    assert_same(model, alone)
     wrap(model)
     gc.collect()
 
