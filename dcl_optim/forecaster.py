@@ -91,6 +91,9 @@ class Forecaster(ABC):
     :meth:`forget` drops what was observed since the last step (a step that a gradient scaler skipped).
     """
 
+    # Whether predicting may draw random numbers, which then replay the model's.
+    draws = True
+
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, state: RandomState) -> None:  # noqa: B027
         """Fill ``forward.forecast`` or what else is known at the time of the call. Default: nothing."""
 

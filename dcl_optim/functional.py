@@ -224,28 +224,25 @@ def class_totals(z: Tensor, membership: Tensor, num_classes: int) -> Tensor:
     return z.new_zeros(num_classes + 1, z.shape[1] + 1).index_add_(0, membership, counted)[:num_classes]
 
 
-def update_prototypes(prototypes: Tensor, seen: Tensor, totals: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    r"""One prototype update, :math:`p^k \leftarrow \alpha p^k + (1-\alpha)\,\mathrm{mean}_k(z)` (Equation 6).
+def update_prototypes(prototypes: Tensor, totals: Tensor, share: float | Tensor) -> Tensor:
+    r"""One prototype update, :math:`p^k \leftarrow p^k + a\,(\mathrm{mean}_k(z) - p^k)` (Equation 6).
 
-    A class absent from the batch (count 0) keeps its prototype; a class met for the first time takes its mean. The
-    paper says nothing of the first meeting.
+    With :math:`a = 1 - \alpha` this is the paper's :math:`\alpha p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, written so that
+    a class absent from the batch, with zero sum and count, keeps its prototype without a mask.
 
     Args:
         prototypes: (num_classes, K).
-        seen: (num_classes,) bool, which classes have a prototype.
         totals: (num_classes, K + 1), from :func:`class_totals`.
-        alpha: the share of the past, in [0, 1].
+        share: a, the share of the new mean; or (num_classes, 1), one for each class.
 
     Returns:
-        The new prototypes and the new ``seen``.
+        The new prototypes.
 
     Examples:
-        >>> update_prototypes(torch.tensor([[1.0], [0.0]]), torch.tensor([True, False]),
-        ...                   torch.tensor([[4.0, 2.0], [0.0, 0.0]]), alpha=0.5)
-        (tensor([[1.5000],
-                [0.0000]]), tensor([ True, False]))
+        >>> update_prototypes(torch.tensor([[1.0], [5.0]]), torch.tensor([[4.0, 2.0], [0.0, 0.0]]), share=0.5)
+        tensor([[1.5000],
+                [5.0000]])
     """
     sums, counts = totals[:, :-1], totals[:, -1:]
-    present = counts > 0
-    rate = torch.ones_like(counts).masked_fill_(seen[:, None], 1.0 - alpha) * present
-    return torch.lerp(prototypes, sums / counts.clamp(min=1e-30), rate), seen | present[:, 0]
+    moves = torch.addcmul(sums, counts, prototypes, value=-1.0)
+    return torch.addcmul(prototypes, moves, share / counts.clamp(min=1e-30))

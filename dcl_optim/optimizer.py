@@ -96,7 +96,8 @@ class ForecastOptimizer(OptimizerWrapper):
             self._drop_skipped_step()
         self._cleared = False
         self.forecaster.digest()
-        self._random_state = random_state.capture(self.param_groups[0]["params"][0].device)
+        device = self.param_groups[0]["params"][0].device
+        self._random_state = random_state.capture(device) if self.forecaster.draws else {}
 
     def _after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called by the tap: make the forecast, and wait for the gradient of the logits."""

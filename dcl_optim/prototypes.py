@@ -29,9 +29,11 @@ class Prototypes(Forecaster):
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
 
     Attributes:
-        values: the prototypes, (K, K).
+        values: the prototypes, (K, K); zero for a class that no step has seen.
         seen: which classes have one, (K,) bool.
     """
+
+    draws = False
 
     def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor) -> None:
         self._per_class, self._ignore_index = per_class, ignore_index
@@ -66,7 +68,8 @@ class Prototypes(Forecaster):
             )
         if targets.numel() != rows:
             raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
-        return self._checked(targets.detach().reshape(-1).long())
+        flat = targets.ndim == 1 and targets.dtype == torch.int64
+        return self._checked(targets if flat else targets.detach().reshape(-1).long())
 
     def _checked(self, labels: Tensor) -> Tensor:
         classes, ignore = len(self.values), self._ignore_index
@@ -144,12 +147,20 @@ class Prototypes(Forecaster):
         self._observed = None
 
     def step(self) -> None:
-        if self._observed is not None:
-            distributed.add_up([self._observed])
-            update = functional.update_prototypes(self.values, self.seen, self._observed, self._alpha)
-            self.values, self.seen = update
-            self._all_seen = self._all_seen or (self.seen.device.type == "cpu" and bool(self.seen.all()))
+        totals = self._observed
+        if totals is not None:
+            distributed.add_up([totals])
+            share: float | Tensor = 1.0 - self._alpha
+            if not self._all_seen:
+                first = ~self.seen[:, None]  # the first mean becomes the prototype
+                share = torch.full_like(totals[:, -1:], 1.0 - self._alpha).masked_fill_(first, 1.0)
+                self.seen = self.seen | (totals[:, -1] > 0)
+                self._look_at_seen()
+            self.values = functional.update_prototypes(self.values, totals, share)
         self.forget()
+
+    def _look_at_seen(self) -> None:
+        self._all_seen = self.seen.device.type == "cpu" and bool(self.seen.all())
 
     def _move_to(self, z: Tensor) -> None:
         if self.values.device != z.device:
@@ -165,4 +176,4 @@ class Prototypes(Forecaster):
         self.forget()
         self.values = state["values"].to(self.values, copy=True)
         self.seen = state["seen"].to(self.seen, copy=True)
-        self._all_seen = False
+        self._look_at_seen()

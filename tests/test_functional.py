@@ -82,13 +82,12 @@ def test_class_means_against_a_loop(soft):
 
 
 def test_prototype_update_by_hand():
-    """Class 0 moves, class 1 is absent, class 2 is met for the first time, class 3 was never met."""
+    """Class 0 moves by a quarter, class 1 is absent, class 2 takes its mean whole, class 3 has nothing."""
     prototypes = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]])
-    seen = torch.tensor([True, True, False, False])
     totals = torch.tensor([[6.0, 0.0, 2.0], [0.0, 0.0, 0.0], [4.0, 8.0, 4.0], [0.0, 0.0, 0.0]])
-    values, met = functional.update_prototypes(prototypes, seen, totals, alpha=0.75)
+    share = torch.tensor([[0.25], [0.25], [1.0], [1.0]])
+    values = functional.update_prototypes(prototypes, totals, share)
     assert values.tolist() == [[0.75 + 0.75, 1.5], [3.0, 4.0], [1.0, 2.0], [0.0, 0.0]]
-    assert met.tolist() == [True, True, True, False]
 
 
 @settings(max_examples=50, deadline=None)
