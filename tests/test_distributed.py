@@ -48,6 +48,7 @@ def worker(rank: int, folder: str, variant: str, order: str) -> None:
         criterion(parallel(x[half]), y[half]).backward()
         optimizer.step()
     torch.save(snapshot(model, optimizer), f"{folder}/{rank}.pt")
+    dist.barrier()  # a rank that leaves early can break the other's last reduction
     dist.destroy_process_group()
 
 
