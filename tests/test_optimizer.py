@@ -241,7 +241,7 @@ def test_a_step_that_never_came_is_dropped_when_the_next_accumulation_begins(cle
     results = []
     for skipped in (False, True):
         model = mlp()
-        optimizer = wrap(model)
+        optimizer = wrap(model, companion=mlp(seed=3))  # apart from the model, so that every batch pulls at it
         data = list(batches(6))
         if skipped:
             backward(model, *one(99))  # a gradient scaler found an infinity: no step
