@@ -14,6 +14,7 @@ from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.random_state import RandomState, replayed
+from dcl_optim.wrapper import parameters_of
 
 
 class Companion(Forecaster):
@@ -138,7 +139,7 @@ class Companion(Forecaster):
         self.forget()
 
     def _gradients(self) -> list[Tensor]:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = list(parameters_of(self.optimizer))
         if distributed.world_size() > 1:  # every rank must bring the same tensors to the reduction
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

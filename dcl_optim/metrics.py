@@ -143,7 +143,7 @@ def logit_drift(logits_before: Tensor, logits_after: Tensor) -> Tensor:
         >>> logit_drift(torch.zeros(2, 2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
         tensor(3.)
 
-    Source: Figure 4, whose d is an average distance in the space of logits; the paper does not spell it out.
+    Source: Figure 5, whose d is an average distance in the space of logits; the paper does not spell it out.
     """
     if logits_before.ndim != 2 or 0 in logits_before.shape:
         raise ValueError(f"logits_before has shape {tuple(logits_before.shape)}; it must be (N, K), neither of them 0")

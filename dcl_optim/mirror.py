@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dcl_optim.wrapper import parameters_of
+
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 
@@ -42,7 +44,7 @@ class MirroredOptimizer:
         if not trained:
             raise ValueError("companion has no parameter to train: none has requires_grad=True and is in the optimizer")
         if isinstance(self._given, Optimizer):
-            if not {id(p) for p in trained} & _held(self._given):
+            if not {id(p) for p in trained} & {id(p) for p in parameters_of(self._given)}:
                 raise ValueError("companion_optimizer holds none of the companion's parameters")
             return self._given
         if self._given is not None:
@@ -57,7 +59,7 @@ class MirroredOptimizer:
 
     def add_fresh(self, optimizer: Optimizer, companion: nn.Module) -> None:
         """Train the parameters that the companion has gained, each as its counterpart is trained."""
-        held = _held(optimizer)
+        held = {id(p) for p in parameters_of(optimizer)}
         for index, parameters in self._groups(companion, strangers=False).items():
             fresh = [p for p in parameters if id(p) not in held]
             if not fresh:
@@ -85,10 +87,6 @@ class MirroredOptimizer:
         base = self._base.param_groups[index]
         options = {key: value for key, value in base.items() if key not in ("params", "param_names")}
         return options if self._lr_scale == 1 else options | {"lr": base["lr"] * self._lr_scale}
-
-
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -18,7 +18,7 @@ from dcl_optim.loss_scale import LossScale
 from dcl_optim.schedules import Schedule, checked
 from dcl_optim.tap import Tap, find_logits
 from dcl_optim.twin import unwrapped
-from dcl_optim.wrapper import OptimizerWrapper
+from dcl_optim.wrapper import OptimizerWrapper, parameters_of
 
 
 class ForecastOptimizer(OptimizerWrapper):
@@ -75,7 +75,7 @@ class ForecastOptimizer(OptimizerWrapper):
         self._last: dict[str, Any] = {}
 
     def _attach(self) -> None:
-        self._tap = Tap(self)
+        self._tap, self._attached = Tap(self), True
         self._tap.attach_to_model(self.model)
         if self._criterion is not None:
             self._tap.attach_to_criterion(self._criterion)
@@ -83,7 +83,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def detach(self) -> None:
         """Take the hooks off the model and the criterion; further steps are the base optimizer's alone."""
         self._tap.remove()
-        self._strict = False
+        self._attached = False
 
     # ---- one batch, from the model's forward to its backward -----------------------------------------------------
 
@@ -164,7 +164,7 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.forget()
 
     def _has_gradients(self) -> bool:
-        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+        return any(parameter.grad is not None for parameter in parameters_of(self))
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class ForecastOptimizer(OptimizerWrapper):
         return loss
 
     def _require_forward(self) -> None:
-        if self._counted or not self._strict or not self._has_gradients():
+        if self._counted or not (self._strict and self._attached) or not self._has_gradients():
             return
         if all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups):
             return  # a dry step, as torch.distributed.checkpoint takes to create the state
@@ -259,8 +259,8 @@ class ForecastOptimizer(OptimizerWrapper):
         return {"step": float(self._steps)} | {name: float(value) for name, value in self._last.items()}
 
     def __repr__(self) -> str:
-        options = f"weight={self._weight}, alpha={self._alpha}"
-        return f"{type(self).__name__}({options}, model={type(unwrapped(self.model)).__name__})\n{self.base!r}"
+        model = type(unwrapped(self.model)).__name__
+        return f"{type(self).__name__}(weight={self._weight}, alpha={self._alpha}, model={model})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:
         return {"steps": self._steps, "forecaster": self.forecaster.state_dict()}
@@ -283,7 +283,9 @@ class ForecastOptimizer(OptimizerWrapper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._reset()
         super().__setstate__(state)
-        self._attach()
+        self._tap = Tap(self)
+        if self._attached:
+            self._attach()
 
 
 def _waits(forward: Forward | None) -> bool:
@@ -295,6 +297,5 @@ def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if criterion is not None and not isinstance(criterion, nn.Module):
         raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
-    held = {id(p) for group in base.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in model.parameters()):
+    if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")

@@ -48,7 +48,7 @@ def training_curves(
         ...     path.exists()
         True
 
-    Source: the right-hand part of Figure 4 for the accuracy, Figure 2 for the consistency.
+    Source: the right-hand part of Figure 5 for the accuracy, Figure 2 for the consistency.
     """
     curves_figure(histories, title, split).savefig(path, dpi=150)
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters that an optimizer trains, group by group."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class OptimizerWrapper(Optimizer):

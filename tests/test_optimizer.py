@@ -462,6 +462,15 @@ def test_detach_restores_the_modules_and_allows_wrapping_again():
     gc.collect()
 
 
+def test_a_copy_of_a_detached_optimizer_stays_detached():
+    optimizer = wrap(mlp())
+    optimizer.detach()
+    twin = copy.deepcopy(optimizer)
+    assert not twin.model._forward_hooks
+    train(twin.model, twin, batches(2))
+    twin.detach()
+
+
 def test_a_dead_optimizer_leaves_no_hook():
     model = mlp()
     before = hooks(model)
