@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import distributed, twin
+from dcl_optim import compilation, distributed, twin
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
@@ -50,14 +51,15 @@ class Companion(Forecaster):
         lr_scale: float = 1.0,
         fraction: float = 1.0,
     ) -> None:
-        self._model, self._find_logits, self._class_dim = twin.unwrapped(model), find_logits, class_dim
+        self._called, self._find_logits, self._class_dim = model, find_logits, class_dim
+        self._model = twin.unwrapped(model)
         self._fraction = fraction
         self._is_copy = companion is None
         self.module = twin.build(self._model, companion)
         self._mirror = MirroredOptimizer(base, self._model, lr_scale, companion_optimizer)
         self.optimizer = self._mirror.build(self.module, strangers=not self._is_copy)
         self._note_structure()
-        self._synchronised = False
+        self._started = False
         self._reset()
 
     def _reset(self) -> None:
@@ -72,7 +74,7 @@ class Companion(Forecaster):
         args, kwargs = _map_tensors(lambda t: t.detach() if t.requires_grad else t, (args, kwargs))
         batch = forward.shape[0]
         learned = batch if self._fraction == 1 else max(2, round(self._fraction * batch))
-        with replayed(state):
+        with replayed(state), outside_checkpoints():
             if batch - learned < 2:  # batch normalisation cannot take a single sample
                 forward.forecast = forward.chased = self._logits(args, kwargs, forward)
             else:
@@ -128,8 +130,15 @@ class Companion(Forecaster):
         self._reset()
         self.optimizer.zero_grad()
 
-    def step(self) -> None:
+    def prepare(self) -> None:
         self._mirror.follow(self.optimizer)
+
+    def step(self) -> None:
+        if self._count:
+            self._chase()
+        self._mirror.note()
+
+    def _chase(self) -> None:
         gradients = self._gradients()
         if gradients and (self._count > 1 or self._half):
             torch._foreach_div_(gradients, self._total)
@@ -139,11 +148,20 @@ class Companion(Forecaster):
         self.forget()
 
     def _gradients(self) -> list[Tensor]:
-        parameters = list(parameters_of(self.optimizer))
         if distributed.world_size() > 1:  # every rank must bring the same tensors to the reduction
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        return [p.grad for p in parameters if p.grad is not None]
+            self._fill_gradients()
+        return [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+
+    def _fill_gradients(self) -> None:
+        for parameter in parameters_of(self.optimizer):
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def create_state(self) -> None:
+        if not self.optimizer.state:
+            self._fill_gradients()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._mirror.note()
 
     def groups_changed(self) -> None:
         if self._is_copy:
@@ -162,10 +180,8 @@ class Companion(Forecaster):
 
     def _keep_up(self) -> None:
         """Follow what the script did to the model since: mode, device, dtype, frozen parameters that train by now."""
-        if not self._synchronised:
-            distributed.broadcast([p.data for p in self.module.parameters() if p.requires_grad])
-            distributed.broadcast(self.module.buffers())
-            self._synchronised = True
+        if not self._started:
+            self._start()
         if not self._is_copy:
             if self.module.training != self._model.training:
                 self.module.train(self._model.training)
@@ -181,9 +197,18 @@ class Companion(Forecaster):
                 self.module.to(device=their.device, dtype=their.dtype)
                 self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts the state to the parameters' place
 
+    def _start(self) -> None:
+        """At the first forward: the same weights on all processes, compiled as the model is."""
+        distributed.broadcast([p.data for p in self.module.parameters() if p.requires_grad])
+        distributed.broadcast(self.module.buffers())
+        context = compilation.context_of(self._called) if self._is_copy else None
+        if context is not None:
+            compilation.compile_with(self.module, context)
+        self._started = True
+
     def __getstate__(self) -> dict[str, Any]:
         self.digest()  # graphs cannot be copied; their gradients can
-        return self.__dict__
+        return self.__dict__ | {"_started": False}  # torch leaves the compiled call out of copies
 
     def _own_state(self) -> dict[str, Tensor]:
         shared = {id(parameter) for parameter in self._shared}
@@ -192,7 +217,13 @@ class Companion(Forecaster):
         return {name: t for name, t in state.items() if name not in named or id(named[name]) not in shared}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self._own_state(), "optimizer": self.optimizer.state_dict()}
+        self.prepare()  # what the script has changed since the last step, as a scheduler does, is saved too
+        optimizer = self.optimizer.state_dict()
+        # Strings, as torch.distributed.checkpoint makes all keys strings.
+        named = (
+            {"state": {str(key): value for key, value in optimizer["state"].items()}} if "state" in optimizer else {}
+        )
+        return {"model": self._own_state(), "optimizer": optimizer | named}
 
     def check_state(self, state: dict[str, Any]) -> None:
         check_tensors(state.get("model", {}), self._own_state(), "companion")
@@ -206,7 +237,31 @@ class Companion(Forecaster):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
         self.module.load_state_dict(state["model"], strict=False)
-        self.optimizer.load_state_dict(state["optimizer"])
+        optimizer = state["optimizer"]
+        if "state" in optimizer:
+            optimizer = optimizer | {"state": {_number(key): value for key, value in optimizer["state"].items()}}
+        self.optimizer.load_state_dict(optimizer)
+        self._mirror.note()
+
+
+def _number(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.isdigit() else key
+
+
+def outside_checkpoints() -> AbstractContextManager[Any]:
+    """Keep what the companion saves for its backward out of a checkpoint that the model is called in.
+
+    A non-reentrant checkpoint counts what is saved inside it, and the recomputation, which is the model's alone, has to
+    save the same again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

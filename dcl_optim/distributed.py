@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,9 +16,9 @@ def world_size() -> int:
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give every process rank 0's values, in place."""
+    """Give every process rank 0's values, in place; sharded tensors, which are one over all processes, are left."""
     if world_size() > 1:
-        for tensor in tensors:
+        for tensor in _whole(tensors):
             dist.broadcast(tensor, src=0)
 
 
@@ -28,7 +30,14 @@ def add_up(tensors: Iterable[Tensor]) -> None:
 
 
 def average(tensors: list[Tensor]) -> None:
-    """Mean over the processes, in place."""
-    add_up(tensors)
-    for tensor in tensors if world_size() > 1 else ():
-        tensor.div_(world_size())
+    """Mean over the processes, in place; sharded gradients, which their shards' owner has averaged, are left."""
+    if world_size() > 1:
+        whole = _whole(tensors)
+        add_up(whole)
+        for tensor in whole:
+            tensor.div_(world_size())
+
+
+def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
+    sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
+    return [tensor for tensor in tensors if sharding is None or not isinstance(tensor, sharding.DTensor)]

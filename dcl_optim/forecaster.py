@@ -25,6 +25,7 @@ class Forward:
         targets: the labels, where a forecaster needs them and the script gave them.
         criterion_targets: the labels that the criterion was called with.
         loss_scale: what the criterion's loss was multiplied by, where the criterion was handed over.
+        model_loss_scale: what the model's own loss was multiplied by, where its output holds one.
         chased: the rows of the forecast that the forecaster learns from, with their graph; None for all or none.
         shape: the shape of the model's logits, batch first.
         counted: whether a backward has come.
@@ -40,6 +41,7 @@ class Forward:
         self.targets: Tensor | None = None
         self.criterion_targets: Tensor | None = None
         self.loss_scale: Scale | None = None
+        self.model_loss_scale: Scale | None = None
         self.counted = False
         self._surely_linked = False
 
@@ -61,12 +63,16 @@ class Forward:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward."""
         if self._surely_linked and not surely:
             return
-        scale: Scale
-        if gradient.device.type == "cpu":
-            scale = gradient.item() if gradient.ndim == 0 else gradient.double().sum().item()
-        else:
-            scale = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
+        scale = _total(gradient)
         self.loss_scale = scale if self.loss_scale is None else self.loss_scale + scale
+
+    def note_loss_scale(self, gradient: Tensor) -> None:
+        """Called by autograd with the gradient of the model's own loss: what it was multiplied by, before backward."""
+        self.model_loss_scale = _total(gradient)
+
+    def zeros(self) -> Tensor:
+        """A gradient of zeros, in the output's shape."""
+        return self.unrows(torch.zeros_like(self.logits))
 
     def rows(self, gradient: Tensor) -> Tensor:
         """Lay a tensor of the output's shape out as rows."""
@@ -83,12 +89,20 @@ class Forward:
         return rows.reshape(moved).movedim(-1, dim)
 
 
+def _total(gradient: Tensor) -> Scale:
+    """The sum of a loss's gradient: a plain number on the CPU, a tensor elsewhere, so that nothing synchronises."""
+    if gradient.device.type == "cpu":
+        return gradient.item() if gradient.ndim == 0 else gradient.double().sum().item()
+    return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).sum()
+
+
 class Forecaster(ABC):
     """A source of forecasts that learns from the model's logits; ``DCLOptimizer`` and ``DCPOptimizer`` hold one each.
 
     The optimizer calls, for each training forward, :meth:`predict`; when its backward comes, :meth:`penalty` and
-    :meth:`observe`; before the next forward and before the step, :meth:`digest`; at the step, :meth:`step`.
-    :meth:`forget` drops what was observed since the last step (a step that a gradient scaler skipped).
+    :meth:`observe`; before the next forward and before the step, :meth:`digest`; at the step, :meth:`prepare` before
+    the base optimizer moves the model, and :meth:`step` after it. :meth:`forget` drops what was observed since the last
+    step (a step that a gradient scaler skipped).
     """
 
     # Whether predicting may draw random numbers, which then replay the model's.
@@ -113,9 +127,15 @@ class Forecaster(ABC):
     def forget(self) -> None:
         """Drop what was observed since the last step."""
 
+    def prepare(self) -> None:  # noqa: B027
+        """Note what the script has set for this step, before the base optimizer moves the model. Default: nothing."""
+
     @abstractmethod
     def step(self) -> None:
-        """Learn from what was observed since the last step."""
+        """Learn from what was observed since the last step, if anything was."""
+
+    def create_state(self) -> None:  # noqa: B027
+        """Create optimizer state that the first step would create, for a checkpoint to load into. Default: nothing."""
 
     def groups_changed(self) -> None:  # noqa: B027
         """Follow a change of the base optimizer's parameter groups. Default: nothing."""

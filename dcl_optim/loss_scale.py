@@ -6,7 +6,8 @@ The penalty has to carry the same factor s, and backward does not tell it. Three
 2. ``criterion=`` given by the user: the gradient that arrives at the criterion's output *is* s.
 3. ``"auto"``: for a softmax cross-entropy the gradient of the logits is :math:`g_{ij} = a\,(p_{ij} - t_{ij})` with one
    slope a for all rows. Away from the targets g is a straight line in p, whose slope is fitted; :math:`s = a\,N`.
-   Where g is no such line (another loss, per-sample or class weights, mixed labels) it is not used and s = 1.
+   Where g is no such line (another loss, per-sample or class weights, mixed labels), the gradient that arrives at the
+   model's own loss (``output.loss``) is s; without one, s = 1.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ class LossScale:
         if forward.loss_scale is not None:
             return forward.loss_scale
         scale, found = recover_from_cross_entropy(forward.logits, forward.rows(gradient))
+        if forward.model_loss_scale is not None:
+            return _choose(found, scale, forward.model_loss_scale)
         if (several or gradient.dtype == torch.float16) and not self._settled:
             readable = bool(found)
             self._settled = not readable or gradient.device.type != "cpu"

@@ -1,4 +1,8 @@
-"""The companion's optimizer: a second one of the base's class whose groups mirror the base's, at every step."""
+"""The companion's optimizer: a second one of the base's class whose groups mirror the base's, at every step.
+
+What the script changes in the base's groups (a schedule, a momentum cycle) reaches the companion's. What an optimizer
+counts in its own groups (Schedule-Free's averages, Prodigy's estimates) stays each one's own.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ class MirroredOptimizer:
     def __init__(self, base: Optimizer, model: nn.Module, lr_scale: float, given: Optimizer | MakeOptimizer | None):
         self._base, self._model, self._lr_scale, self._given = base, model, lr_scale, given
         self._followed: list[int] = []  # for each of our groups the base's group it mirrors
+        self._seen: list[dict[str, Any]] = []  # the base's options after its last step
 
     def build(self, companion: nn.Module, strangers: bool) -> Optimizer:
         """Build the optimizer over what the companion trains; ``strangers`` lets unknown names follow group 0.
@@ -50,12 +55,19 @@ class MirroredOptimizer:
         if self._given is not None:
             return self._given(trained)
         self._followed = list(groups)
+        self.note()
         return _second(self._base, [self._options(i) | {"params": groups[i]} for i in groups])
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Copy the base's present hyper-parameters, group by group."""
+        """Copy what the script has changed in the base's groups since its last step."""
         for index, group in zip(self._followed, optimizer.param_groups, strict=False):
-            group.update(self._options(index))
+            seen = self._seen[index] if index < len(self._seen) else {}
+            options, raw = self._options(index), self._base.param_groups[index]
+            group.update({key: value for key, value in options.items() if _changed(raw[key], seen.get(key, _MISSING))})
+
+    def note(self) -> None:
+        """Remember the base's options: what differs from them at the next step is the script's doing."""
+        self._seen = [dict(group) for group in self._base.param_groups]
 
     def add_fresh(self, optimizer: Optimizer, companion: nn.Module) -> None:
         """Train the parameters that the companion has gained, each as its counterpart is trained."""
@@ -89,12 +101,26 @@ class MirroredOptimizer:
         return options if self._lr_scale == 1 else options | {"lr": base["lr"] * self._lr_scale}
 
 
+_MISSING = object()
+
+
+def _changed(value: Any, seen: Any) -> bool:
+    return isinstance(value, torch.Tensor) or isinstance(seen, torch.Tensor) or bool(value != seen)
+
+
+def _inner(base: Optimizer) -> Optimizer:
+    """The optimizer that updates the weights where the base wraps one: SAM's, ZeroRedundancyOptimizer's."""
+    candidates = (getattr(base, name, None) for name in ("base_optimizer", "optim"))
+    return next((inner for inner in candidates if isinstance(inner, Optimizer)), base)
+
+
 def _second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS cannot train the companion: it evaluates its objective again and again, and the companion has one "
             "forward a batch; pass companion_optimizer=<callable that builds another optimizer from parameters>"
         )
+    base = _inner(base)
     accepted = inspect.signature(type(base).__init__).parameters
     try:
         return type(base)(groups, **{key: value for key, value in base.defaults.items() if key in accepted})

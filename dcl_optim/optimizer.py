@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import random_state
+from dcl_optim import interrupts, random_state
 from dcl_optim.forecaster import Forecaster, Forward
 from dcl_optim.functional import Distance
 from dcl_optim.loss_scale import LossScale
 from dcl_optim.schedules import Schedule, checked
-from dcl_optim.tap import Tap, find_logits
+from dcl_optim.tap import Tap, conversion_source, find_logits, find_loss
 from dcl_optim.twin import unwrapped
 from dcl_optim.wrapper import OptimizerWrapper, parameters_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ForecastOptimizer(OptimizerWrapper):
@@ -69,6 +72,7 @@ class ForecastOptimizer(OptimizerWrapper):
         self._next_targets: Tensor | None = None
         self._cleared = False  # zero_grad was called since the last backward
         self._counted = 0  # forwards whose backward came since the last step
+        self._backward = -1  # autograd's number of the backward that came last
         self._seen = 0  # training forwards so far
         self._learning = True  # off while a closure is evaluated again within one step
         self._penalties: list[Tensor] | None = None  # weighted penalties of the closure that is running
@@ -90,7 +94,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def _before_forward(self, training: bool) -> None:
         """Called by the tap: settle the previous batch, and remember where the random streams stand."""
         self._random_state = None
-        if not training or not torch.is_grad_enabled():
+        if not training or not torch.is_grad_enabled() or self._is_left_alone():
             return
         if self._counted and self._learning and (self._cleared or not self._has_gradients()):
             self._drop_skipped_step()
@@ -98,6 +102,13 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.digest()
         device = self.param_groups[0]["params"][0].device
         self._random_state = random_state.capture(device) if self.forecaster.draws else {}
+
+    def _is_left_alone(self) -> bool:
+        """Whether checkpointing recomputes a forward that was counted, or torch.func differentiates it."""
+        backward = torch._C._current_graph_task_id()
+        if backward != -1 and backward == self._backward:
+            return True
+        return torch._C._functorch.peek_interpreter_stack() is not None
 
     def _after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called by the tap: make the forecast, and wait for the gradient of the logits."""
@@ -111,18 +122,35 @@ class ForecastOptimizer(OptimizerWrapper):
         forward.targets, self._next_targets = self._next_targets, None
         self._label(forward, args, kwargs)
         self.forecaster.predict(args, kwargs, forward, state)
-        z.register_hook(functools.partial(self._add_penalty, forward))
+        self._wait_for_gradient(z, forward, find_loss(output))
         self._outstanding = [reference for reference in self._outstanding if _waits(reference())]
         self._outstanding.append(weakref.ref(forward))
         self._seen += 1
 
+    def _wait_for_gradient(self, z: Tensor, forward: Forward, loss: Tensor | None) -> None:
+        if loss is not None:
+            loss.register_hook(forward.note_loss_scale)
+        z.register_hook(functools.partial(self._add_penalty, forward))
+        source = conversion_source(z)
+        if source is not None:
+            source[0].register_prehook(functools.partial(self._add_penalty_at_source, forward, source[1]))
+
     def _label(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read labels off the model's arguments. Default: none are needed."""
 
-    def _add_penalty(self, forward: Forward, gradient: Tensor) -> Tensor | None:
+    def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
+        """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
+        gradient = self._add_penalty(forward, gradients[index])
+        return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
+
+    def _add_penalty(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
         if forward.counted or torch.is_grad_enabled():  # create_graph: a gradient that is part of the user's loss
             return None
+        if gradient is None:  # the loss does not come through this output: true of a compiled model with its own loss
+            if forward.model_loss_scale is None:
+                return None
+            gradient = forward.zeros()
         if self._counted and self._learning and self._cleared:
             self._drop_skipped_step()
         self._cleared = False
@@ -133,6 +161,7 @@ class ForecastOptimizer(OptimizerWrapper):
             self.forecaster.observe(forward, self._distance, alpha, scale)
         forward.counted = True
         self._counted += 1
+        self._backward = torch._C._current_graph_task_id()
         self._last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
@@ -183,23 +212,29 @@ class ForecastOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: there are gradients, but no training forward of the model led to them.
         """
-        if closure is None:
-            self._require_forward()
-            self.forecaster.digest()
-            loss = self.base.step()
-        else:
-            loss = self._step_with(closure)
-        if self._counted:
+        self.forecaster.prepare()
+        if closure is None and self._is_dry_step():
+            return self._dry_step()
+        with interrupts.postponed():
+            if closure is None:
+                self._require_forward()
+                self.forecaster.digest()
+                loss = self.base.step()
+            else:
+                loss = self._step_with(closure)
             self.forecaster.step()
-        self._steps += 1
-        self._counted = 0
+            self._steps += 1
+            self._counted = 0
         return loss
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         losses: list[Any] = []
+        observed = self._counted > 0 and self._has_gradients()
 
         def evaluate() -> Any:
             self._penalties = []
+            if observed and not self._has_gradients():  # the base has moved the model and cleared them: SAM
+                self._learning = False
             loss = self._evaluate(closure)
             if not losses:
                 self._require_forward()
@@ -225,16 +260,26 @@ class ForecastOptimizer(OptimizerWrapper):
             loss.backward()
         return loss
 
+    def _is_dry_step(self) -> bool:
+        """Whether this is a step of no length, as torch.distributed.checkpoint takes one to create the state."""
+        if self._counted or not self._attached or not self._has_gradients():
+            return False
+        return all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups)
+
+    def _dry_step(self) -> Any:
+        loss = self.base.step()
+        self.forecaster.create_state()
+        return loss
+
     def _require_forward(self) -> None:
         if self._counted or not (self._strict and self._attached) or not self._has_gradients():
             return
-        if all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups):
-            return  # a dry step, as torch.distributed.checkpoint takes to create the state
         raise RuntimeError(
             f"{type(self).__name__}.step found gradients, but no backward through a training forward of the wrapped "
             "model since the last step, so nothing was regularised. Usual reasons: the model was in eval mode or under "
             "no_grad; another object (a copy, an inner module) was called; the model was compiled and called before it "
-            "was wrapped; backward ran with create_graph=True. Pass strict=False to allow such steps"
+            "was wrapped; backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to "
+            "allow such steps"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -257,6 +302,13 @@ class ForecastOptimizer(OptimizerWrapper):
     def logs(self) -> dict[str, float]:
         """Figures of the last backward for a logger: penalty, weight, alpha, loss_scale, step. Synchronises."""
         return {"step": float(self._steps)} | {name: float(value) for name, value in self._last.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the model as it was: :meth:`detach`."""
+        self.detach()
 
     def __repr__(self) -> str:
         model = type(unwrapped(self.model)).__name__

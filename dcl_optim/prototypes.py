@@ -94,9 +94,9 @@ class Prototypes(Forecaster):
                 "a training forward reached its backward without labels: hand the loss module over as criterion=, "
                 "name the model's keyword that holds them as targets=, or call set_targets(labels) before the forward"
             )
+        self._move_to(forward.logits)
         z = forward.logits.to(self.values.dtype)
         forward.targets = self.membership(given, forward)
-        self._move_to(z)
         if self._all_seen and self._all_labelled and not self._per_class:
             return functional.value_and_gradient(distance, z, self.values.index_select(0, forward.targets))
         forecast, known, labelled = self._forecast(z, forward.targets)
@@ -163,8 +163,11 @@ class Prototypes(Forecaster):
         self._all_seen = self.seen.device.type == "cpu" and bool(self.seen.all())
 
     def _move_to(self, z: Tensor) -> None:
-        if self.values.device != z.device:
-            self.values, self.seen = self.values.to(z.device), self.seen.to(z.device)
+        """Follow the model to another device, and to a wider dtype."""
+        dtype = torch.promote_types(self.values.dtype, z.dtype)
+        if self.values.device != z.device or self.values.dtype != dtype:
+            self.values, self.seen = self.values.to(z.device, dtype), self.seen.to(z.device)
+            self._look_at_seen()
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": self.values, "seen": self.seen}

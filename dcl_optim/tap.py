@@ -144,3 +144,21 @@ def find_logits(output: Any) -> Tensor:
             "output that returns the logits tensor>"
         )
     return found
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """Find the loss that a model computed itself: a scalar ``output.loss`` or ``output["loss"]`` with a gradient."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return found if isinstance(found, Tensor) and found.ndim == 0 and found.requires_grad else None
+
+
+def conversion_source(z: Tensor) -> tuple[Any, int] | None:
+    """The autograd node, and which of its outputs, that z was converted from to another dtype; None if it was not.
+
+    Under mixed precision some libraries return converted logits beside a loss that was taken from the original ones.
+    """
+    node, index = z.grad_fn, z.output_nr
+    while node is not None and node.name() == "ToCopyBackward0":
+        node, index = node.next_functions[0]
+    is_computed = node is not None and node is not z.grad_fn and not node.name().endswith("AccumulateGrad")
+    return (node, index) if is_computed else None

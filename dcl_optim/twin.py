@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from dcl_optim.tap import drop_inert_hooks
@@ -24,16 +26,27 @@ def copy_of(model: nn.Module) -> nn.Module:
     Raises:
         RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
     """
-    frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    shared: dict[int, Any] = {
+        id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad
+    }
+    shared |= {id(group): group for group in _process_groups(model)}
     try:
-        twin = copy.deepcopy(model, frozen)
+        twin = copy.deepcopy(model, shared)
     except Exception as error:
         raise RuntimeError(
             f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
-            "the first one's state_dict into it and pass it as companion="
+            "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
+            "companion="
         ) from error
     drop_inert_hooks(twin)
     return twin
+
+
+def _process_groups(model: nn.Module) -> Iterator[Any]:
+    """Process groups that modules hold (SyncBatchNorm), which no copy may have of its own."""
+    if dist.is_available():
+        for module in model.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, dist.ProcessGroup))
 
 
 def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:

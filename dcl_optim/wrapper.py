@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,15 @@ from torch.optim import Optimizer
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters that an optimizer trains, group by group."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _asked_by_distributed_checkpoint() -> bool:
+    """Whether torch.distributed.checkpoint asks for the state: it drops top-level keys that it does not know.
+
+    What it does keep is the entries of groups. In other states they are no place for ours: a plain optimizer that loads
+    one would carry our part on, and save it, long after it has become stale.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 class OptimizerWrapper(Optimizer):
@@ -72,6 +82,20 @@ class OptimizerWrapper(Optimizer):
     def defaults(self, value: dict[str, Any]) -> None:
         self.base.defaults = value
 
+    def __getattr__(self, name: str) -> Any:
+        """``train`` and ``eval`` of a base that has them (Schedule-Free); no other method of the base acts alone.
+
+        Raises:
+            AttributeError: anything else. A base's own way to step, such as SAM's ``first_step``, would pass us by.
+        """
+        base = self.__dict__.get("base")
+        if name in ("train", "eval"):
+            return getattr(base, name)
+        hint = ""
+        if not name.startswith("_") and hasattr(base, name):
+            hint = f"; its base optimizer has: use .base.{name} if that neither steps nor clears gradients, else step()"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
         self.base.zero_grad(set_to_none)
@@ -88,7 +112,8 @@ class OptimizerWrapper(Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state = self.base.state_dict()
-        state[self._key] = self._own_state()
+        place = state["param_groups"][0] if _asked_by_distributed_checkpoint() else state
+        place[self._key] = self._own_state()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state = post_hook(self, state) or state
         return state
@@ -102,7 +127,7 @@ class OptimizerWrapper(Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        own = state_dict.pop(self._key, None)
+        own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
                 f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}: it is not the state of a "
@@ -113,6 +138,16 @@ class OptimizerWrapper(Optimizer):
         self._load_own_state(own)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _take_own_state(self, state_dict: dict[str, Any]) -> Any:
+        """Remove our part from a state, which may be changed on its top level only, and return it."""
+        groups = state_dict.get("param_groups")
+        if self._key not in state_dict and groups and self._key in groups[0]:
+            first = dict(groups[0])
+            own = first.pop(self._key)
+            state_dict["param_groups"] = [first, *groups[1:]]
+            return own
+        return state_dict.pop(self._key, None)
 
     @property
     def _key(self) -> str:
