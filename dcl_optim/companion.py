@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import compilation, distributed, twin
+from dcl_optim import compilation, distributed, random_state, twin
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
@@ -71,7 +71,7 @@ class Companion(Forecaster):
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, state: RandomState) -> None:
         self._keep_up()
-        args, kwargs = _map_tensors(lambda t: t.detach() if t.requires_grad else t, (args, kwargs))
+        args, kwargs = _map_tensors(_cut, (args, kwargs))
         batch = forward.shape[0]
         learned = batch if self._fraction == 1 else max(2, round(self._fraction * batch))
         with replayed(state), outside_checkpoints():
@@ -144,8 +144,20 @@ class Companion(Forecaster):
             torch._foreach_div_(gradients, self._total)
         distributed.average(gradients)
         if not self._half or bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
-            self.optimizer.step()
+            state = random_state.capture(next(parameters_of(self.optimizer)).device)
+            self._step_optimizer()
+            random_state.restore(state)  # an optimizer may draw too
         self.forget()
+
+    def _step_optimizer(self) -> None:
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            kind = type(self.optimizer).__name__
+            raise RuntimeError(
+                f"the companion's optimizer, a {kind}, could not step ({error}); pass companion_optimizer=<callable "
+                "that builds another from parameters>"
+            ) from error
 
     def _gradients(self) -> list[Tensor]:
         if distributed.world_size() > 1:  # every rank must bring the same tensors to the reduction
@@ -262,6 +274,11 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one.
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 def _map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

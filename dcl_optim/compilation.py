@@ -8,25 +8,32 @@ from typing import Any
 
 from torch import nn
 
+from dcl_optim import twin
+
 Context = Callable[[Callable[..., Any]], Callable[..., Any]]  # what torch.compile applies: backend, mode, options
 
 
 def context_of(model: nn.Module) -> Context | None:
-    """The compile context that the call running now came through, or that a compiled module carries; None if eager.
+    """The compile context that a model carries or that the call running now came through; None if it is not compiled.
 
     A module that is compiled from outside does not know it. But its hooks run below the compiled call, whose context is
     on the stack.
     """
-    carried: Context | None = getattr(model, "dynamo_ctx", None)
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported once something is compiled
-    if carried is not None or compiler is None:
-        return carried
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # imported once something is compiled
+    if compiler is None:
+        return None
+    for module in twin.layers(model):
+        if isinstance(module, compiler.OptimizedModule):
+            return module.dynamo_ctx
+        cells = getattr(module._compiled_call_impl, "__closure__", None) or ()
+        for content in [cell.cell_contents for cell in cells]:
+            if isinstance(content, compiler.OptimizeContext):
+                return content
     frame = sys._getframe().f_back
     while frame is not None:
-        if frame.f_code.co_filename == compiler.__file__:
-            found = frame.f_locals.get("self")
-            if isinstance(found, compiler.OptimizeContext):
-                return found
+        found = frame.f_locals.get("self") if frame.f_code.co_filename == compiler.__file__ else None
+        if isinstance(found, compiler.OptimizeContext):
+            return found
         frame = frame.f_back
     return None
 

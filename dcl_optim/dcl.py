@@ -62,8 +62,8 @@ class DCLOptimizer(ForecastOptimizer):
         strict: raise when a step finds gradients that no training forward led to. Default True.
 
     Raises:
-        ValueError: an argument out of range, an unknown name, a model that the base does not train or that is wrapped
-            already.
+        ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
+            ``maximize=True``.
         TypeError: an argument of the wrong type.
         RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
 
@@ -128,6 +128,7 @@ class DCLOptimizer(ForecastOptimizer):
             weight=weight,
             alpha=alpha,
             criterion=criterion,
+            labels=None,
             loss_scale=loss_scale,
             logits=logits,
             class_dim=class_dim,

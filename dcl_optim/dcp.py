@@ -8,13 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim.forecaster import Forward
 from dcl_optim.functional import Distance, resolve_distance
+from dcl_optim.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.prototypes import REDUCTIONS, Prototypes
 from dcl_optim.schedules import Schedule
-
-Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
 
 class DCPOptimizer(ForecastOptimizer):
@@ -54,8 +52,8 @@ class DCPOptimizer(ForecastOptimizer):
         loss_scale, logits, class_dim, strict: as in DCLOptimizer.
 
     Raises:
-        ValueError: an argument out of range, an unknown name, a model that the base does not train or that is wrapped
-            already; in backward: labels out of range or of the wrong number.
+        ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
+            ``maximize=True``; in backward: labels out of range or of the wrong number.
         TypeError: an argument of the wrong type; labels of the wrong type.
         RuntimeError: in backward: no labels; in ``step``: see ``strict``.
 
@@ -98,12 +96,9 @@ class DCPOptimizer(ForecastOptimizer):
             raise ValueError(f"num_classes={num_classes!r} must be an integer of at least 1")
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
-        if targets is not None and not isinstance(targets, str) and not callable(targets):
-            raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
         per_class = reduction == "per_class"
         if ignore_index is None:
             ignore_index = int(getattr(criterion, "ignore_index", -100))
-        self._targets = targets
         super().__init__(
             base_optimizer,
             model,
@@ -112,6 +107,7 @@ class DCPOptimizer(ForecastOptimizer):
             weight=weight,
             alpha=alpha,
             criterion=criterion,
+            labels=Labels(targets),
             loss_scale=loss_scale,
             logits=logits,
             class_dim=class_dim,
@@ -125,7 +121,7 @@ class DCPOptimizer(ForecastOptimizer):
 
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the batch whose training forward comes next."""
-        self._next_targets = targets
+        self._labels.of_next_forward = targets
 
     def step(self, closure: Callable[[], Any] | None = None, targets: Tensor | None = None) -> Any:
         """As :meth:`ForecastOptimizer.step`; ``targets`` are the labels of the batch that the closure evaluates.
@@ -135,31 +131,14 @@ class DCPOptimizer(ForecastOptimizer):
         """
         if targets is not None and closure is None:
             raise ValueError("targets need a closure: without one the backward is over; call set_targets before it")
-        self._closure_targets = targets
+        self._labels.of_closure = targets
         try:
             return super().step(closure)
         finally:
-            self._closure_targets = None
+            self._labels.of_closure = None
 
-    _closure_targets: Tensor | None = None
-
-    def _label(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = None
-        if isinstance(self._targets, str):
-            found = kwargs.get(self._targets)
-            if found is None:
-                raise ValueError(f"targets={self._targets!r}: the model was called without that keyword")
-        elif self._targets is not None:
-            found = self._targets(args, kwargs)
-        given = [labels for labels in (forward.targets, found, self._closure_targets) if labels is not None]
-        if len(given) > 1:
-            raise RuntimeError("one forward was given labels twice: give them one way only")
-        forward.targets = given[0] if given else None
-
-    def _take_targets(self, forward: Forward, targets: Any) -> None:
-        if forward.targets is None and forward.criterion_targets is not None:
-            raise RuntimeError(
-                "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of "
-                "soft labels, to the criterion or to set_targets"
-            )
-        forward.criterion_targets = targets
+    @property
+    def _labels(self) -> Labels:
+        labels = self._regularizer.labels
+        assert labels is not None
+        return labels

@@ -70,10 +70,6 @@ class Forward:
         """Called by autograd with the gradient of the model's own loss: what it was multiplied by, before backward."""
         self.model_loss_scale = _total(gradient)
 
-    def zeros(self) -> Tensor:
-        """A gradient of zeros, in the output's shape."""
-        return self.unrows(torch.zeros_like(self.logits))
-
     def rows(self, gradient: Tensor) -> Tensor:
         """Lay a tensor of the output's shape out as rows."""
         return functional.to_rows(gradient, self._class_dim)

@@ -36,7 +36,7 @@ class MirroredOptimizer:
     def __init__(self, base: Optimizer, model: nn.Module, lr_scale: float, given: Optimizer | MakeOptimizer | None):
         self._base, self._model, self._lr_scale, self._given = base, model, lr_scale, given
         self._followed: list[int] = []  # for each of our groups the base's group it mirrors
-        self._seen: list[dict[str, Any]] = []  # the base's options after its last step
+        self._seen: list[dict[str, tuple[Any, int]]] = []  # the base's options after its last step, tensors' versions
 
     def build(self, companion: nn.Module, strangers: bool) -> Optimizer:
         """Build the optimizer over what the companion trains; ``strangers`` lets unknown names follow group 0.
@@ -62,12 +62,13 @@ class MirroredOptimizer:
         """Copy what the script has changed in the base's groups since its last step."""
         for index, group in zip(self._followed, optimizer.param_groups, strict=False):
             seen = self._seen[index] if index < len(self._seen) else {}
-            options, raw = self._options(index), self._base.param_groups[index]
-            group.update({key: value for key, value in options.items() if _changed(raw[key], seen.get(key, _MISSING))})
+            for key, value in self._options(index).items():
+                if key not in seen or not _is_same(self._base.param_groups[index][key], *seen[key]):
+                    _put(group, key, value)
 
     def note(self) -> None:
         """Remember the base's options: what differs from them at the next step is the script's doing."""
-        self._seen = [dict(group) for group in self._base.param_groups]
+        self._seen = [{key: (value, _version(value)) for key, value in g.items()} for g in self._base.param_groups]
 
     def add_fresh(self, optimizer: Optimizer, companion: nn.Module) -> None:
         """Train the parameters that the companion has gained, each as its counterpart is trained."""
@@ -97,15 +98,40 @@ class MirroredOptimizer:
 
     def _options(self, index: int) -> dict[str, Any]:
         base = self._base.param_groups[index]
-        options = {key: value for key, value in base.items() if key not in ("params", "param_names")}
+        options = {key: _own(value) for key, value in base.items() if key not in ("params", "param_names")}
         return options if self._lr_scale == 1 else options | {"lr": base["lr"] * self._lr_scale}
 
 
-_MISSING = object()
+def _own(value: Any) -> Any:
+    # A tensor that two optimizers shared, one would count up for the other (timm's Lamb counts steps in its groups).
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _changed(value: Any, seen: Any) -> bool:
-    return isinstance(value, torch.Tensor) or isinstance(seen, torch.Tensor) or bool(value != seen)
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def _is_same(value: Any, seen: Any, version: int) -> bool:
+    """Whether an option is untouched; of a tensor without a look at its values, which would synchronise a device."""
+    if isinstance(value, torch.Tensor) or isinstance(seen, torch.Tensor):
+        return value is seen and _version(value) == version
+    return bool(value == seen)
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+        group[key].copy_(value)  # in place: a captured or compiled step holds on to the tensor
+    else:
+        group[key] = value
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute may be what a constructor was given: some optimizers keep part of it beside ``defaults``."""
+    if isinstance(value, tuple):
+        return all(_is_setting(item) for item in value)
+    if isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
+        return True
+    return inspect.isroutine(value) or inspect.isclass(value)
 
 
 def _inner(base: Optimizer) -> Optimizer:
@@ -121,9 +147,16 @@ def _second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
             "forward a batch; pass companion_optimizer=<callable that builds another optimizer from parameters>"
         )
     base = _inner(base)
+    closure = inspect.signature(type(base).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(base).__name__} steps with a closure only, and the companion has none; pass "
+            "companion_optimizer=<callable that builds another optimizer from parameters>"
+        )
     accepted = inspect.signature(type(base).__init__).parameters
+    known = {key: value for key, value in vars(base).items() if _is_setting(value)} | base.defaults
     try:
-        return type(base)(groups, **{key: value for key, value in base.defaults.items() if key in accepted})
+        return type(base)(groups, **{key: value for key, value in known.items() if key in accepted})
     except Exception as error:
         raise ValueError(
             f"a second {type(base).__name__} for the companion could not be built ({error}); pass "

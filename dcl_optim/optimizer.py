@@ -1,9 +1,7 @@
-"""The optimizer both variants share: adds the penalty to the gradient, lets the forecaster learn."""
+"""The optimizer both variants share: steps the base with the regularised gradient, lets the forecaster learn."""
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import interrupts, random_state
-from dcl_optim.forecaster import Forecaster, Forward
+from dcl_optim import interrupts
+from dcl_optim.forecaster import Forecaster
 from dcl_optim.functional import Distance
+from dcl_optim.labels import Labels
 from dcl_optim.loss_scale import LossScale
+from dcl_optim.regularizer import Regularizer
 from dcl_optim.schedules import Schedule, checked
-from dcl_optim.tap import Tap, conversion_source, find_logits, find_loss
+from dcl_optim.tap import find_logits
 from dcl_optim.twin import unwrapped
 from dcl_optim.wrapper import OptimizerWrapper, parameters_of
 
@@ -31,7 +31,9 @@ class ForecastOptimizer(OptimizerWrapper):
     backward of that forward comes, :math:`s\lambda\,\partial\Delta(z, c)/\partial z` is added to the gradient of the
     logits z, s being what the loss was multiplied by. ``step`` steps the base optimizer and lets the forecaster learn.
 
-    Subclasses choose the forecaster: see :class:`~dcl_optim.DCLOptimizer` for the arguments they share.
+    Subclasses choose the forecaster: see :class:`~dcl_optim.DCLOptimizer` for the arguments they share. One optimizer
+    regularises a model at a time: wrapping the model again replaces the optimizer that did, whose ``step`` then says
+    so. As a context manager it leaves the model as it was.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ForecastOptimizer(OptimizerWrapper):
         weight: float | Schedule,
         alpha: float | Schedule,
         criterion: nn.Module | None,
+        labels: Labels | None,
         loss_scale: Any,
         logits: Callable[[Any], Tensor] | None,
         class_dim: int,
@@ -51,154 +54,42 @@ class ForecastOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(base_optimizer)
         _check_modules(base_optimizer, model, criterion)
-        self.model = model
-        self._distance = distance
-        self._weight = checked(weight, "weight")
-        self._alpha = checked(alpha, "alpha", upper=1.0)
-        self._criterion = criterion
-        self._loss_scale = LossScale(loss_scale)
-        self._find_logits = logits or find_logits
-        self._class_dim = class_dim
+        weight, alpha = checked(weight, "weight"), checked(alpha, "alpha", upper=1.0)
+        scale = LossScale(loss_scale)
         self._strict = strict
-        self._steps = 0
-        self._reset()
-        Tap.refuse_wrapped(model)  # before a companion is built
+        self.model = model
         self.forecaster = forecaster()
-        self._attach()
-
-    def _reset(self) -> None:
-        self._outstanding: list[weakref.ref[Forward]] = []  # forwards whose backward has not come
-        self._random_state: random_state.RandomState | None = None  # before the forward that is running
-        self._next_targets: Tensor | None = None
-        self._cleared = False  # zero_grad was called since the last backward
-        self._counted = 0  # forwards whose backward came since the last step
-        self._backward = -1  # autograd's number of the backward that came last
-        self._seen = 0  # training forwards so far
-        self._learning = True  # off while a closure is evaluated again within one step
-        self._penalties: list[Tensor] | None = None  # weighted penalties of the closure that is running
-        self._last: dict[str, Any] = {}
-
-    def _attach(self) -> None:
-        self._tap, self._attached = Tap(self), True
-        self._tap.attach_to_model(self.model)
-        if self._criterion is not None:
-            self._tap.attach_to_criterion(self._criterion)
+        self._regularizer = Regularizer(
+            model,
+            base_optimizer,
+            self.forecaster,
+            distance,
+            weight=weight,
+            alpha=alpha,
+            criterion=criterion,
+            labels=labels,
+            loss_scale=scale,
+            find_logits=logits or find_logits,
+            class_dim=class_dim,
+        )
 
     def detach(self) -> None:
         """Take the hooks off the model and the criterion; further steps are the base optimizer's alone."""
-        self._tap.remove()
-        self._attached = False
+        self._regularizer.detach()
 
-    # ---- one batch, from the model's forward to its backward -----------------------------------------------------
+    def __enter__(self) -> Self:
+        return self
 
-    def _before_forward(self, training: bool) -> None:
-        """Called by the tap: settle the previous batch, and remember where the random streams stand."""
-        self._random_state = None
-        if not training or not torch.is_grad_enabled() or self._is_left_alone():
-            return
-        if self._counted and self._learning and (self._cleared or not self._has_gradients()):
-            self._drop_skipped_step()
-        self._cleared = False
-        self.forecaster.digest()
-        device = self.param_groups[0]["params"][0].device
-        self._random_state = random_state.capture(device) if self.forecaster.draws else {}
-
-    def _is_left_alone(self) -> bool:
-        """Whether checkpointing recomputes a forward that was counted, or torch.func differentiates it."""
-        backward = torch._C._current_graph_task_id()
-        if backward != -1 and backward == self._backward:
-            return True
-        return torch._C._functorch.peek_interpreter_stack() is not None
-
-    def _after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Called by the tap: make the forecast, and wait for the gradient of the logits."""
-        state, self._random_state = self._random_state, None
-        if state is None:
-            return
-        z = self._find_logits(output)
-        if not z.requires_grad:
-            return
-        forward = Forward(z, self._class_dim)
-        forward.targets, self._next_targets = self._next_targets, None
-        self._label(forward, args, kwargs)
-        self.forecaster.predict(args, kwargs, forward, state)
-        self._wait_for_gradient(z, forward, find_loss(output))
-        self._outstanding = [reference for reference in self._outstanding if _waits(reference())]
-        self._outstanding.append(weakref.ref(forward))
-        self._seen += 1
-
-    def _wait_for_gradient(self, z: Tensor, forward: Forward, loss: Tensor | None) -> None:
-        if loss is not None:
-            loss.register_hook(forward.note_loss_scale)
-        z.register_hook(functools.partial(self._add_penalty, forward))
-        source = conversion_source(z)
-        if source is not None:
-            source[0].register_prehook(functools.partial(self._add_penalty_at_source, forward, source[1]))
-
-    def _label(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read labels off the model's arguments. Default: none are needed."""
-
-    def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
-        """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
-        gradient = self._add_penalty(forward, gradients[index])
-        return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
-
-    def _add_penalty(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
-        """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
-        if forward.counted or torch.is_grad_enabled():  # create_graph: a gradient that is part of the user's loss
-            return None
-        if gradient is None:  # the loss does not come through this output: true of a compiled model with its own loss
-            if forward.model_loss_scale is None:
-                return None
-            gradient = forward.zeros()
-        if self._counted and self._learning and self._cleared:
-            self._drop_skipped_step()
-        self._cleared = False
-        weight, alpha = self._weight(self._steps + 1), self._alpha(self._steps + 1)
-        scale = self._loss_scale.resolve(forward, gradient, several=self._counted > 0)
-        value, slope = self.forecaster.penalty(forward, self._distance)
-        if self._learning:
-            self.forecaster.observe(forward, self._distance, alpha, scale)
-        forward.counted = True
-        self._counted += 1
-        self._backward = torch._C._current_graph_task_id()
-        self._last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
-        if weight == 0:
-            return None
-        factor = scale * weight
-        if self._penalties is not None:
-            self._penalties.append(value * factor)
-        return gradient + forward.unrows(slope * factor).to(gradient.dtype)
-
-    def _after_criterion(self, logits: Any, targets: Any, loss: Tensor) -> None:
-        """Called by the tap: take the labels, and read what the loss is multiplied by off its gradient."""
-        waiting = [forward for forward in (reference() for reference in self._outstanding) if _waits(forward)]
-        exact = [forward for forward in waiting if forward and forward.produced(logits)]
-        if len(exact or waiting) > 1:
-            raise RuntimeError(
-                "the criterion was called and several forwards of the model wait for it: call it on each output as "
-                "the model returned it, or delete the outputs that are not trained on"
-            )
-        for forward in exact or waiting:
-            if forward is not None and forward.link(surely=bool(exact)):
-                self._take_targets(forward, targets)
-                loss.register_hook(functools.partial(forward.add_loss_scale, bool(exact)))
-
-    def _take_targets(self, forward: Forward, targets: Any) -> None:
-        """Read labels off the criterion's arguments. Default: none are needed."""
-
-    def _drop_skipped_step(self) -> None:
-        """Forget a step that never came, as when a gradient scaler found an infinity."""
-        self._counted = 0
-        self.forecaster.forget()
-
-    def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in parameters_of(self))
+    def __exit__(self, *exception: object) -> None:
+        """Leave the model as it was: :meth:`detach`."""
+        self.detach()
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         r"""Step the base optimizer with the regularised gradient, then let the forecaster learn from the same batch.
+
+        An interrupt (Ctrl-C) that arrives meanwhile takes effect after both, a second one at once.
 
         Args:
             closure: as in torch.optim: clears the gradients, computes the loss, calls backward and returns the loss.
@@ -210,51 +101,58 @@ class ForecastOptimizer(OptimizerWrapper):
             The loss of the first evaluation, without the penalty; None without a closure.
 
         Raises:
-            RuntimeError: there are gradients, but no training forward of the model led to them.
+            RuntimeError: there are gradients, but no training forward of the model led to them; or another optimizer
+                has wrapped the model since.
         """
+        self._require_charge()
         self.forecaster.prepare()
         if closure is None and self._is_dry_step():
             return self._dry_step()
         with interrupts.postponed():
-            if closure is None:
-                self._require_forward()
-                self.forecaster.digest()
-                loss = self.base.step()
-            else:
-                loss = self._step_with(closure)
+            loss = self._step_without() if closure is None else self._step_with(closure)
             self.forecaster.step()
-            self._steps += 1
-            self._counted = 0
+            self._regularizer.counted = 0
+            self._regularizer.steps += 1
         return loss
 
+    def _step_without(self) -> Any:
+        self._require_forward()
+        self.forecaster.digest()
+        self._regularizer.stepping = True
+        try:
+            return self.base.step()
+        finally:
+            self._regularizer.stepping, self._regularizer.learning = False, True
+
     def _step_with(self, closure: Callable[[], Any]) -> Any:
+        regularizer = self._regularizer
         losses: list[Any] = []
-        observed = self._counted > 0 and self._has_gradients()
+        observed = regularizer.counted > 0 and regularizer.has_gradients()
 
         def evaluate() -> Any:
-            self._penalties = []
-            if observed and not self._has_gradients():  # the base has moved the model and cleared them: SAM
-                self._learning = False
+            regularizer.penalties = []
+            if observed and not regularizer.has_gradients():  # the base has moved the model and cleared them: SAM
+                regularizer.learning = False
             loss = self._evaluate(closure)
             if not losses:
                 self._require_forward()
                 self.forecaster.digest()
-                self._learning = False
+                regularizer.learning = False
             losses.append(loss)
-            minimises_value = isinstance(self.base, torch.optim.LBFGS) and self._penalties
-            return loss.detach() + sum(self._penalties) if minimises_value else loss
+            minimises_value = isinstance(self.base, torch.optim.LBFGS) and regularizer.penalties
+            return loss.detach() + sum(regularizer.penalties) if minimises_value else loss
 
         try:
             self.base.step(evaluate)
         finally:
-            self._learning, self._penalties = True, None
+            regularizer.learning, regularizer.penalties = True, None
         return losses[0] if losses else None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Run a closure, and the backward that it left to us."""
-        seen, counted = self._seen, self._counted
+        seen, backwards = self._regularizer.seen, self._regularizer.backwards
         loss = closure()
-        left_to_us = self._seen > seen and self._counted == counted
+        left_to_us = self._regularizer.seen > seen and self._regularizer.backwards == backwards
         if left_to_us and isinstance(loss, Tensor) and loss.requires_grad:
             self.zero_grad()
             loss.backward()
@@ -262,7 +160,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _is_dry_step(self) -> bool:
         """Whether this is a step of no length, as torch.distributed.checkpoint takes one to create the state."""
-        if self._counted or not self._attached or not self._has_gradients():
+        if self._regularizer.counted or not self._regularizer.attached or not self._regularizer.has_gradients():
             return False
         return all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups)
 
@@ -271,8 +169,16 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.create_state()
         return loss
 
+    def _require_charge(self) -> None:
+        if self._regularizer.replaced:
+            raise RuntimeError(
+                f"another optimizer has wrapped the model since this {type(self).__name__} did: step that one, or call "
+                "detach() on this one to go on with its base optimizer alone"
+            )
+
     def _require_forward(self) -> None:
-        if self._counted or not (self._strict and self._attached) or not self._has_gradients():
+        regularizer = self._regularizer
+        if regularizer.counted or not (self._strict and regularizer.attached) or not regularizer.has_gradients():
             return
         raise RuntimeError(
             f"{type(self).__name__}.step found gradients, but no backward through a training forward of the wrapped "
@@ -284,7 +190,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
-        self._cleared = True
+        self._regularizer.cleared = True
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -297,25 +203,20 @@ class ForecastOptimizer(OptimizerWrapper):
     @property
     def penalty(self) -> float:
         r"""The last forward's :math:`\Delta(z, c)`, without :math:`\lambda`; nan before the first. Synchronises."""
-        return float(self._last.get("penalty", float("nan")))
+        return float(self._regularizer.last.get("penalty", float("nan")))
 
     def logs(self) -> dict[str, float]:
         """Figures of the last backward for a logger: penalty, weight, alpha, loss_scale, step. Synchronises."""
-        return {"step": float(self._steps)} | {name: float(value) for name, value in self._last.items()}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the model as it was: :meth:`detach`."""
-        self.detach()
+        last = self._regularizer.last
+        return {"step": float(self._regularizer.steps)} | {name: float(value) for name, value in last.items()}
 
     def __repr__(self) -> str:
+        weight, alpha = self._regularizer.weight, self._regularizer.alpha
         model = type(unwrapped(self.model)).__name__
-        return f"{type(self).__name__}(weight={self._weight}, alpha={self._alpha}, model={model})\n{self.base!r}"
+        return f"{type(self).__name__}(weight={weight}, alpha={alpha}, model={model})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:
-        return {"steps": self._steps, "forecaster": self.forecaster.state_dict()}
+        return {"steps": self._regularizer.steps, "forecaster": self.forecaster.state_dict()}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         steps = state.get("steps")
@@ -324,24 +225,9 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.check_state(state.get("forecaster", {}))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._reset()
+        self._regularizer.reset()
         self.forecaster.load_state_dict(state["forecaster"])
-        self._steps = state["steps"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        transient = {"_tap", "_outstanding", "_random_state", "_next_targets", "_penalties", "_last"}
-        return {key: value for key, value in super().__getstate__().items() if key not in transient}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reset()
-        super().__setstate__(state)
-        self._tap = Tap(self)
-        if self._attached:
-            self._attach()
-
-
-def _waits(forward: Forward | None) -> bool:
-    return forward is not None and not forward.counted
+        self._regularizer.steps = state["steps"]
 
 
 def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
@@ -349,5 +235,9 @@ def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if criterion is not None and not isinstance(criterion, nn.Module):
         raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
+    if any(group.get("maximize") for group in base.param_groups):
+        raise ValueError(
+            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
+        )
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")

@@ -1,20 +1,20 @@
 """The hooks on the user's modules: how an optimizer learns of forwards and criteria without a change in the script.
 
-Hooks hold the optimizer weakly and turn inert when the module is copied or pickled (an EMA copy, ``torch.save(model)``)
-or the optimizer is gone.
+Hooks hold what they report to weakly and turn inert when the module is copied or pickled (an EMA copy,
+``torch.save(model)``) or the optimizer is gone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from dcl_optim.optimizer import ForecastOptimizer
+    from dcl_optim.regularizer import Regularizer
 
 
 # As torch.optim does it: what bookkeeping hooks do is not for the compiler to trace.
@@ -22,21 +22,20 @@ _outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 
 
 class Tap:
-    """The hooks of one optimizer on one module; remove them with :meth:`remove`."""
+    """The hooks of one optimizer on a model and a criterion; take them off with :meth:`remove`."""
 
-    def __init__(self, optimizer: ForecastOptimizer) -> None:
-        self._optimizer: Callable[[], ForecastOptimizer | None] = weakref.ref(optimizer, lambda _: self.remove())
+    def __init__(self, regularizer: Regularizer) -> None:
+        self._regularizer: Callable[[], Regularizer | None] = weakref.ref(regularizer, lambda _: self.remove())
         self._handles: list[Any] = []
 
     @staticmethod
-    def refuse_wrapped(model: nn.Module) -> None:
-        """Raise ValueError if a living optimizer has its hooks on the model, or on a module that it wraps."""
+    def replace_others(model: nn.Module) -> None:
+        """Take the place of optimizers that have their hooks on the model, or on a module inside it."""
         for module in model.modules():
-            if any(isinstance(owner, Tap) and owner.live for owner in _hook_owners(module)):
-                raise ValueError(
-                    "model is wrapped already: a second optimizer on it would add the penalty twice; call detach() on "
-                    "the first one before you wrap the model again"
-                )
+            taps = [owner for owner in _hook_owners(module) if isinstance(owner, Tap)]
+            for regularizer in [tap._regularizer() for tap in taps]:
+                if regularizer is not None:
+                    regularizer.replace()
 
     def attach_to_model(self, model: nn.Module) -> None:
         """Report the model's training forwards to the optimizer."""
@@ -55,33 +54,33 @@ class Tap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._optimizer = _nothing
+        self._regularizer = _nothing
 
     @property
     def live(self) -> bool:
         """Whether the optimizer still exists."""
-        return self._optimizer() is not None
+        return self._regularizer() is not None
 
     @_outside_compiled_graphs
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._before_forward(module.training)
+        regularizer = self._regularizer()
+        if regularizer is not None:
+            regularizer.before_forward(module.training)
 
     @_outside_compiled_graphs
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._after_forward(args, kwargs, output)
+        regularizer = self._regularizer()
+        if regularizer is not None:
+            regularizer.after_forward(args, kwargs, output)
 
     @_outside_compiled_graphs
     def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None or not isinstance(loss, Tensor) or not loss.requires_grad:
+        regularizer = self._regularizer()
+        if regularizer is None or not isinstance(loss, Tensor) or not loss.requires_grad:
             return
         names = ("input", "target")
         found = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
-        optimizer._after_criterion(found[0], found[1], loss)
+        regularizer.after_criterion(found[0], found[1], loss)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
         return _inert()
@@ -96,7 +95,7 @@ def _nothing() -> None:
 
 def _inert() -> Tap:
     tap = Tap.__new__(Tap)
-    tap._optimizer, tap._handles = _nothing, []
+    tap._regularizer, tap._handles = _nothing, []
     return tap
 
 
@@ -150,6 +149,33 @@ def find_loss(output: Any) -> Tensor | None:
     """Find the loss that a model computed itself: a scalar ``output.loss`` or ``output["loss"]`` with a gradient."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return found if isinstance(found, Tensor) and found.ndim == 0 and found.requires_grad else None
+
+
+def through(z: Tensor, loss: Tensor, output: Any) -> Tensor:
+    """Make the backward of a model's own loss pass by its logits, where one node gives both (a compiled model).
+
+    Autograd calls no hook with a gradient for an output of a node that the loss does not come through. The output then
+    gets a loss of the same value that sends zeros to the logits.
+    """
+    if loss.grad_fn is not z.grad_fn:
+        return loss
+    linked: Tensor = _Linked.apply(loss, z)
+    if isinstance(output, MutableMapping):
+        output["loss"] = linked
+    else:
+        output.loss = linked
+    return linked
+
+
+class _Linked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.zeros_like(ctx.saved_tensors[0])
 
 
 def conversion_source(z: Tensor) -> tuple[Any, int] | None:

@@ -12,12 +12,19 @@ from torch import nn
 from dcl_optim.tap import drop_inert_hooks
 
 
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what it wraps, from the outside in: DistributedDataParallel, DataParallel, compiled modules."""
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        parallel = isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        inner = inner.module if parallel else inner._modules.get("_orig_mod")
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, DataParallel or a compiled module."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return unwrapped(model.module)
-    inner = getattr(model, "_orig_mod", None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+    """The user's own module inside its wrappers."""
+    *_, own = layers(model)
+    return own
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -1,44 +1,157 @@
-"""torch.compile in every order; the tracing backend without code generation keeps this fast."""
+"""torch.compile in every order; a backend without code generation keeps all but one of these fast."""
 
 from __future__ import annotations
+
+import copy
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, batch_norm_net, batches
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, train
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",  # torch's own tracer looks there
+)
+ORDERS = ["compiled before", "compiled after", "compiled in place", "outer module wrapped", "parallel around compiled"]
 
 
-def trained(order: str):
+@pytest.fixture(autouse=True)
+def fresh_compiler():
     torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Runs graphs as they are; counts how many were compiled and how often one ran."""
+
+    def __init__(self) -> None:
+        self.compiled = self.runs = 0
+
+    def __call__(self, graph, inputs):
+        self.compiled += 1
+
+        def run(*args):
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def compiled(order: str, weight: float = 1.0, **options):
+    """An optimizer, and what the script calls."""
     model = batch_norm_net()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    call, options = model, {"backend": "aot_eager"}
-    if order in ("compiled before", "outer module wrapped"):
+    call = wrapped = model
+    if order in ("compiled before", "outer module wrapped", "parallel around compiled"):
         call = torch.compile(model, **options)
-    optimizer = DCLOptimizer(base, call if order == "outer module wrapped" else model)
+    if order == "parallel around compiled":
+        call = nn.DataParallel(call)  # without a GPU it calls the module inside
+    if order in ("outer module wrapped", "parallel around compiled"):
+        wrapped = call
+    optimizer = DCLOptimizer(base, wrapped, weight=weight)
     if order == "compiled after":
         call = torch.compile(model, **options)
     elif order == "compiled in place":
         model.compile(**options)
-    for x, y in batches(6):
-        optimizer.zero_grad()
-        F.cross_entropy(call(x), y).backward()
-        optimizer.step()
-    return model, optimizer.companion
+    return optimizer, call
 
 
-@pytest.mark.parametrize("order", ["compiled before", "compiled after", "compiled in place", "outer module wrapped"])
+def trained(order: str, **options):
+    optimizer, call = compiled(order, **options)
+    train(call, optimizer, batches(6))
+    return batch_norm_net_of(call), optimizer.companion
+
+
+def batch_norm_net_of(call: nn.Module) -> nn.Module:
+    call = getattr(call, "module", call)
+    return getattr(call, "_orig_mod", call)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_compiled_equals_eager(order):
-    for ours, eager in zip(trained(order), trained("eager"), strict=True):
+    for ours, eager in zip(trained(order, backend="aot_eager"), trained("eager"), strict=True):
         assert_same(ours, eager, rtol=1e-10, atol=1e-12)
 
 
-def test_wrapping_the_inner_module_after_the_first_compiled_call_is_refused_at_the_step():
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_companion_is_compiled_too_and_nothing_is_compiled_again(order):
+    backend = Backend()
+    optimizer, call = compiled(order, backend=backend)
+    train(call, optimizer, batches(1))
+    compiled_once, runs = backend.compiled, backend.runs
+    assert runs == 2  # the model's forward and the companion's
+    train(call, optimizer, batches(5, seed=2))
+    assert backend.compiled == compiled_once
+    assert backend.runs == 6 * runs
+
+
+def test_a_copy_of_the_optimizer_compiles_its_companion_again():
+    backend = Backend()
+    optimizer, _ = compiled("compiled in place", backend=backend)
+    model, again = copy.deepcopy((optimizer.model, optimizer))
+    model.compile(backend=backend)
+    train(model, again, batches(2))
+    assert backend.runs == 4
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_with_zero_weight_equals_plain_training_of_the_compiled_model(mode):
+    optimizer, call = compiled("outer module wrapped", weight=0.0, mode=mode)
+    train(call, optimizer, batches(4))
+    plain = batch_norm_net()
+    train(torch.compile(plain, mode=mode), torch.optim.SGD(plain.parameters(), lr=0.1), batches(4))
+    assert_same(batch_norm_net_of(call), plain, rtol=1e-12, atol=1e-14)
+
+
+def test_whole_graphs_need_the_compiled_module_wrapped():
+    optimizer, call = compiled("outer module wrapped", backend="aot_eager", fullgraph=True)
+    train(call, optimizer, batches(2))
     torch._dynamo.reset()
+    optimizer, call = compiled("compiled before", backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"Tap\.before_forward"):
+        train(call, optimizer, batches(1))
+
+
+class WithLoss(nn.Module):
+    """Computes its loss inside, as transformers' models do: loss and logits come out of one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = batch_norm_net()
+
+    def forward(self, x, labels=None):
+        logits = self.body(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_loss_and_logits_of_one_graph(variant, factor):
+    results = []
+    for backend in ("eager model", "aot_eager"):
+        model = WithLoss()
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = model if backend == "eager model" else torch.compile(model, backend=backend)
+        labels = {"num_classes": CLASSES, "targets": "labels"} if variant == "dcp" else {}
+        optimizer = (DCLOptimizer if variant == "dcl" else DCPOptimizer)(base, call, **labels)
+        for x, y in batches(5):
+            optimizer.zero_grad()
+            (call(x, labels=y)["loss"] * factor).backward()
+            assert optimizer.logs()["loss_scale"] == pytest.approx(factor)
+            optimizer.step()
+        results.append(model)
+    assert_same(*results, rtol=1e-10, atol=1e-12)
+
+
+def test_wrapping_the_inner_module_after_the_first_compiled_call_is_refused_at_the_step():
     model = batch_norm_net()
     call = torch.compile(model, backend="aot_eager")
     x, y = next(iter(batches(1)))
@@ -47,3 +160,23 @@ def test_wrapping_the_inner_module_after_the_first_compiled_call_is_refused_at_t
     F.cross_entropy(call(x), y).backward()
     with pytest.raises(RuntimeError, match="compiled and called before it was wrapped"):
         optimizer.step()
+
+
+def test_a_compiled_step_function_compiles_both_networks():
+    backend = Backend()
+    model = batch_norm_net()
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    @torch.compile(backend=backend)
+    def loss_of(x, y):
+        return F.cross_entropy(model(x), y)
+
+    for x, y in batches(3):
+        assert x.shape[1] == FEATURES
+        optimizer.zero_grad()
+        loss_of(x, y).backward()
+        optimizer.step()
+    eager = batch_norm_net()
+    train(eager, DCLOptimizer(torch.optim.SGD(eager.parameters(), lr=0.1), eager), batches(3))
+    assert_same(model, eager, rtol=1e-10, atol=1e-12)
+    assert backend.runs >= 6

@@ -199,7 +199,7 @@ def test_two_views_in_one_backward_both_count():
     optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     x, y = next(iter(batches(1)))
     (F.cross_entropy(model(x), y) + F.cross_entropy(model(-x), y)).backward()
-    assert optimizer._counted == 2
+    assert optimizer._regularizer.counted == 2
     optimizer.step()
 
 
@@ -277,7 +277,7 @@ def test_skipped_step_trains_neither_network_and_leaks_nothing():
     assert_same(states[3], states[2])
     assert not torch.equal(states[4][0], states[3][0])
     assert all(torch.isfinite(t).all() for t in states[5])
-    assert optimizer._steps == 5
+    assert optimizer._regularizer.steps == 5
 
 
 def test_dcp_under_gradient_scaler():

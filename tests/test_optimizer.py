@@ -195,7 +195,7 @@ def test_evaluation_is_left_alone():
     model(x).sum().backward()
     assert torch.equal(torch.get_rng_state(), stream)
     assert_same(optimizer.companion.state_dict(), companion)
-    assert optimizer._counted == 0
+    assert optimizer._regularizer.counted == 0
 
 
 def test_forward_without_backward_never_trains_the_companion_and_frees_its_memory():
@@ -207,7 +207,7 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
             optimizer.zero_grad()
             if use:
                 extra = model(x + 1.0)  # training mode, never followed by a backward
-                forward = optimizer._outstanding[-1]
+                forward = optimizer._regularizer._outstanding[-1]
                 graph = weakref.ref(forward().forecast)
                 del extra
                 assert forward() is None
@@ -288,9 +288,9 @@ def test_gradients_inside_the_loss_are_left_alone():
     (inner,) = torch.autograd.grad(F.cross_entropy(z, y), x, create_graph=True)
     (expected,) = torch.autograd.grad(F.cross_entropy(mlp()(x), y), x)
     assert_same(inner.detach(), expected, rtol=1e-12, atol=1e-14)
-    assert optimizer._counted == 0
+    assert optimizer._regularizer.counted == 0
     (F.cross_entropy(z, y) + inner.square().sum()).backward()
-    assert optimizer._counted == 1
+    assert optimizer._regularizer.counted == 1
 
 
 def test_in_place_edits_of_the_logits():
@@ -425,7 +425,7 @@ def test_pickle_and_pickled_model():
     stream.seek(0)
     saved = torch.load(stream, weights_only=False)
     backward(saved, *one())  # the hook went along and is inert
-    assert optimizer._counted == 0
+    assert optimizer._regularizer.counted == 0
 
 
 def test_copied_model_is_not_tapped():
@@ -434,7 +434,7 @@ def test_copied_model_is_not_tapped():
     ema = torch.optim.swa_utils.AveragedModel(model)
     ema.train()
     backward(ema, *one())
-    assert optimizer._counted == 0
+    assert optimizer._regularizer.counted == 0
     DCLOptimizer(sgd(ema), ema)  # and may be wrapped itself
 
 

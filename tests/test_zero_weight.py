@@ -76,8 +76,9 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop):
     if variant == "dcl":
         optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=SGD if lbfgs else None)
     else:
-        optimizer = DCPOptimizer(base, model, CLASSES, weight=0.0, targets=lambda args, _: args[0][:, 0] > 9)
-        optimizer._targets = lambda args, kwargs: (args[0][:, 0] > 0).long()
+        optimizer = DCPOptimizer(
+            base, model, CLASSES, weight=0.0, targets=lambda args, kwargs: (args[0][:, 0] > 0).long()
+        )
     assert list(losses(model, optimizer, loop)) == expected
     assert_same(model, alone)
     if variant == "dcl":

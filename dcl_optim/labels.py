@@ -1,0 +1,64 @@
+"""Where a forward's labels come from: the criterion, the model's arguments, a call, or the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from dcl_optim.forecaster import Forward
+
+Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+class Labels:
+    """Finds the labels of each training forward.
+
+    Args:
+        source: a keyword of the model's forward, a callable ``(args, kwargs) -> labels``, or None.
+
+    Attributes:
+        of_next_forward: labels that the script gave ahead of the forward they belong to.
+        of_closure: labels of the batch that the running closure evaluates.
+    """
+
+    def __init__(self, source: Targets | None) -> None:
+        if source is not None and not isinstance(source, str) and not callable(source):
+            raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {source!r}")
+        self._source = source
+        self.of_next_forward: Tensor | None = None
+        self.of_closure: Tensor | None = None
+
+    def read(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give a forward the labels that are known when the model is called.
+
+        Raises:
+            ValueError: the model was called without the keyword.
+            RuntimeError: the labels were given in two ways.
+        """
+        found = None
+        if isinstance(self._source, str):
+            found = kwargs.get(self._source)
+            if found is None:
+                raise ValueError(f"targets={self._source!r}: the model was called without that keyword")
+        elif self._source is not None:
+            found = self._source(args, kwargs)
+        ahead, self.of_next_forward = self.of_next_forward, None
+        given = [labels for labels in (ahead, found, self.of_closure) if labels is not None]
+        if len(given) > 1:
+            raise RuntimeError("one forward was given labels twice: give them one way only")
+        forward.targets = given[0] if given else None
+
+    def take(self, forward: Forward, targets: Any) -> None:
+        """Give a forward the labels that the criterion was called with.
+
+        Raises:
+            RuntimeError: the criterion was called twice on one forward.
+        """
+        if forward.targets is None and forward.criterion_targets is not None:
+            raise RuntimeError(
+                "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of "
+                "soft labels, to the criterion or to set_targets"
+            )
+        forward.criterion_targets = targets

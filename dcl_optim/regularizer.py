@@ -1,0 +1,225 @@
+"""From the model's forward to its backward: asks for the forecast, adds the penalty to the gradient of the logits."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim import random_state
+from dcl_optim.forecaster import Forecaster, Forward
+from dcl_optim.functional import Distance
+from dcl_optim.labels import Labels
+from dcl_optim.loss_scale import LossScale
+from dcl_optim.schedules import Schedule
+from dcl_optim.tap import Tap, conversion_source, find_loss, through
+from dcl_optim.wrapper import parameters_of
+
+
+class Regularizer:
+    r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each training forward.
+
+    All that changes while a script runs is kept here and not on the optimizer, because some libraries (Lightning) hand
+    out optimizers that run our methods on an object of their own.
+
+    Attributes:
+        steps: optimizer steps so far.
+        counted: forwards whose backward came since the last step.
+        seen: training forwards so far.
+        backwards: backwards so far.
+        cleared: whether ``zero_grad`` was called since the last backward.
+        learning: whether the forecaster learns; off while the model is evaluated again within one step.
+        stepping: whether the base steps, without a closure.
+        penalties: weighted penalties of the closure that is running.
+        last: figures of the last backward.
+        attached: whether hooks are on the model.
+        replaced: whether another optimizer has wrapped the model since.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        forecaster: Forecaster,
+        distance: Distance,
+        *,
+        weight: Schedule,
+        alpha: Schedule,
+        criterion: nn.Module | None,
+        labels: Labels | None,
+        loss_scale: LossScale,
+        find_logits: Callable[[Any], Tensor],
+        class_dim: int,
+    ) -> None:
+        self.model, self._base, self.forecaster, self._distance = model, base, forecaster, distance
+        self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
+        self._loss_scale, self._find_logits, self._class_dim = loss_scale, find_logits, class_dim
+        self.steps, self.attached, self.replaced = 0, False, False
+        self.reset()
+        self.attach()
+
+    def reset(self) -> None:
+        """Forget what has happened, as after loading a state."""
+        self._outstanding: list[weakref.ref[Forward]] = []  # forwards whose backward has not come
+        self._random_state: random_state.RandomState | None = None  # before the forward that is running
+        self._backward = -1  # autograd's number of the backward that came last
+        self.cleared, self.learning, self.stepping = False, True, False
+        self.counted = self.seen = self.backwards = 0
+        self.penalties: list[Tensor] | None = None
+        self.last: dict[str, Any] = {}
+
+    def attach(self) -> None:
+        """Put the hooks on; an optimizer that had its own there is replaced."""
+        Tap.replace_others(self.model)
+        self._tap, self.attached = Tap(self), True
+        self._tap.attach_to_model(self.model)
+        if self._criterion is not None:
+            self._tap.attach_to_criterion(self._criterion)
+
+    def detach(self) -> None:
+        """Take the hooks off; model and criterion are as they were."""
+        self._tap.remove()
+        self.attached = self.replaced = False
+
+    def replace(self) -> None:
+        """Make way for another optimizer on the same model."""
+        self.detach()
+        self.replaced = True
+
+    # ---- the forward ---------------------------------------------------------------------------------------------
+
+    def before_forward(self, training: bool) -> None:
+        """Settle the previous batch, and remember where the random streams stand."""
+        self._random_state = None
+        if not training or not torch.is_grad_enabled() or self._is_left_alone():
+            return
+        if self.cleared or (self.counted and not self.has_gradients()):
+            self._settle_cleared()
+        self.cleared = False
+        self.forecaster.digest()
+        device = self._base.param_groups[0]["params"][0].device
+        self._random_state = random_state.capture(device) if self.forecaster.draws else {}
+
+    def _is_left_alone(self) -> bool:
+        """Whether this forward is a counted one that checkpointing recomputes, torch.func's, or trains nothing."""
+        backward = torch._C._current_graph_task_id()
+        if backward != -1 and backward == self._backward:
+            return True
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return True
+        return not any(parameter.requires_grad for parameter in parameters_of(self._base))
+
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Make the forecast, and wait for the gradient of the logits."""
+        state, self._random_state = self._random_state, None
+        if state is None:
+            return
+        z = self._find_logits(output)
+        if not z.requires_grad:
+            return
+        forward = Forward(z, self._class_dim)
+        if self.labels is not None:
+            self.labels.read(forward, args, kwargs)
+        self.forecaster.predict(args, kwargs, forward, state)
+        self._wait_for_gradient(z, forward, output)
+        self._outstanding = [reference for reference in self._outstanding if _waits(reference())]
+        self._outstanding.append(weakref.ref(forward))
+        self.seen += 1
+
+    def _wait_for_gradient(self, z: Tensor, forward: Forward, output: Any) -> None:
+        loss = find_loss(output)
+        if loss is not None:
+            loss = through(z, loss, output)
+            loss.register_hook(forward.note_loss_scale)
+        z.register_hook(functools.partial(self._add_penalty, forward))
+        source = conversion_source(z)
+        if source is not None:
+            source[0].register_prehook(functools.partial(self._add_penalty_at_source, forward, source[1]))
+
+    def after_criterion(self, logits: Any, targets: Any, loss: Tensor) -> None:
+        """Take the labels, and read what the loss is multiplied by off its gradient."""
+        waiting = [forward for forward in (reference() for reference in self._outstanding) if _waits(forward)]
+        exact = [forward for forward in waiting if forward and forward.produced(logits)]
+        if len(exact or waiting) > 1:
+            raise RuntimeError(
+                "the criterion was called and several forwards of the model wait for it: call it on each output as "
+                "the model returned it, or delete the outputs that are not trained on"
+            )
+        for forward in exact or waiting:
+            if forward is not None and forward.link(surely=bool(exact)):
+                if self.labels is not None:
+                    self.labels.take(forward, targets)
+                loss.register_hook(functools.partial(forward.add_loss_scale, bool(exact)))
+
+    # ---- the backward --------------------------------------------------------------------------------------------
+
+    def _add_penalty(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
+        """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
+        if forward.counted or gradient is None:
+            return None
+        if torch.is_grad_enabled():  # create_graph: a gradient that is part of the user's loss
+            return None
+        if self.cleared:
+            self._settle_cleared()
+        weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
+        scale = self._loss_scale.resolve(forward, gradient, several=self.counted > 0)
+        value, slope = self.forecaster.penalty(forward, self._distance)
+        if self.learning:
+            self.forecaster.observe(forward, self._distance, alpha, scale)
+        self._count(forward)
+        self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
+        if weight == 0:
+            return None
+        factor = scale * weight
+        if self.penalties is not None:
+            self.penalties.append(value * factor)
+        return gradient + forward.unrows(slope * factor).to(gradient.dtype)
+
+    def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
+        """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
+        gradient = self._add_penalty(forward, gradients[index])
+        return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
+
+    def _count(self, forward: Forward) -> None:
+        forward.counted, self.cleared = True, False
+        self.counted += 1
+        self.backwards += 1
+        self._backward = torch._C._current_graph_task_id()
+
+    def _settle_cleared(self) -> None:
+        """Gradients that were counted are gone: that step never came, as when a gradient scaler found an infinity.
+
+        If it is coming, the base evaluates the model again, elsewhere; the forecaster has learned at the first place.
+        """
+        if self.counted and self.learning:
+            if self.stepping:
+                self.learning = False
+            else:
+                self.counted = 0
+                self.forecaster.forget()
+
+    def has_gradients(self) -> bool:
+        """Whether any parameter that the base trains has a gradient."""
+        return any(parameter.grad is not None for parameter in parameters_of(self._base))
+
+    # ---- copies --------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        transient = {"_tap", "_outstanding", "_random_state", "penalties", "last"}
+        return {key: value for key, value in self.__dict__.items() if key not in transient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.reset()
+        self.__dict__.update(state)
+        self._tap = Tap(self)
+        if self.attached:
+            self.attach()
+
+
+def _waits(forward: Forward | None) -> bool:
+    return forward is not None and not forward.counted
