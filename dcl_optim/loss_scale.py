@@ -50,12 +50,14 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
     """
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
-    # Hard labels: the target is the one entry below zero, and the line goes through the origin.
-    least, target = g.min(1, keepdim=True)
-    live = least < 0
-    if gradient.dtype == torch.float16:  # a confident row's gradient vanishes here and must not pass for an ignored one
+    live = (g != 0).any(1, keepdim=True)  # an ignored row's gradient is zero throughout
+    if gradient.dtype == torch.float16:  # so is a confident row's here, which must not pass for an ignored one
         live |= p.amax(1, keepdim=True) > 1 - 1e-6
     p = p * live
+    # Hard labels: the target is the one entry below zero, and the line goes through the origin. Where p is rounded to
+    # 1, the target's gradient is rounded to zero.
+    least, target = g.min(1, keepdim=True)
+    target = torch.where(least < 0, target, p.argmax(1, keepdim=True))
     p_off, g_off = (t.scatter(1, target, 0.0).flatten() for t in (p, g))
     pp, pg, gg, rows = _numbers([p_off @ p_off, p_off @ g_off, g_off @ g_off, live.sum()])
     slope = pg / (pp + TINY)

@@ -131,7 +131,8 @@ class OptimizerWrapper(Optimizer):
         if not isinstance(own, dict):
             raise ValueError(
                 f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}: it is not the state of a "
-                f"{type(self).__name__}. To go on from a plain optimizer's checkpoint load it into optimizer.base"
+                f"{type(self).__name__}. To go on from a plain optimizer's checkpoint load it into optimizer.base; "
+                "torch.distributed.checkpoint loses our part with flatten_optimizer_state_dict=True"
             )
         self._check_own_state(own)
         self.base.load_state_dict(state_dict)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -73,3 +76,16 @@ def assert_same(first: Any, second: Any, **tolerance: float) -> None:
             assert_same(a, b, **tolerance)
     else:
         assert first == second
+
+
+def on_two_ranks(function: Callable[..., None], folder: Path, *args: Any) -> None:
+    """Call function(rank, folder, *args) in two processes that are joined by gloo."""
+    mp.spawn(_rank, (function, str(folder), args), nprocs=2)
+
+
+def _rank(rank: int, function: Callable[..., None], folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    function(rank, Path(folder), *args)
+    dist.barrier()  # a rank that leaves early can break the other's last reduction
+    dist.destroy_process_group()

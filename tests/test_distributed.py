@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp
+from tests.helpers import CLASSES, assert_same, batches, mlp, on_two_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 8
 
 
-def optimize(variant, model, criterion):
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def optimize(variant, model, criterion, base=None):
+    base = base or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "dcl":
         return DCLOptimizer(base, model)
     return DCPOptimizer(base, model, CLASSES, criterion=criterion)
@@ -30,41 +32,139 @@ def snapshot(model, optimizer):
     return copy.deepcopy({"model": model.state_dict(), "own": state[f"dcl_optim.{type(optimizer).__name__}"]})
 
 
-def worker(rank: int, folder: str, variant: str, order: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def halves(x, y, rank):
+    """A class is absent on one rank: the reduction has to be one and the same collective on both."""
+    half = torch.argsort(y, stable=True).chunk(2)[rank]
+    return x[half], y[half]
+
+
+def train_rank(rank, parallel, optimizer, criterion, data, accumulate=1):
+    """The last micro-batch synchronises, those before it do not, as DDP's documentation has it."""
+    for x, y in data:
+        optimizer.zero_grad()
+        parts = list(zip(*(t.chunk(accumulate) for t in halves(x, y, rank)), strict=True))
+        for index, (part, labels) in enumerate(parts):
+            last = index == accumulate - 1
+            with contextlib.nullcontext() if last else parallel.no_sync():
+                (criterion(parallel(part), labels) / accumulate).backward()
+        optimizer.step()
+
+
+CASES = [(v, order, a) for v in ("dcl", "dcp") for order in ("wrapped before", "wrapped after") for a in (1, 2)]
+
+
+def worker(rank: int, folder: Path) -> None:
+    for case in CASES:
+        torch.save(trained_on_rank(rank, *case), folder / f"{case} {rank}.pt")
+
+
+def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
     model = mlp(seed=10 * rank)  # seeded differently: rank 0's weights have to win
     criterion = nn.CrossEntropyLoss()
     if order == "wrapped before":
         optimizer = optimize(variant, model, criterion)
-        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel = DistributedDataParallel(model)
     else:
-        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel = DistributedDataParallel(model)
         optimizer = optimize(variant, parallel, criterion)
-    for x, y in batches(STEPS):
-        # A class is absent on one rank: the reduction has to be one and the same collective on both.
-        half = torch.argsort(y, stable=True).chunk(2)[rank]
-        optimizer.zero_grad()
-        criterion(parallel(x[half]), y[half]).backward()
-        optimizer.step()
-    torch.save(snapshot(model, optimizer), f"{folder}/{rank}.pt")
-    dist.barrier()  # a rank that leaves early can break the other's last reduction
-    dist.destroy_process_group()
+    train_rank(rank, parallel, optimizer, criterion, batches(STEPS), accumulate)
+    return snapshot(model, optimizer)
 
 
-@pytest.mark.parametrize("order", ["wrapped before", "wrapped after"])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_two_ranks_equal_one_process_on_the_joint_batch(variant, order, tmp_path: Path):
-    mp.spawn(worker, (str(tmp_path), variant, order), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    """Starting processes takes most of the time: all cases run in the same two."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    on_two_ranks(worker, folder)
+    return folder
 
+
+def trained_alone(variant, steps=STEPS):
     model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
     optimizer = optimize(variant, model, criterion)
-    for x, y in batches(STEPS):
+    for x, y in batches(steps):
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
-    joint = snapshot(model, optimizer)
+    return snapshot(model, optimizer)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_ranks_equal_one_process_on_the_joint_batch(case, ranks: Path):
+    first, second = (torch.load(ranks / f"{case} {rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first, second)
+    joint = trained_alone(case[0])
     assert_same(first["model"], joint["model"], rtol=1e-9, atol=1e-10)
     assert_same(first["own"], joint["own"], rtol=1e-9, atol=1e-10)
+
+
+def resuming_worker(rank: int, folder: Path) -> None:
+    for variant in ("dcl", "dcp"):
+        resume_on_rank(rank, folder / f"{variant}.pt", variant)
+
+
+def resume_on_rank(rank: int, file: Path, variant: str) -> None:
+    def build():
+        model = mlp(seed=rank)
+        parallel, criterion = DistributedDataParallel(model), nn.CrossEntropyLoss()
+        return model, parallel, criterion, optimize(variant, parallel, criterion)
+
+    model, parallel, criterion, optimizer = build()
+    train_rank(rank, parallel, optimizer, criterion, batches(3))
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    dist.barrier()
+    train_rank(rank, parallel, optimizer, criterion, batches(3, seed=5))
+    expected = snapshot(model, optimizer)
+
+    model, parallel, criterion, optimizer = build()
+    checkpoint = torch.load(file, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    train_rank(rank, parallel, optimizer, criterion, batches(3, seed=5))
+    assert_same(snapshot(model, optimizer), expected)
+
+
+def test_a_checkpoint_of_rank_0_resumes_all_ranks_bit_for_bit(tmp_path: Path):
+    on_two_ranks(resuming_worker, tmp_path)
+
+
+def zero_redundancy_worker(rank: int, folder: Path) -> None:
+    for variant in ("dcl", "dcp"):
+        model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
+        parallel = DistributedDataParallel(model)
+        base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        optimizer = optimize(variant, parallel, criterion, base)
+        train_rank(rank, parallel, optimizer, criterion, batches(STEPS))
+        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+            optimizer.state_dict()
+        base.consolidate_state_dict(to=0)
+        if rank == 0:
+            torch.save(snapshot(model, optimizer), folder / f"{variant}.pt")
+
+
+@pytest.mark.filterwarnings("ignore:.*functional optimizers is deprecated", "ignore:.*torch.jit")
+def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
+    on_two_ranks(zero_redundancy_worker, tmp_path)
+    for variant, keys in (("dcl", ["model"]), ("dcp", ["values", "seen"])):
+        found, joint = torch.load(tmp_path / f"{variant}.pt", weights_only=True), trained_alone(variant)
+        assert_same(found["model"], joint["model"], rtol=1e-9, atol=1e-10)
+        for key in keys:
+            own, expected = (state["own"]["forecaster"][key] for state in (found, joint))
+            assert_same(own, expected, rtol=1e-9, atol=1e-10)
+
+
+def synchronised_batch_norm_worker(rank: int, folder: Path) -> None:
+    group = dist.new_group([0, 1])
+    body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(body, process_group=group)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    twin = optimizer.companion[1]
+    assert isinstance(twin, nn.SyncBatchNorm)
+    assert twin is not model[1]
+    assert twin.process_group is group
+
+
+def test_the_companion_keeps_synchronised_batch_norm_and_its_group(tmp_path: Path):
+    """Only its structure: torch runs synchronised batch norm on accelerators alone."""
+    on_two_ranks(synchronised_batch_norm_worker, tmp_path)

@@ -1,0 +1,176 @@
+"""FSDP2 and torch.distributed.checkpoint, on two processes over gloo."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, assert_same, batches, mlp, on_two_ranks, train
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+]
+STEPS = 5
+CRITERION = nn.CrossEntropyLoss()
+
+
+def sharded(seed: int = 0) -> nn.Module:
+    model = mlp(seed)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrap(variant: str, model: nn.Module):
+    base = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if variant == "dcp":
+        return DCPOptimizer(base, model, CLASSES, criterion=CRITERION)
+    if not isinstance(next(model.parameters()), DTensor):
+        return DCLOptimizer(base, model)
+
+    def companion() -> nn.Module:
+        twin = sharded(seed=7)
+        twin.load_state_dict(model.state_dict())
+        return twin
+
+    return DCLOptimizer(base, model, companion=companion)
+
+
+def train_rank(rank, model, optimizer, data) -> None:
+    train(model, optimizer, ((x.chunk(2)[rank], y.chunk(2)[rank]) for x, y in data), loss=CRITERION)
+
+
+def own(variant, optimizer):
+    return optimizer.companion.state_dict() if variant == "dcl" else {"prototypes": optimizer.prototypes}
+
+
+def full(state):
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+def training_worker(rank: int, folder: Path) -> None:
+    for variant in ("dcl", "dcp"):
+        train_sharded(rank, folder / f"{variant}.pt", variant)
+
+
+def train_sharded(rank: int, file: Path, variant: str) -> None:
+    model = sharded()
+    optimizer = wrap(variant, model)
+    train_rank(rank, model, optimizer, batches(STEPS))
+    if variant == "dcl":
+        for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
+            assert ours.placements == theirs.placements
+            assert ours.to_local().shape == theirs.to_local().shape
+    snapshot = {"model": full(model.state_dict()), "own": full(own(variant, optimizer))}
+    if rank == 0:
+        torch.save(snapshot, file)
+
+
+def test_sharded_training_equals_one_process_on_the_joint_batch(tmp_path: Path):
+    on_two_ranks(training_worker, tmp_path)
+    for variant in ("dcl", "dcp"):
+        found = torch.load(tmp_path / f"{variant}.pt", weights_only=True)
+        model = mlp()
+        optimizer = wrap(variant, model)
+        train(model, optimizer, batches(STEPS), loss=CRITERION)
+        assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
+        assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
+
+
+def refusal_worker(rank: int, folder: Path) -> None:
+    model = sharded()
+    with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
+        DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
+
+
+def test_a_sharded_model_cannot_be_copied_and_the_error_says_what_to_do(tmp_path: Path):
+    on_two_ranks(refusal_worker, tmp_path)
+
+
+def resumed_by_files(rank, folder, variant, model, optimizer):
+    """As torch's tutorial has it: saved and loaded shard by shard."""
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder / "checkpoint")
+    model = sharded(seed=3)
+    optimizer = wrap(variant, model)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder / "checkpoint")
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    return model, optimizer
+
+
+def resumed_by_full_states(rank, folder, variant, model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=options))  # torch hands out its own tensors
+    assert not any(isinstance(tensor, DTensor) for tensor in states[0].values())
+    model = sharded(seed=3)
+    optimizer = wrap(variant, model)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    return model, optimizer
+
+
+RESUMED = {"files": resumed_by_files, "full": resumed_by_full_states}
+
+
+def resuming_worker(rank: int, folder: Path) -> None:
+    for variant in ("dcl", "dcp"):
+        for way in RESUMED:
+            resume_sharded(rank, folder / f"{variant} {way}", variant, way)
+
+
+def resume_sharded(rank: int, folder: Path, variant: str, way: str) -> None:
+    model = sharded()
+    optimizer = wrap(variant, model)
+    train_rank(rank, model, optimizer, batches(3))
+    again, second = RESUMED[way](rank, folder, variant, model, optimizer)
+    assert second.logs()["step"] == 3
+    for pair in ((model, optimizer), (again, second)):
+        train_rank(rank, *pair, batches(3, seed=5))
+    assert_same(full(again.state_dict()), full(model.state_dict()))
+    assert_same(full(own(variant, second)), full(own(variant, optimizer)))
+
+
+def test_distributed_checkpoints_resume_bit_for_bit(tmp_path: Path):
+    on_two_ranks(resuming_worker, tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
+    model = mlp()
+    optimizer = wrap(variant, model)
+    before = copy.deepcopy(model)
+    state = get_optimizer_state_dict(model, optimizer)  # takes a dry step to create the state
+    assert_same(model, before)
+    assert optimizer.logs()["step"] == 0
+    train(model, optimizer, batches(3), loss=CRITERION)
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    expected = copy.deepcopy(own(variant, optimizer))
+    train(model, optimizer, batches(2, seed=5), loss=CRITERION)
+    set_optimizer_state_dict(model, optimizer, state)
+    assert_same(dict(own(variant, optimizer)), dict(expected))
+    assert optimizer.logs()["step"] == 3
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
+        set_optimizer_state_dict(
+            model, optimizer, get_optimizer_state_dict(model, optimizer, options=flat), options=flat
+        )
