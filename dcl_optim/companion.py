@@ -64,7 +64,7 @@ class Companion(Forecaster):
 
     def _reset(self) -> None:
         self._pending: list[tuple[Tensor, Tensor]] = []  # companion logits with their graph, gradient to send in
-        self._unit: Scale = 1.0  # the first forward's scale: the others are weighed relative to it
+        self._unit: Scale = 1.0  # forwards are weighed by their scale divided by this one, the first's
         self._total: Scale = 0.0  # sum of the weights so far
         self._count = 0
         self._half = False
@@ -112,9 +112,8 @@ class Companion(Forecaster):
         target = chase_target(forward.logits[: len(c)], c, alpha)
         _, gradient = value_and_gradient(distance, c, target)
         if self._count == 0:
-            # In float16 the gradient needs the loss's scale to survive; elsewhere only the ratios matter.
             self._half = c.dtype == torch.float16
-            self._unit = 1.0 if self._half else scale
+            self._unit = scale * _head_room(gradient) if self._half else scale
         weigh = self._count > 0 or self._half
         weight = scale / self._unit if weigh else 1.0
         self._pending.append((c, (gradient * weight if weigh else gradient).to(c.dtype)))
@@ -274,6 +273,16 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _head_room(gradient: Tensor) -> Tensor:
+    """The power of two that a gradient is divided by to survive in float16: its peak becomes 1/16 or somewhat less.
+
+    The loss's scale would not do: a gradient scaler raises it until the model's gradients overflow, and the companion's
+    may be larger.
+    """
+    exponent = torch.frexp(gradient.abs().amax()).exponent
+    return torch.ldexp(torch.ones_like(gradient[0, 0]), exponent + 4)
 
 
 def _cut(tensor: Tensor) -> Tensor:

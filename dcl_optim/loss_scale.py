@@ -133,9 +133,10 @@ class LossScale:
         if forward.model_loss_scale is not None:
             return _choose(found, scale, forward.model_loss_scale)
         if (several or gradient.dtype == torch.float16) and not self._settled:
-            readable = bool(found)
-            self._settled = not readable or gradient.device.type != "cpu"
-            if not readable:
+            if bool(found):
+                self._settled = gradient.device.type != "cpu"
+            elif bool(gradient.isfinite().all()):  # else a step that will be skipped, which says nothing of the loss
+                self._settled = True
                 _warn_unreadable()
         return scale
 

@@ -13,6 +13,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dcl_optim import DCLOptimizer
+
 CLASSES, FEATURES = 5, 6
 
 
@@ -51,6 +53,23 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, loss: A
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9} | options))
+
+
+def wrap(model: nn.Module, **options: Any) -> DCLOptimizer:
+    return DCLOptimizer(sgd(model), model, **options)
+
+
+def one(x_seed: int = 1) -> tuple[Tensor, Tensor]:
+    """A single batch."""
+    return next(iter(batches(1, seed=x_seed)))
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
 
 
 def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:

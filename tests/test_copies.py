@@ -1,0 +1,197 @@
+"""Copies and pickles go on by themselves; hooks come off without a trace."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import (
+    CLASSES,
+    assert_same,
+    backward,
+    batch_norm_net,
+    batches,
+    mlp,
+    one,
+    sgd,
+    train,
+    wrap,
+)
+
+
+def test_deepcopy_with_the_model_goes_on_independently():
+    model = batch_norm_net()
+    optimizer = wrap(model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # leaves a patched step on the instance
+    train(model, optimizer, batches(3))
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    train(model, optimizer, batches(3, seed=2))
+    train(twin, twin_optimizer, batches(3, seed=2))
+    assert_same(model, twin)
+    assert_same(optimizer.companion, twin_optimizer.companion)
+    assert twin_optimizer.model is twin
+    assert len(twin._forward_hooks) == 1
+
+
+def test_pickle_and_pickled_model():
+    model = mlp()
+    optimizer = wrap(model)
+    train(model, optimizer, batches(3))
+    again = pickle.loads(pickle.dumps(optimizer))
+    for m, o in ((model, optimizer), (again.model, again)):
+        train(m, o, batches(3, seed=2))
+    assert_same(model, again.model)
+    assert_same(optimizer.companion, again.companion)
+
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    saved = torch.load(stream, weights_only=False)
+    backward(saved, *one())  # the hook went along and is inert
+    assert optimizer._regularizer.counted == 0
+
+
+def test_copied_model_is_not_tapped():
+    model = mlp()
+    optimizer = wrap(model)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    ema.train()
+    backward(ema, *one())
+    assert optimizer._regularizer.counted == 0
+    DCLOptimizer(sgd(ema), ema)  # and may be wrapped itself
+
+
+def hooks(model):
+    tables = (model._forward_hooks, model._forward_pre_hooks)
+    return [dict(table) for table in tables] + [
+        dict(model._forward_hooks_with_kwargs), dict(model._forward_pre_hooks_with_kwargs)
+    ]  # fmt: skip
+
+
+def test_detach_restores_the_modules_and_allows_wrapping_again():
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    before = hooks(model), hooks(criterion)
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
+    optimizer.detach()
+    assert (hooks(model), hooks(criterion)) == before
+    alone = copy.deepcopy(model)
+    train(model, optimizer, batches(3))  # goes on as the base optimizer
+    train(alone, sgd(alone), batches(3))
+    assert_same(model, alone)
+    wrap(model)
+    gc.collect()
+
+
+def test_a_copy_of_a_detached_optimizer_stays_detached():
+    optimizer = wrap(mlp())
+    optimizer.detach()
+    twin = copy.deepcopy(optimizer)
+    assert not twin.model._forward_hooks
+    train(twin.model, twin, batches(2))
+    twin.detach()
+
+
+def test_a_dead_optimizer_leaves_no_hook():
+    model = mlp()
+    before = hooks(model)
+    optimizer = wrap(model)
+    del optimizer
+    assert hooks(model) == before, "no reference cycle keeps the optimizer alive"
+    wrap(model)
+
+
+def test_no_references_are_left_by_training():
+    """Memory after many steps equals memory after few: nothing is kept from step to step."""
+    model = mlp(dtype=torch.float32)
+    optimizer = wrap(model)
+
+    def live():
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    train(model, optimizer, batches(5, dtype=torch.float32))
+    first = live()
+    train(model, optimizer, batches(50, dtype=torch.float32))
+    assert live() == first
+
+
+@pytest.mark.parametrize("container", [False, True])
+def test_a_second_wrapper_takes_over_and_the_first_says_so(container):
+    """As when a notebook's cell runs again, or a trainer fits again, while the first optimizer still exists."""
+    model = mlp()
+    optimizer = wrap(model)
+    train(model, optimizer, batches(2))
+    second = wrap(nn.Sequential(model) if container else model)
+    before = copy.deepcopy(model)
+    backward(model, *one())
+    with pytest.raises(RuntimeError, match=r"another optimizer has wrapped the model since.*call detach\(\)"):
+        optimizer.step()
+    assert_same(model, before)
+    optimizer.detach()
+    optimizer.step()  # goes on as its base
+    assert not torch.equal(model[0].weight, before[0].weight)
+    train(second.model, second, batches(2, seed=5))
+    assert second.logs()["step"] == 2
+
+
+def test_wrapping_again_adds_the_penalty_once():
+    model, expected = mlp(), mlp()
+    first = wrap(model, weight=3.0)
+    second = wrap(model)
+    train(model, second, batches(3))
+    train(expected, wrap(expected), batches(3))
+    assert_same(model, expected)
+    assert first.logs()["step"] == 0
+
+
+def test_as_a_context_manager_it_leaves_the_model_as_it_was():
+    model = mlp()
+    before = hooks(model)
+    with wrap(model) as optimizer:
+        assert isinstance(optimizer, DCLOptimizer)
+        train(model, optimizer, batches(2))
+        assert hooks(model) != before
+    assert hooks(model) == before
+    with pytest.raises(ZeroDivisionError), wrap(model):
+        raise ZeroDivisionError
+    assert hooks(model) == before
+
+
+def test_a_shallow_copy_is_the_same_optimizer_under_a_second_name():
+    model, expected = mlp(), mlp()
+    optimizer = wrap(model)
+    same = copy.copy(optimizer)
+    for index, batch in enumerate(batches(4)):
+        train(model, (optimizer, same)[index % 2], [batch])
+    train(expected, wrap(expected), batches(4))
+    assert_same(model, expected)
+    assert same.logs()["step"] == optimizer.logs()["step"] == 4
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_a_model_widened_after_wrapping_goes_on_in_its_dtype(variant):
+    """As when it was wide from the start, to the rounding of the steps before."""
+    results = []
+    for widened in (True, False):
+        model = mlp(dtype=torch.float32)
+        if not widened:
+            model.double()
+        base, criterion = sgd(model), nn.CrossEntropyLoss()
+        if variant == "dcl":
+            optimizer = DCLOptimizer(base, model)
+        else:
+            optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion)
+        train(model, optimizer, batches(2, dtype=next(model.parameters()).dtype), loss=criterion)
+        model.double()
+        train(model, optimizer, batches(6, seed=4), loss=criterion)
+        own = dict(optimizer.companion.named_parameters()) if variant == "dcl" else {"p": optimizer.prototypes}
+        assert all(tensor.dtype == torch.float64 for tensor in own.values())
+        results.append({**dict(model.named_parameters()), **{f"own {name}": t for name, t in own.items()}})
+    assert_same(*results, rtol=1e-5, atol=1e-6)
