@@ -174,6 +174,9 @@ class Companion(Forecaster):
             self.optimizer.zero_grad()
         self._mirror.note()
 
+    def switch(self, mode: str) -> None:
+        getattr(self.optimizer, mode, _nothing)()
+
     def groups_changed(self) -> None:
         if self._is_copy:
             twin.copy_new_modules(self._model, self.module)
@@ -273,6 +276,10 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _nothing() -> None:
+    return None
 
 
 def _head_room(gradient: Tensor) -> Tensor:

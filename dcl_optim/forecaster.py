@@ -136,6 +136,9 @@ class Forecaster(ABC):
     def groups_changed(self) -> None:  # noqa: B027
         """Follow a change of the base optimizer's parameter groups. Default: nothing."""
 
+    def switch(self, mode: str) -> None:  # noqa: B027
+        """Follow the base optimizer to its "train" or "eval" mode (Schedule-Free). Default: nothing."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resumption needs, in types that ``torch.load(weights_only=True)`` reads."""

@@ -193,6 +193,10 @@ class ForecastOptimizer(OptimizerWrapper):
         self._regularizer.cleared = True
         super().zero_grad(set_to_none)
 
+    def _switch(self, mode: str) -> None:
+        super()._switch(mode)
+        self.forecaster.switch(mode)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer; the forecaster follows."""
         super().add_param_group(param_group)
@@ -235,7 +239,12 @@ def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if criterion is not None and not isinstance(criterion, nn.Module):
         raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
-    if any(group.get("maximize") for group in base.param_groups):
+    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
+        raise TypeError(
+            f"criterion's class {type(criterion).__name__} overrides __call__, which passes hooks by; pass loss_scale= "
+            "(and the labels to DCP as targets= or by set_targets) instead"
+        )
+    if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
         raise ValueError(
             "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
         )

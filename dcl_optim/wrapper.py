@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -89,12 +90,16 @@ class OptimizerWrapper(Optimizer):
             AttributeError: anything else. A base's own way to step, such as SAM's ``first_step``, would pass us by.
         """
         base = self.__dict__.get("base")
-        if name in ("train", "eval"):
-            return getattr(base, name)
+        if name in ("train", "eval") and hasattr(base, name):
+            return functools.partial(self._switch, name)
         hint = ""
         if not name.startswith("_") and hasattr(base, name):
             hint = f"; its base optimizer has: use .base.{name} if that neither steps nor clears gradients, else step()"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _switch(self, mode: str) -> None:
+        """Switch the base between training and evaluation, ``mode`` being the method that does it."""
+        getattr(self.base, mode)()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
