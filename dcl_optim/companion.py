@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import compilation, distributed, random_state, twin
+from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
+from dcl_optim.inputs import cut, map_tensors
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.random_state import RandomState, replayed
 from dcl_optim.wrapper import parameters_of
@@ -71,7 +72,7 @@ class Companion(Forecaster):
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, state: RandomState) -> None:
         self._keep_up()
-        args, kwargs = _map_tensors(_cut, (args, kwargs))
+        args, kwargs = cut((args, kwargs))
         batch = forward.shape[0]
         learned = batch if self._fraction == 1 else max(2, round(self._fraction * batch))
         with replayed(state), outside_checkpoints():
@@ -85,7 +86,7 @@ class Companion(Forecaster):
         batch = forward.shape[0]
 
         def part(rows: slice) -> Any:
-            return _map_tensors(lambda t: t[rows] if t.ndim and len(t) == batch else t, (args, kwargs))
+            return map_tensors(lambda t: t[rows] if t.ndim and len(t) == batch else t, (args, kwargs))
 
         forward.chased = self._logits(*part(slice(0, learned)))
         with torch.no_grad():
@@ -262,22 +263,6 @@ def _number(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdigit() else key
 
 
-def outside_checkpoints() -> AbstractContextManager[Any]:
-    """Keep what the companion saves for its backward out of a checkpoint that the model is called in.
-
-    A non-reentrant checkpoint counts what is saved inside it, and the recomputation, which is the model's alone, has to
-    save the same again.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _nothing() -> None:
     return None
 
@@ -290,21 +275,3 @@ def _head_room(gradient: Tensor) -> Tensor:
     """
     exponent = torch.frexp(gradient.abs().amax()).exponent
     return torch.ldexp(torch.ones_like(gradient[0, 0]), exponent + 4)
-
-
-def _cut(tensor: Tensor) -> Tensor:
-    # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one.
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-def _map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply a function to every tensor in nested tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_map_tensors(function, item) for item in tree))
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_map_tensors(function, item) for item in tree)
-    if type(tree) is dict:
-        return {key: _map_tensors(function, value) for key, value in tree.items()}
-    return tree

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import random_state
+from dcl_optim.checkpointing import running_backward
 from dcl_optim.forecaster import Forecaster, Forward
 from dcl_optim.functional import Distance
 from dcl_optim.labels import Labels
@@ -107,7 +108,7 @@ class Regularizer:
 
     def _is_left_alone(self) -> bool:
         """Whether this forward is a counted one that checkpointing recomputes, torch.func's, or trains nothing."""
-        backward = torch._C._current_graph_task_id()
+        backward = running_backward()
         if backward != -1 and backward == self._backward:
             return True
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -189,7 +190,7 @@ class Regularizer:
         forward.counted, self.cleared = True, False
         self.counted += 1
         self.backwards += 1
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = running_backward()
 
     def _settle_cleared(self) -> None:
         """Gradients that were counted are gone: that step never came, as when a gradient scaler found an infinity.
