@@ -171,7 +171,7 @@ class _Linked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, z: Tensor) -> Tensor:
         ctx.save_for_backward(z)
-        return loss.view_as(loss)
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:

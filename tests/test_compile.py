@@ -144,7 +144,9 @@ def test_loss_and_logits_of_one_graph(variant, factor):
         optimizer = (DCLOptimizer if variant == "dcl" else DCPOptimizer)(base, call, **labels)
         for x, y in batches(5):
             optimizer.zero_grad()
-            (call(x, labels=y)["loss"] * factor).backward()
+            loss = call(x, labels=y)["loss"]
+            loss *= factor  # in place, as transformers' Trainer does
+            loss.backward()
             assert optimizer.logs()["loss_scale"] == pytest.approx(factor)
             optimizer.step()
         results.append(model)

@@ -1,0 +1,309 @@
+"""Every optimizer of pytorch_optimizer and timm as the base: it trains as alone, or says why it cannot."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import timm.optim
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer
+from dcl_optim.functional import mse
+from dcl_optim.reference import dcl_step
+from tests.helpers import assert_same, batches, mlp, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
+
+# What step alone cannot serve: named, so that a new release that changes it shows here.
+NEED_A_MODULE = {"adalomo", "adammini", "lomo"}
+NEED_SECOND_ORDER = {"adahessian", "sophiah"}
+NEED_A_CLOSURE = {"alig", "bsam", "lbfgs"}
+NEED_MORE_INSTALLED = {"demo", "distributedmuon"}  # einops; a process group
+NOT_BUILT_TWICE = {"ranger21"}  # its constructor needs a number that it does not keep
+LEFT_BEHIND = {"adashift", "racs"}  # they divide by their first gradient, and the companion's is zero
+APART = NEED_A_MODULE | NEED_SECOND_ORDER | NEED_A_CLOSURE | NEED_MORE_INSTALLED | NOT_BUILT_TWICE
+SERVED = [name for name in pytorch_optimizer.get_supported_optimizers() if name not in APART]
+DRAWING = {"dash", "gravity", "kron", "magma"}  # steps that draw random numbers: two loops never meet the same ones
+IN_FLOAT32_ONLY = {"fadam"}
+STATE_OF_OTHER_TYPES = {"adashift", "conda", "scalableshampoo", "scion", "scionlight"}  # not for weights_only=True
+WITH_TWO_KINDS_OF_GROUPS = {"adago", "adamuon", "muon", "muonclip", "normuon"}
+
+TIMM = [name for name in timm.optim.list_optimizers() if not name.startswith(("bnb", "fused")) and name != "adahessian"]
+
+
+def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer_class = pytorch_optimizer.load_optimizer(name)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    if name in WITH_TWO_KINDS_OF_GROUPS:
+        groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+        return optimizer_class(groups)
+    if name == "spectralsphere":
+        return optimizer_class(matrices)
+    if name == "sara":
+        return optimizer_class(model.parameters(), lr=0.01, threshold=1.0)  # by default near-zero weights only
+    return optimizer_class(model.parameters())
+
+
+def in_training_mode(optimizer: Any) -> Any:
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
+
+
+def is_moved(network: nn.Module, by: float = 0.0) -> bool:
+    first = dict(mlp(dtype=next(network.parameters()).dtype).named_parameters())
+    return all((p - first[name]).abs().max() > by for name, p in network.named_parameters() if p.ndim == 2)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) -> None:
+    plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
+    base = in_training_mode(build(name, plain))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0))
+    for trained, stepping in ((plain, base), (model, optimizer)):
+        torch.manual_seed(7)
+        train(trained, stepping, batches(12, dtype=torch.float32))
+    assert_same(plain, model)
+    assert is_moved(plain)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in DRAWING | IN_FLOAT32_ONLY])
+def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> None:
+    by_hand, model = mlp(), mlp()
+    companion = copy.deepcopy(by_hand)
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3))
+    base, companions = (in_training_mode(build(name, network)) for network in (by_hand, companion))
+    for x, y in batches(12):
+        dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, weight=0.3)
+    train(model, optimizer, batches(12))
+    assert_same(by_hand, model, atol=1e-9)
+    assert_same(companion, optimizer.companion, atol=1e-9)
+    assert name in LEFT_BEHIND or is_moved(optimizer.companion)
+
+
+def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
+    model, data = mlp(dtype=torch.float32), list(batches(8, dtype=torch.float32))
+    resumed = copy.deepcopy(model)
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3))
+    torch.manual_seed(7)
+    train(model, optimizer, data[:4])
+    state = torch.load(halfway(model, optimizer), weights_only=name not in STATE_OF_OTHER_TYPES)
+    train(model, optimizer, data[4:])
+
+    second = DCLOptimizer(build(name, resumed), resumed, weight=0.3)
+    resumed.load_state_dict(state["model"])
+    second.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    train(resumed, second, data[4:])
+    assert_same(model, resumed)
+    assert_same(optimizer.companion, second.companion)
+
+
+@pytest.mark.parametrize("name", sorted(DRAWING | IN_FLOAT32_ONLY))
+def test_a_base_that_draws_random_numbers_trains_the_companion_too(name: str) -> None:
+    model = mlp(dtype=torch.float32)
+    optimizer = DCLOptimizer(build(name, model), model)
+    train(model, optimizer, batches(8, dtype=torch.float32))
+    assert optimizer.companion_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert is_moved(optimizer.companion)
+
+
+def test_racs_leaves_the_companion_where_it_is_and_adashift_throws_it_away() -> None:
+    """What the docs warn of; a release that mends it may leave LEFT_BEHIND."""
+    model, thrown = mlp(), mlp()
+    optimizer = DCLOptimizer(build("racs", model), model)
+    train(model, optimizer, batches(30))
+    assert is_moved(model, by=1e-4)
+    assert not is_moved(optimizer.companion, by=1e-8)
+    optimizer = DCLOptimizer(build("adashift", thrown), thrown)
+    train(thrown, optimizer, batches(12))
+    assert (optimizer.companion[0].weight - thrown[0].weight).abs().max() > 10
+
+
+@pytest.mark.parametrize("name", sorted(LEFT_BEHIND))
+def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companion_optimizer(name: str) -> None:
+    model = mlp()
+    second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
+    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second)
+    train(model, optimizer, batches(25))
+    assert all(parameter.isfinite().all() for parameter in optimizer.companion.parameters())
+    assert is_moved(optimizer.companion)
+
+
+@pytest.mark.parametrize("name", sorted(NEED_A_MODULE))
+def test_a_base_that_is_built_from_a_module_is_refused_with_the_mend(name: str) -> None:
+    model = mlp()
+    base = pytorch_optimizer.load_optimizer(name)(model)
+    with pytest.raises(ValueError, match=r"could not be built .*pass\s+companion_optimizer="):
+        DCLOptimizer(base, model)
+
+
+def test_a_base_that_is_built_from_a_module_works_with_a_companion_of_its_own() -> None:
+    plain, model = mlp(), mlp()
+    twin = copy.deepcopy(model)
+    second = pytorch_optimizer.AdamMini(twin, lr=0.05)
+    optimizer = DCLOptimizer(
+        pytorch_optimizer.AdamMini(model, lr=0.05), model, weight=0.0, companion=twin, companion_optimizer=second
+    )
+    train(plain, pytorch_optimizer.AdamMini(plain, lr=0.05), batches(3))
+    train(model, optimizer, batches(3))
+    assert_same(plain, model)
+    assert is_moved(twin)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning:torch")
+@pytest.mark.parametrize("name", sorted(NEED_SECOND_ORDER))
+def test_a_base_that_needs_second_derivatives_is_refused_at_the_step(name: str) -> None:
+    model = mlp()
+    optimizer = DCLOptimizer(build(name, model), model)
+    x, y = next(batches(1))
+    F.cross_entropy(model(x), y).backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        optimizer.step()
+
+
+def test_lbfgs_is_refused_with_the_mend() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="companion_optimizer=<callable"):
+        DCLOptimizer(build("lbfgs", model), model)
+
+
+def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step(lambda: float(loss))
+
+
+def test_a_base_that_steps_with_a_closure_only_is_refused_at_the_companions_step() -> None:
+    model = mlp()
+    optimizer = DCLOptimizer(pytorch_optimizer.AliG(model.parameters(), max_lr=0.1), model)
+    with pytest.raises(RuntimeError, match=r"AliG .*companion_optimizer="):
+        step_with_its_loss(model, optimizer, *next(batches(1)))
+
+
+def test_a_base_that_steps_with_a_closure_only_works_beside_another_companion_optimizer() -> None:
+    plain, model = mlp(), mlp()
+    base = pytorch_optimizer.AliG(plain.parameters(), max_lr=0.1)
+    second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
+    wrapped = pytorch_optimizer.AliG(model.parameters(), max_lr=0.1)
+    optimizer = DCLOptimizer(wrapped, model, weight=0.0, companion_optimizer=second)
+    for x, y in batches(3):
+        step_with_its_loss(plain, base, x, y)
+        step_with_its_loss(model, optimizer, x, y)
+    assert_same(plain, model)
+    assert is_moved(optimizer.companion)
+
+
+WRAPPERS = {
+    "Lookahead": pytorch_optimizer.Lookahead,
+    "OrthoGrad": pytorch_optimizer.OrthoGrad,
+    "TRAC": pytorch_optimizer.TRAC,
+    "PCGrad": pytorch_optimizer.PCGrad,
+    "timm's Lookahead": timm.optim.Lookahead,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_of_an_optimizer_is_refused_with_the_mend(name: str) -> None:
+    model = mlp()
+    base = WRAPPERS[name](torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"could not be built .*pass\s+companion_optimizer="):
+        DCLOptimizer(base, model)
+
+
+@pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "PCGrad"])  # which steps another way
+def test_the_mend_for_a_wrapper_trains_both_networks_by_it(name: str) -> None:
+    def make(weights: Any) -> torch.optim.Optimizer:
+        return WRAPPERS[name](torch.optim.SGD(weights, lr=0.1))
+
+    by_hand, model = mlp(), mlp()
+    companion = copy.deepcopy(by_hand)
+    optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.3, companion_optimizer=make)
+    base, second = make(by_hand.parameters()), make(companion.parameters())
+    for x, y in batches(14):  # past the slow weights' first two updates
+        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
+    train(model, optimizer, batches(14))
+    assert_same(by_hand, model, atol=1e-9)
+    assert_same(companion, optimizer.companion, atol=1e-9)
+
+
+@pytest.mark.parametrize("lookahead", [timm.optim.Lookahead, pytorch_optimizer.Lookahead])
+def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
+    by_hand, model = mlp(), mlp()
+    companion = copy.deepcopy(by_hand)
+    sgd = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.SGD(companion.parameters(), lr=0.1, momentum=0.9)
+    base = lookahead(sgd, k=3)
+    inner = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, weight=0.3)
+    for x, y in batches(7):
+        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
+    train(model, lookahead(inner, k=3), batches(7))
+    assert_same(by_hand, model, atol=1e-12)
+    assert_same(companion, inner.companion, atol=1e-12)
+
+
+def test_what_the_base_was_built_with_beside_its_defaults_reaches_the_companions_optimizer() -> None:
+    model = mlp()
+    base = pytorch_optimizer.RAdam(model.parameters(), n_sma_threshold=2, degenerated_to_sgd=True)
+    second: Any = DCLOptimizer(base, model).companion_optimizer
+    assert (second.n_sma_threshold, second.degenerated_to_sgd) == (2, True)
+    assert second.param_groups[0]["params"][0] is not base.param_groups[0]["params"][0]
+
+
+def test_a_base_that_maximises_is_refused_wherever_it_keeps_that() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="negate the loss"):
+        DCLOptimizer(pytorch_optimizer.Lion(model.parameters(), maximize=True), model)
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_with_weight_zero_the_run_is_timms_optimizers_bit_for_bit(name: str) -> None:
+    plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
+    # timm's own grouping: no decay on the biases
+    base, wrapped = (timm.optim.create_optimizer_v2(m, name, lr=0.01, weight_decay=0.05) for m in (plain, model))
+    optimizer = DCLOptimizer(wrapped, model, weight=0.0)
+    for trained, stepping in ((plain, base), (model, optimizer)):
+        torch.manual_seed(7)
+        train(trained, stepping, batches(4, dtype=torch.float32))
+    assert_same(plain, model)
+    decays = [[group["weight_decay"] for group in o.param_groups] for o in (base, optimizer.companion_optimizer)]
+    assert decays[0] == decays[1]
+    assert is_moved(optimizer.companion)
+
+
+@pytest.mark.parametrize("name", ["lamb", "adamw", "nadamw", "adopt"])
+def test_wrapped_in_the_middle_of_a_run_a_base_keeps_its_own_counters(name: str) -> None:
+    """timm's Lamb counts steps in a tensor in its groups: shared with the companion's, it would count double."""
+    plain, model, data = mlp(), mlp(), list(batches(6))
+    base, wrapped = (timm.optim.create_optimizer_v2(m, name, lr=0.01, weight_decay=0.05) for m in (plain, model))
+    train(plain, base, data)
+    train(model, wrapped, data[:3])
+    train(model, DCLOptimizer(wrapped, model, weight=0.0), data[3:])
+    assert_same(plain, model)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning:torch")
+def test_timms_second_order_optimizer_is_refused_at_the_step() -> None:
+    model = mlp()
+    optimizer = DCLOptimizer(timm.optim.create_optimizer_v2(model, "adahessian", lr=0.1), model)
+    x, y = next(batches(1))
+    F.cross_entropy(model(x), y).backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        optimizer.step()

@@ -1,0 +1,109 @@
+"""timm's mixup and losses: soft labels, and the factor on the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import timm.data
+import timm.loss
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.functional import mse
+from dcl_optim.reference import dcl_step
+from tests.helpers import assert_same
+from tests.integrations.timm_models import CLASSES, adamw, create, images
+
+
+def mixed(steps: int, smoothing: float) -> Iterator[tuple[Tensor, Tensor]]:
+    mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=smoothing, num_classes=CLASSES)
+    torch.manual_seed(2)
+    for x, y in images(steps):
+        soft_x, soft_y = mixup(x, y)
+        yield soft_x, soft_y.double()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_mixup_with_soft_targets_trains_as_the_algorithm_written_out(given: bool) -> None:
+    by_hand, model = create(), create()
+    companion, criterion = copy.deepcopy(by_hand), timm.loss.SoftTargetCrossEntropy()
+    base, second = adamw(by_hand), adamw(companion)
+    optimizer = DCLOptimizer(adamw(model), model, weight=0.3, criterion=criterion if given else None)
+    data = list(mixed(3, smoothing=0.1))
+    torch.manual_seed(5)
+    for x, y in data:
+        dcl_step(by_hand, companion, base, second, x, y, timm.loss.SoftTargetCrossEntropy(), mse, weight=0.3)
+    torch.manual_seed(5)
+    for x, y in data:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
+    assert_same(by_hand, model, atol=1e-8)
+    assert_same(companion, optimizer.companion, atol=1e-8)
+
+
+@pytest.mark.parametrize("given", ["criterion", "set_targets"])
+def test_prototypes_take_mixed_labels_from_timms_criterion_or_by_hand(given: str) -> None:
+    model, criterion = create(), timm.loss.SoftTargetCrossEntropy()
+    optimizer = DCPOptimizer(adamw(model), model, CLASSES, criterion=criterion if given == "criterion" else None)
+    data = list(mixed(2, smoothing=0.1))  # smoothed: every class has its share of every row
+    expected, logits = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), []
+    for step, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        if given == "set_targets":
+            optimizer.set_targets(y)
+        logits.append(model(x))
+        criterion(logits[-1], y).backward()
+        penalty = mse(logits[-1].detach(), y @ expected) if step else torch.tensor(0.0)
+        assert optimizer.penalty == pytest.approx(float(penalty), abs=1e-12)
+        means = (y.T @ logits[-1].detach()) / y.sum(0)[:, None]
+        expected = 0.6 * expected + 0.4 * means if step else means
+        optimizer.step()
+        assert_same(optimizer.prototypes, expected, atol=1e-12)
+
+
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "smoothed": lambda: timm.loss.LabelSmoothingCrossEntropy(0.1),
+    "binary": timm.loss.BinaryCrossEntropy,
+    "soft": timm.loss.SoftTargetCrossEntropy,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_factor_on_any_of_timms_losses_is_read_off_the_criterion(name: str) -> None:
+    model, criterion = create(), LOSSES[name]()
+    optimizer = DCLOptimizer(adamw(model), model, criterion=criterion)
+    for x, y in images(2):
+        target = F.one_hot(y, CLASSES).double() if name == "soft" else y
+        (criterion(model(x), target) / 4).backward()
+        assert optimizer.logs()["loss_scale"] == 0.25
+
+
+def test_a_criterion_that_passes_hooks_by_is_refused() -> None:
+    model = create()
+    with pytest.raises(TypeError, match=r"JsdCrossEntropy.*loss_scale="):
+        DCLOptimizer(adamw(model), model, criterion=timm.loss.JsdCrossEntropy())
+
+
+def test_the_factor_on_timms_smoothed_loss_is_read_off_the_gradient() -> None:
+    model, criterion = create(), LOSSES["smoothed"]()
+    optimizer = DCLOptimizer(adamw(model), model)
+    for x, y in images(2):
+        (criterion(model(x), y) / 4).backward()
+        assert optimizer.logs()["loss_scale"] == pytest.approx(0.25)
+
+
+def test_a_binary_loss_hides_its_factor_and_the_second_part_of_a_batch_warns() -> None:
+    model, criterion = create(), LOSSES["binary"]()
+    optimizer = DCLOptimizer(adamw(model), model)
+    (x, y), (more, labels) = images(2)
+    (criterion(model(x), y) / 2).backward()
+    assert optimizer.logs()["loss_scale"] == 1.0
+    loss = criterion(model(more), labels) / 2
+    with pytest.warns(UserWarning, match="pass criterion="):
+        loss.backward()
