@@ -1,124 +1,192 @@
-"""Ctrl-C in the middle of a step: both networks before it, or both after it."""
+"""Something raises in the middle of a step: nothing is half-stepped, and a retry ends where an undisturbed run does."""
 
 from __future__ import annotations
 
 import copy
-import signal
-import threading
+import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.interrupts import postponed
-from tests.helpers import CLASSES, assert_same, batches, mlp
+from tests.helpers import CLASSES, FEATURES, assert_same, batches
 
 
-def wrap(variant, model):
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return DCLOptimizer(base, model) if variant == "dcl" else DCPOptimizer(base, model, CLASSES)
+class Fragile(nn.Module):
+    """Runs out of memory where it is told to, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.fails_in = None
+
+    def forward(self, x):
+        x = x * 1.0
+        if self.fails_in == "forward":
+            self.out_of_memory()
+        if self.fails_in == "backward":
+            x.register_hook(lambda gradient: self.out_of_memory())
+        return x
+
+    def out_of_memory(self):
+        self.fails_in = None
+        raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
 
 
-def press(*_):
-    signal.raise_signal(signal.SIGINT)
+class Script:
+    """A training script that tries a batch again when its memory ran out."""
 
+    def __init__(self, variant, loop):
+        torch.manual_seed(0)
+        layers = (nn.Linear(FEATURES, 12), nn.Tanh(), nn.Dropout(0.3), Fragile(), nn.Linear(12, CLASSES))
+        self.model, self.criterion, self.loop = nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), loop
+        base = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if variant == "dcl":
+            self.optimizer = DCLOptimizer(base, self.model, weight=0.7, alpha=0.4)
+        else:
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, weight=0.7, alpha=0.4)
+        self.fails_after = None
 
-def one_step(variant, model, optimizer, x, y, with_closure):
-    def closure():
-        optimizer.zero_grad()
-        if variant == "dcp":
-            optimizer.set_targets(y)
-        loss = F.cross_entropy(model(x), y)
+    def closure(self, x, y):
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(x), y)
+        self.fail("forward")
         loss.backward()
+        self.fail("backward")
         return loss
 
-    if with_closure:
-        optimizer.step(closure)
-    else:
-        closure()
-        optimizer.step()
+    def fail(self, point):
+        if self.fails_after == point:
+            self.fails_after = None
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+
+    def attempt(self, x, y, seed):
+        torch.manual_seed(seed)
+        if self.loop == "closure":
+            self.optimizer.step(lambda: self.closure(x, y))
+        else:
+            self.closure(x, y)
+            self.optimizer.step()
+
+    def run(self, accident=None):
+        for step, (x, y) in enumerate(batches(6)):
+            if step == 3 and accident is not None:
+                before = self.snapshot()
+                ACCIDENTS[accident](self)
+                with pytest.raises(torch.OutOfMemoryError):
+                    self.attempt(x, y, seed=step)
+                assert_same(self.snapshot(), before)
+            self.attempt(x, y, seed=step)
+        return self
+
+    def snapshot(self):
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
 
-@pytest.mark.parametrize("with_closure", [False, True])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_an_interrupt_during_the_bases_step_comes_after_both_networks_have_stepped(variant, with_closure):
-    model, calm = mlp(), mlp()
-    optimizer, expected = wrap(variant, model), wrap(variant, calm)
-    optimizer.base.register_step_post_hook(press)
-    for x, y in batches(3):
-        with pytest.raises(KeyboardInterrupt):
-            one_step(variant, model, optimizer, x, y, with_closure)
-        one_step(variant, calm, expected, x, y, with_closure)
-        assert_same(optimizer.state_dict(), expected.state_dict())
-        assert_same(model, calm)
+def in_model(place):
+    return lambda script: setattr(script.model[3], "fails_in", place)
 
 
-def test_an_interrupt_in_backward_leaves_both_before_the_step():
-    model = mlp()
-    optimizer = wrap("dcl", model)
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    (x, y), *rest = batches(4)
-    logits = model(x)
-    logits.register_hook(press)
-    with pytest.raises(KeyboardInterrupt):
-        F.cross_entropy(logits, y).backward()
-    assert_same((model.state_dict(), optimizer.state_dict()), before)
-
-    calm = mlp()
-    expected = wrap("dcl", calm)
-    for x, y in rest:
-        one_step("dcl", model, optimizer, x, y, False)
-        one_step("dcl", calm, expected, x, y, False)
-    assert_same(model, calm)
-    assert_same(optimizer.companion, expected.companion)
+def in_companion(place):
+    return lambda script: setattr(script.optimizer.companion[3], "fails_in", place)
 
 
-def test_a_second_interrupt_is_not_held_back():
-    reached = []
-
-    def pressed_twice():
-        with postponed():
-            press()
-            reached.append("first")
-            press()
-            reached.append("second")
-
-    with pytest.raises(KeyboardInterrupt):
-        pressed_twice()
-    assert reached == ["first"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def in_script(point):
+    return lambda script: setattr(script, "fails_after", point)
 
 
-def test_handlers_of_the_script_are_called_afterwards_and_stay():
-    calls = []
-    previous = signal.signal(signal.SIGINT, lambda *_: calls.append("script"))
-    try:
-        with postponed():
-            press()
-            assert calls == []
-        assert calls == ["script"]
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with postponed():
-            press()
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def before_the_bases_step(script):
+    def fail(*_):
+        handle.remove()
+        raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+
+    handle = script.optimizer.base.register_step_pre_hook(fail)
 
 
-def test_steps_in_other_threads_leave_signals_alone():
-    model = mlp()
-    optimizer = wrap("dcl", model)
-    x, y = next(batches(1))
-    failures = []
+ACCIDENTS = {
+    "in the model's forward": in_model("forward"),
+    "in the companion's forward": in_companion("forward"),
+    "between forward and backward": in_script("forward"),
+    "in the model's backward": in_model("backward"),
+    "in the companion's backward": in_companion("backward"),
+    "between backward and step": in_script("backward"),
+    "before the base's step": before_the_bases_step,
+}
+CASES = [
+    (variant, accident)
+    for variant in ("dcl", "dcp")
+    for accident in ACCIDENTS
+    if variant == "dcl" or "companion" not in accident
+]
 
-    def run():
-        try:
-            one_step("dcl", model, optimizer, x, y, False)
-        except BaseException as error:
-            failures.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert failures == []
-    assert optimizer.logs()["step"] == 1
+@pytest.mark.parametrize("loop", ["plain", "closure"])
+@pytest.mark.parametrize(("variant", "accident"), CASES)
+def test_a_retried_batch_ends_where_an_undisturbed_run_does(variant, accident, loop):
+    assert_same(Script(variant, loop).run(accident).snapshot(), Script(variant, loop).run().snapshot())
+
+
+@pytest.mark.parametrize("loop", ["plain", "closure"])
+@pytest.mark.parametrize(("variant", "accident"), CASES)
+def test_a_batch_given_up_leaves_no_trace(variant, accident, loop):
+    """As scripts do that skip what does not fit: the next batch is another one."""
+    lost, never = Script(variant, loop), Script(variant, loop)
+    for step, batch in enumerate(batches(6)):
+        if step == 3:
+            ACCIDENTS[accident](lost)
+            with pytest.raises(torch.OutOfMemoryError):
+                lost.attempt(*next(iter(batches(1, seed=99))), seed=77)
+        for script in (lost, never):
+            script.attempt(*batch, seed=step)
+    assert_same(lost.snapshot(), never.snapshot())
+
+
+@pytest.mark.parametrize(("variant", "accident"), CASES)
+def test_an_accident_keeps_no_memory(variant, accident):
+    """Counted after the next step, when everything of the failed attempt has to be gone."""
+    script = Script(variant, "plain").run()
+    data = list(batches(3))
+
+    def live():
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    script.attempt(*data[0], seed=0)
+    usual = live()
+    ACCIDENTS[accident](script)
+    with pytest.raises(torch.OutOfMemoryError):
+        script.attempt(*data[1], seed=1)
+    script.attempt(*data[2], seed=2)
+    assert live() == usual
+
+
+def test_random_streams_after_the_companions_accident_are_those_of_the_models_forward():
+    streams = []
+    for fails in (True, False):
+        script = Script("dcl", "plain")
+        x, y = next(iter(batches(1)))
+        torch.manual_seed(5)
+        if fails:
+            script.optimizer.companion[3].fails_in = "forward"
+            with pytest.raises(torch.OutOfMemoryError):
+                script.model(x)
+        else:
+            F.cross_entropy(script.model(x), y)
+        streams.append(torch.get_rng_state())
+    assert torch.equal(*streams)
+
+
+def test_an_evaluation_after_an_accident_is_left_alone():
+    script = Script("dcp", "plain").run()
+    script.model[3].fails_in = "forward"
+    x, y = next(iter(batches(1)))
+    script.optimizer.set_targets(y)
+    with pytest.raises(torch.OutOfMemoryError):
+        script.model(x)
+    script.model.eval()
+    assert torch.equal(script.model(x), script.model(x))
+    script.model.train()
+    script.optimizer.set_targets(y)  # again, as the batch is tried again
+    F.cross_entropy(script.model(x), y).backward()
+    script.optimizer.step()

@@ -46,6 +46,8 @@ def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return optimizer_class(groups)
     if name == "spectralsphere":
         return optimizer_class(matrices)
+    if name == "kron":
+        return optimizer_class(model.parameters(), balance_prob=0.0)  # NumPy's draws are not put back
     if name == "sara":
         return optimizer_class(model.parameters(), lr=0.01, threshold=1.0)  # by default near-zero weights only
     return optimizer_class(model.parameters())
