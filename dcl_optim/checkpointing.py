@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim.callers import frames_of
+
 
 def running_backward() -> int:
     """Autograd's number of the backward that runs in this thread, -1 outside of one.
@@ -25,10 +27,9 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
     A non-reentrant checkpoint counts what is saved inside it, and the recomputation, which is the model's alone, has to
     save the same again.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    if any(frames_of("torch.utils.checkpoint")):
+        return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    return nullcontext()
 
 
 def _itself(tensor: Tensor) -> Tensor:

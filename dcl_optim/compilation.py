@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from dcl_optim import twin
+from dcl_optim.callers import frames_of
 
 Context = Callable[[Callable[..., Any]], Callable[..., Any]]  # what torch.compile applies: backend, mode, options
 
@@ -29,12 +30,10 @@ def context_of(model: nn.Module) -> Context | None:
         for content in [cell.cell_contents for cell in cells]:
             if isinstance(content, compiler.OptimizeContext):
                 return content
-    frame = sys._getframe().f_back
-    while frame is not None:
-        found = frame.f_locals.get("self") if frame.f_code.co_filename == compiler.__file__ else None
+    for frame in frames_of(compiler.__name__):
+        found = frame.f_locals.get("self")
         if isinstance(found, compiler.OptimizeContext):
             return found
-        frame = frame.f_back
     return None
 
 

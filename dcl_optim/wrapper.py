@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from dcl_optim.callers import frames_of
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -23,7 +24,7 @@ def _asked_by_distributed_checkpoint() -> bool:
     What it does keep is the entries of groups. In other states they are no place for ours: a plain optimizer that loads
     one would carry our part on, and save it, long after it has become stale.
     """
-    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    return any(frames_of("torch.distributed.checkpoint.state_dict"))
 
 
 class OptimizerWrapper(Optimizer):
