@@ -85,6 +85,7 @@ class DCLOptimizer(ForecastOptimizer):
     the one its authors ran.
     """
 
+    _name = "DCLOptimizer"
     forecaster: Companion
 
     def __init__(

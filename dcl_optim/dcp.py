@@ -71,6 +71,7 @@ class DCPOptimizer(ForecastOptimizer):
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix.
     """
 
+    _name = "DCPOptimizer"
     forecaster: Prototypes
 
     def __init__(

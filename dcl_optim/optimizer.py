@@ -172,7 +172,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def _require_charge(self) -> None:
         if self._regularizer.replaced:
             raise RuntimeError(
-                f"another optimizer has wrapped the model since this {type(self).__name__} did: step that one, or call "
+                f"another optimizer has wrapped the model since this {self._name} did: step that one, or call "
                 "detach() on this one to go on with its base optimizer alone"
             )
 
@@ -181,7 +181,7 @@ class ForecastOptimizer(OptimizerWrapper):
         if regularizer.counted or not (self._strict and regularizer.attached) or not regularizer.has_gradients():
             return
         raise RuntimeError(
-            f"{type(self).__name__}.step found gradients, but no backward through a training forward of the wrapped "
+            f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
             "model since the last step, so nothing was regularised. Usual reasons: the model was in eval mode or under "
             "no_grad; another object (a copy, an inner module) was called; the model was compiled and called before it "
             "was wrapped; backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to "
@@ -217,7 +217,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def __repr__(self) -> str:
         weight, alpha = self._regularizer.weight, self._regularizer.alpha
         model = type(unwrapped(self.model)).__name__
-        return f"{type(self).__name__}(weight={weight}, alpha={alpha}, model={model})\n{self.base!r}"
+        return f"{self._name}(weight={weight}, alpha={alpha}, model={model})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:
         return {"steps": self._regularizer.steps, "forecaster": self.forecaster.state_dict()}

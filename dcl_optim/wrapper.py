@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +36,9 @@ class OptimizerWrapper(Optimizer):
 
     # A gradient scaler must unscale the gradients itself: a fused base cannot see what it would hand to the wrapper.
     _step_supports_amp_scaling = False
+
+    # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
+    _name: ClassVar[str]
 
     def __init__(self, base: Optimizer) -> None:
         if not isinstance(base, Optimizer):
@@ -137,7 +140,7 @@ class OptimizerWrapper(Optimizer):
         if not isinstance(own, dict):
             raise ValueError(
                 f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}: it is not the state of a "
-                f"{type(self).__name__}. To go on from a plain optimizer's checkpoint load it into optimizer.base; "
+                f"{self._name}. To go on from a plain optimizer's checkpoint load it into optimizer.base; "
                 "torch.distributed.checkpoint loses our part with flatten_optimizer_state_dict=True"
             )
         self._check_own_state(own)
@@ -158,7 +161,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def _key(self) -> str:
-        return f"dcl_optim.{type(self).__name__}"
+        return f"dcl_optim.{self._name}"
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler replaces `step` on the instance; hooks are closures over other objects. torch.optim drops both.
