@@ -39,7 +39,7 @@ class Script:
 
     def __init__(self, variant, loop):
         torch.manual_seed(0)
-        layers = (nn.Linear(FEATURES, 12), nn.Tanh(), nn.Dropout(0.3), Fragile(), nn.Linear(12, CLASSES))
+        layers = (nn.Linear(FEATURES, 12), nn.Tanh(), Fragile(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
         self.model, self.criterion, self.loop = nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), loop
         base = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if variant == "dcl":
@@ -85,11 +85,11 @@ class Script:
 
 
 def in_model(place):
-    return lambda script: setattr(script.model[3], "fails_in", place)
+    return lambda script: setattr(script.model[2], "fails_in", place)
 
 
 def in_companion(place):
-    return lambda script: setattr(script.optimizer.companion[3], "fails_in", place)
+    return lambda script: setattr(script.optimizer.companion[2], "fails_in", place)
 
 
 def in_script(point):
@@ -168,7 +168,7 @@ def test_random_streams_after_the_companions_accident_are_those_of_the_models_fo
         x, y = next(iter(batches(1)))
         torch.manual_seed(5)
         if fails:
-            script.optimizer.companion[3].fails_in = "forward"
+            script.optimizer.companion[2].fails_in = "forward"
             with pytest.raises(torch.OutOfMemoryError):
                 script.model(x)
         else:
@@ -179,7 +179,7 @@ def test_random_streams_after_the_companions_accident_are_those_of_the_models_fo
 
 def test_an_evaluation_after_an_accident_is_left_alone():
     script = Script("dcp", "plain").run()
-    script.model[3].fails_in = "forward"
+    script.model[2].fails_in = "forward"
     x, y = next(iter(batches(1)))
     script.optimizer.set_targets(y)
     with pytest.raises(torch.OutOfMemoryError):

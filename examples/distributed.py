@@ -1,0 +1,117 @@
+"""Several processes, each with its part of every batch: DistributedDataParallel with a checkpoint after each epoch.
+
+    torchrun --nproc-per-node 2 examples/distributed.py --epochs 5
+    torchrun --nproc-per-node 2 examples/distributed.py --epochs 10 --resume
+
+One process per GPU (nccl) where there are enough, else on the CPU (gloo). With as many processes as before, a resumed
+run ends where an uninterrupted one does, on a CPU to the last bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from checkpoint import save_atomically
+from minimal import digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=("plain", "dcl", "dcp"), default="dcl")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/distributed.pt"))
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
+    return parser.parse_args(arguments)
+
+
+def connect() -> torch.device:
+    """Join the other processes; torchrun has told each its number."""
+    local, processes = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.device_count() >= processes:
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        return torch.device("cuda", local)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+class Run:
+    """One process's part of the training."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.options, self.device, self.epoch = options, device, 0
+        x_train, y_train, self.x_test, self.y_test = digits()
+        data = TensorDataset(x_train, y_train)
+        self.sampler = DistributedSampler(data, shuffle=True, drop_last=True)
+        self.loader = DataLoader(data, options.batch_size, sampler=self.sampler)
+        network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+        self.model = DistributedDataParallel(network)
+        self.criterion = nn.CrossEntropyLoss()
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        if options.method == "dcl":
+            self.optimizer = DCLOptimizer(self.optimizer, self.model, weight=0.3)
+        if options.method == "dcp":
+            self.optimizer = DCPOptimizer(self.optimizer, self.model, 10, criterion=self.criterion)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
+
+    def train_epoch(self) -> None:
+        self.sampler.set_epoch(self.epoch)  # another order each epoch, and the same one in a resumed run
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            self.criterion(self.model(x.to(self.device)), y.to(self.device)).backward()
+            self.optimizer.step()
+        self.scheduler.step()
+        self.epoch += 1
+
+    def accuracy(self) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            right = self.model.module(self.x_test.to(self.device)).argmax(1).cpu() == self.y_test
+        self.model.train()
+        return right.double().mean().item()
+
+    def save(self) -> None:
+        parts = {"model": self.model.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        state = {name: part.state_dict() for name, part in parts.items()}
+        save_atomically(state | {"epoch": self.epoch}, self.options.checkpoint)
+
+    def resume(self) -> None:
+        state = torch.load(self.options.checkpoint, map_location=self.device, weights_only=True)
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.epoch = state["epoch"]
+
+
+def train(options: argparse.Namespace, device: torch.device) -> Run:
+    run = Run(options, device)
+    if options.resume:
+        run.resume()
+    while run.epoch < options.epochs:
+        run.train_epoch()
+        if dist.get_rank() == 0:  # all ranks hold the same, the companion too
+            run.save()
+            print(f"epoch {run.epoch}: test accuracy {run.accuracy():.4f}", flush=True)
+    return run
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    train(options, connect())
+    dist.barrier()  # a rank that leaves early can break the others' last reduction
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

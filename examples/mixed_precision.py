@@ -1,0 +1,77 @@
+"""Autocast, gradient scaler, accumulation, clipping and a schedule, on scikit-learn's digits (seconds on a laptop).
+
+python examples/mixed_precision.py --method dcl --dtype float16 --accumulate 4
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from minimal import digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+
+BATCH = 64
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=("plain", "dcl", "dcp"), default="dcl")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--accumulate", type=int, choices=(1, 2, 4, 8), default=1, help="backwards for one step")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(arguments)
+
+
+def train(options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    device, dtype, parts = torch.device(options.device), DTYPES[options.dtype], options.accumulate
+    x_train, y_train, *_ = digits()
+    loader = DataLoader(TensorDataset(x_train, y_train), BATCH // parts, shuffle=True, drop_last=True)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    criterion = nn.CrossEntropyLoss()
+
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    if options.method == "dcl":
+        optimizer = DCLOptimizer(optimizer, model, weight=0.3)  # the one line that is new
+    if options.method == "dcp":
+        optimizer = DCPOptimizer(optimizer, model, num_classes=10, criterion=criterion)  # or this one
+
+    steps = options.epochs * (len(loader) // parts)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps)
+    scaler = torch.amp.GradScaler(device.type, enabled=options.dtype == "float16")
+    for _ in range(options.epochs):
+        for number, (x, y) in enumerate(loader, start=1):
+            with torch.autocast(device.type, dtype, enabled=options.dtype != "float32"):
+                loss = criterion(model(x.to(device)), y.to(device)) / parts
+            scaler.scale(loss).backward()
+            if number % parts:
+                continue
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update()
+            optimizer.zero_grad()
+            if scaler.get_scale() >= scale:  # a smaller scale says that the step was skipped
+                scheduler.step()
+    return model
+
+
+def main(arguments: list[str] | None = None) -> float:
+    options = parse(arguments)
+    model = train(options).eval()
+    *_, x_test, y_test = digits()
+    with torch.no_grad():
+        accuracy = (model(x_test.to(options.device)).argmax(1).cpu() == y_test).double().mean().item()
+    print(f"test accuracy {accuracy:.4f}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Tiny randomly initialised models of transformers, data for them, and Trainer's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+CLASSES, WORDS, LENGTH = 3, 40, 10
+
+
+def text_classifier(dropout: float = 0.0, classes: int = CLASSES) -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=LENGTH,
+        num_labels=classes,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return BertForSequenceClassification(config)
+
+
+def image_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        num_channels=1,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=CLASSES,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return ViTForImageClassification(config)
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, **dropouts
+    )
+    return GPT2LMHeadModel(config)
+
+
+def sentences(number: int = 24, labels: Any = None) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    words = torch.randint(1, WORDS, (number, LENGTH), generator=draw)
+    labels = torch.randint(CLASSES, (number,), generator=draw) if labels is None else labels
+    return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
+
+
+def images(number: int = 24) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    pixels, labels = torch.randn(number, 1, 8, 8, generator=draw), torch.randint(CLASSES, (number,), generator=draw)
+    return [{"pixel_values": row, "labels": label} for row, label in zip(pixels, labels, strict=True)]
+
+
+def texts_to_continue(number: int = 24) -> list[dict[str, Tensor]]:
+    """Rows of different numbers of labelled words, so that micro-batches weigh differently."""
+    rows = []
+    for index, row in enumerate(sentences(number)):
+        labels = row["input_ids"].clone()
+        labels[: index % 6] = -100
+        rows.append({"input_ids": row["input_ids"], "labels": labels})
+    return rows
+
+
+def arguments(folder: Any, **options: Any) -> TrainingArguments:
+    quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
+    plain = {"use_cpu": True, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "num_train_epochs": 2}
+    return TrainingArguments(str(folder), per_device_train_batch_size=4, **(quiet | plain | options))

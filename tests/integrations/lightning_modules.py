@@ -1,0 +1,133 @@
+"""A LightningModule as users write them, a quiet Trainer, and the same training as a hand-written loop."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, FEATURES, batches
+
+BATCHES = 7  # no multiple of 3: the last accumulation of an epoch is a short one
+
+# Lightning's own: its use of a deprecated class of torch, and advice about loaders that four tiny batches do not need.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+]
+
+
+def network(dtype: torch.dtype = torch.float64, seed: int = 0, dropout: float = 0.3) -> nn.Sequential:
+    """Batch norm and dropout: what a companion gets wrong first."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(dropout), nn.Linear(12, CLASSES))
+    return nn.Sequential(*layers).to(dtype)
+
+
+def loader(dtype: torch.dtype = torch.float64, seed: int = 1) -> DataLoader[tuple[Tensor, Tensor]]:
+    """A generator of its own: the loader's seed would be drawn from dropout's stream otherwise."""
+    return DataLoader(list(batches(BATCHES, seed=seed, dtype=dtype)), batch_size=None, generator=torch.Generator())
+
+
+def wrap(method: str, base: Optimizer, model: nn.Module, criterion: nn.Module, **settings: Any) -> Optimizer:
+    """The line that is new in configure_optimizers."""
+    if method == "dcl":
+        return DCLOptimizer(base, model, criterion=criterion, **settings)
+    if method == "dcl without criterion":
+        return DCLOptimizer(base, model, **settings)
+    if method == "dcp":
+        return DCPOptimizer(base, model, CLASSES, criterion=criterion, **settings)
+    return base
+
+
+class Classifier(pl.LightningModule):
+    """Nothing but ``configure_optimizers`` knows of dcl_optim."""
+
+    def __init__(self, method: str, net: nn.Module, scheduler: Any = None, interval: str = "step", **settings: Any):
+        super().__init__()
+        self.method, self.net, self.settings = method, net, settings
+        self.scheduler, self.interval = scheduler, interval
+        self.criterion = nn.CrossEntropyLoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return self.criterion(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        optimizer = wrap(self.method, optimizer, self.net, self.criterion, **self.settings)
+        if self.scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.scheduler(optimizer), "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class Validated(Classifier):
+    """The same with a validation loop."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("validation_loss", self.criterion(self.net(x), y), batch_size=len(y))
+
+
+def quiet_trainer(**options: Any) -> pl.Trainer:
+    silence = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": False}
+    return pl.Trainer(**(silence | defaults | options))
+
+
+def fit(module: pl.LightningModule, data: Any = None, seed: int = 3, **options: Any) -> Optimizer:
+    """Train with a Trainer; returns the optimizer that configure_optimizers gave."""
+    trainer = quiet_trainer(**options)
+    torch.manual_seed(seed)
+    trainer.fit(module, data or loader())
+    return trainer.optimizers[0]
+
+
+def by_hand(
+    method: str,
+    net: nn.Module,
+    *,
+    data: Any = None,
+    epochs: int = 2,
+    accumulate: int = 1,
+    clip: Any = None,
+    autocast: Any = None,
+    scheduler: Any = None,
+    interval: str = "step",
+    **settings: Any,
+) -> Optimizer:
+    """What Lightning does, written out in plain PyTorch."""
+    criterion, data = nn.CrossEntropyLoss(), list(data or loader())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = wrap(method, optimizer, net, criterion, **settings)
+    schedule = scheduler(optimizer) if scheduler else None
+    torch.manual_seed(3)
+    for _ in range(epochs):
+        for index, (x, y) in enumerate(data):
+            if index % accumulate == 0:
+                optimizer.zero_grad()
+            with autocast or nullcontext():
+                loss = criterion(net(x), y)
+            (loss / accumulate).backward()
+            if (index + 1) % accumulate == 0 or index + 1 == len(data):
+                if clip:
+                    clip(net.parameters())
+                optimizer.step()
+                if schedule and interval == "step":
+                    schedule.step()
+        if schedule and interval == "epoch":
+            schedule.step()
+    return optimizer
+
+
+def differ(first: nn.Module, second: nn.Module) -> bool:
+    """Whether any weight differs."""
+    return any(not torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

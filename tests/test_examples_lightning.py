@@ -1,0 +1,99 @@
+"""The Lightning example: its method is the hand-written loop's, and its checkpoints continue a run to the last bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import assert_same
+from tests.integrations.lightning_modules import QUIET
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = QUIET
+
+
+@pytest.fixture
+def example(monkeypatch) -> Iterator[ModuleType]:
+    """The example as a module, its siblings importable as they are for a script and forgotten afterwards."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import lightning_module
+
+    full = lightning_module.data.digits
+    monkeypatch.setattr(lightning_module.data, "digits", lambda: full().head(320))
+    yield lightning_module
+    for name in ("lightning_module", "data"):
+        sys.modules.pop(name, None)
+
+
+def run(example: ModuleType, folder: Path, *arguments: str) -> dict:
+    accuracy = example.main(["--folder", str(folder), *arguments])
+    assert 0.0 <= accuracy <= 1.0
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def by_hand(example: ModuleType, method: str, epochs: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same training without Lightning."""
+    torch.manual_seed(0)
+    module = example.Digits(method, epochs)
+    net, criterion = module.net, module.criterion
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if method == "dcl":
+        optimizer = DCLOptimizer(optimizer, net, weight=0.3)
+    if method == "dcp":
+        optimizer = DCPOptimizer(optimizer, net, 10, criterion=criterion)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    loader = example.training_loader(example.data.digits())
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(net(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+    return net, optimizer
+
+
+def test_each_method_is_the_hand_written_loop(example, tmp_path):
+    weights = []
+    for method in example.METHODS:
+        saved = run(example, tmp_path / method, "--method", method, "--epochs", "3")
+        net, optimizer = by_hand(example, method, 3)
+        assert_same({f"net.{name}": value for name, value in net.state_dict().items()}, saved["state_dict"])
+        assert_same(saved["optimizer_states"], [optimizer.state_dict()])
+        weights.append(saved["state_dict"]["net.1.weight"])
+    plain, dcl, dcp = weights
+    assert not torch.equal(plain, dcl)
+    assert not torch.equal(plain, dcp)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("method", ["dcl", "dcp"])
+def test_a_resumed_run_is_the_uninterrupted_run(example, tmp_path, method):
+    arguments = ["--method", method, "--epochs", "4", "--precision", "bf16-mixed"]
+    whole = run(example, tmp_path / "whole", *arguments)
+    half = run(example, tmp_path / "half", *arguments, "--stop-after", "2")
+    assert half["epoch"] == 1
+    resumed = run(example, tmp_path / "half", *arguments, "--resume", str(tmp_path / "half" / "last.ckpt"))
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert_same(whole[part], resumed[part])
+    assert not torch.equal(half["state_dict"]["net.1.weight"], whole["state_dict"]["net.1.weight"])
+
+
+def test_the_script_runs_as_a_reader_would_run_it(tmp_path):
+    command = [sys.executable, EXAMPLES / "lightning_module.py", "--epochs", "3", "--folder", tmp_path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    name, accuracy = done.stdout.rsplit(maxsplit=1)
+    assert name == "test accuracy"
+    assert float(accuracy) > 0.9
+    assert (tmp_path / "last.ckpt").exists()

@@ -1,0 +1,226 @@
+"""Every learning rate scheduler of torch drives both networks: each step's options, and the run they lead to."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim import lr_scheduler, swa_utils
+
+from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from dcl_optim.reference import dcl_step
+from tests.helpers import CLASSES, assert_same, batches, mlp, train
+
+STEPS, BREAK = 12, 5
+LOSSES = (3.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5)  # for the scheduler that looks at them
+METHOD = {"weight": 0.7, "alpha": 0.4}
+BASES = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9, weight_decay=5e-4),
+    "adamw": partial(torch.optim.AdamW, weight_decay=1e-2),
+}
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t, g=g: 0.9 ** (t * (g + 1)) for g in range(groups_of(o))]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.8),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 7], 0.3),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.3, 4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.2, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=STEPS + 1),
+    "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=6),
+}
+CYCLES_MOMENTUM = {"CyclicLR", "OneCycleLR"}
+
+
+def groups_of(optimizer):
+    return len(optimizer.param_groups)
+
+
+def test_the_table_misses_no_scheduler_of_torch():
+    found = {
+        kind.__name__
+        for module in (lr_scheduler, swa_utils)
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, lr_scheduler.LRScheduler) and kind.__module__ == module.__name__
+    }
+    assert found - {"LRScheduler", "_LRScheduler"} == SCHEDULERS.keys()
+
+
+def one_group(model, base):
+    return BASES[base](model.parameters(), lr=0.05)
+
+
+def several_groups(model, base):
+    groups = [{"params": model[2].parameters(), "lr": 0.05}, {"params": model[0].parameters(), "weight_decay": 0.0}]
+    return BASES[base](groups, lr=0.02)
+
+
+def tensor_rate(model, base):
+    return BASES[base](model.parameters(), lr=torch.tensor(0.05, dtype=torch.float64))
+
+
+LAYOUTS = {"one group": one_group, "several groups": several_groups, "tensor": tensor_rate}
+
+
+def step_scheduler(scheduler, step):
+    scheduler.step(*([LOSSES[step]] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+
+
+def options_of(optimizer):
+    """What a step uses of its groups, as plain numbers."""
+    used = ("lr", "momentum", "betas", "weight_decay")
+    return [{key: plain(group[key]) for key in used if key in group} for group in optimizer.param_groups]
+
+
+def plain(value):
+    return tuple(float(item) for item in value) if isinstance(value, (tuple, list)) else float(value)
+
+
+def recorded(optimizer):
+    """The options of each step that the optimizer takes from now on."""
+    history = []
+    optimizer.register_step_pre_hook(lambda taking, *_: history.append(options_of(taking)))
+    return history
+
+
+def scaled(options, factor):
+    return [group | {"lr": factor * group["lr"]} for group in options]
+
+
+def written_out(scheduler, base, layout, factor):
+    """The algorithm by hand: the model's optimizer has the scheduler, the companion's is set to it before each step."""
+    model, companion = mlp(), mlp(seed=3)
+    optimizer, chasing = LAYOUTS[layout](model, base), LAYOUTS[layout](companion, base)
+    schedule, history = SCHEDULERS[scheduler](optimizer), recorded(optimizer)
+    for step, (x, y) in enumerate(batches(STEPS)):
+        for ours, theirs in zip(chasing.param_groups, scaled(options_of(optimizer), factor), strict=True):
+            ours.update(theirs)
+        dcl_step(model, companion, optimizer, chasing, x, y, F.cross_entropy, functional.mse, **METHOD)
+        step_scheduler(schedule, step)
+    return model, companion, history
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
+    model = mlp()
+    optimizer = LAYOUTS[layout](model, base)
+    optimizer = DCLOptimizer(optimizer, model, companion=mlp(seed=3), companion_lr_scale=factor, **METHOD)
+    schedule = SCHEDULERS[scheduler](optimizer)
+    theta, omega = recorded(optimizer.base), recorded(optimizer.companion_optimizer)
+    for step, (x, y) in enumerate(batches(STEPS)):
+        train(model, optimizer, [(x, y)])
+        step_scheduler(schedule, step)
+
+    theirs, companion, expected = written_out(scheduler, base, layout, factor)
+    assert theta == expected
+    assert omega == [scaled(options, factor) for options in expected]
+    momentum = "momentum" if base == "sgd" else "betas"
+    for key in ("lr", momentum) if scheduler in CYCLES_MOMENTUM else ("lr",):
+        assert len({options[-1][key] for options in theta}) > 1, f"{key} has to have moved"
+    assert_same(model, theirs, rtol=1e-10, atol=1e-12)
+    assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_rates_in_tensors_are_not_shared_and_stay_in_their_place(base):
+    """What writes into one optimizer's tensor must not reach the other's; a captured step reads one and the same."""
+    model = mlp()
+    optimizer = DCLOptimizer(tensor_rate(model, base), model)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    theirs, ours = (o.param_groups[0]["lr"] for o in (optimizer, optimizer.companion_optimizer))
+    assert ours.data_ptr() != theirs.data_ptr()
+    for x, y in batches(3):
+        train(model, optimizer, [(x, y)])
+        schedule.step()
+    optimizer.state_dict()  # brings the companion's groups up to date
+    assert optimizer.companion_optimizer.param_groups[0]["lr"] is ours
+    assert torch.equal(ours, theirs)
+    assert float(ours) == pytest.approx(0.05 * 0.8**3)
+
+
+def build(variant, scheduler, base):
+    model, criterion = mlp(), torch.nn.CrossEntropyLoss()
+    inner = several_groups(model, base)
+    if variant == "dcl":
+        optimizer = DCLOptimizer(inner, model, companion=mlp(seed=3), companion_lr_scale=0.5)
+    else:
+        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion)
+    return model, criterion, optimizer, SCHEDULERS[scheduler](optimizer)
+
+
+def run(parts, first, last):
+    model, criterion, optimizer, schedule = parts
+    for step, batch in enumerate(batches(STEPS)):
+        if first <= step < last:
+            train(model, optimizer, [batch], criterion)
+            step_scheduler(schedule, step)
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_resumed_with_its_scheduler_equals_uninterrupted(scheduler, base, variant):
+    whole, half, again = (build(variant, scheduler, base) for _ in range(3))
+    run(whole, 0, STEPS)
+    run(half, 0, BREAK)
+    for new, old in zip((again[0], again[2]), (half[0], half[2]), strict=True):
+        new.load_state_dict(through_a_file(old.state_dict()))
+    again[3].load_state_dict(copy.deepcopy(half[3].state_dict()))
+    run(again, BREAK, STEPS)
+    assert_same(again[0], whole[0])
+    assert_same(through_a_file(again[2].state_dict()), through_a_file(whole[2].state_dict()))
+    assert again[3].get_last_lr() == whole[3].get_last_lr()
+
+
+def test_scheduler_of_the_base_built_before_it_was_wrapped():
+    results = []
+    for early in (True, False):
+        model = mlp()
+        base = one_group(model, "sgd")
+        early_schedule = lr_scheduler.StepLR(base, 2, 0.5) if early else None
+        optimizer = DCLOptimizer(base, model, companion=mlp(seed=3))
+        schedule = early_schedule or lr_scheduler.StepLR(optimizer, 2, 0.5)
+        omega = recorded(optimizer.companion_optimizer)
+        for batch in batches(6):
+            train(model, optimizer, [batch])
+            schedule.step()
+        assert [options[0]["lr"] for options in omega] == [0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
+        results.append([p.detach() for m in (model, optimizer.companion) for p in m.parameters()])
+    assert_same(*results)
+
+
+def test_rate_set_by_hand_before_each_step():
+    model = mlp()
+    optimizer = DCLOptimizer(several_groups(model, "sgd"), model, companion_lr_scale=2.0)
+    omega = recorded(optimizer.companion_optimizer)
+    for step, batch in enumerate(batches(4)):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        train(model, optimizer, [batch])
+    assert [[group["lr"] for group in options] for options in omega] == [[0.2 / (t + 1)] * 2 for t in range(4)]
