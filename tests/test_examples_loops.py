@@ -90,6 +90,7 @@ for method in ("dcl", "dcp"):
     run = distributed.train(distributed.parse(arguments), device)
     state = {"model": run.model.module.state_dict(), "optimizer": run.optimizer.state_dict()}
     torch.save(state, f"{path}.{run.sampler.rank}")
+    del run, state  # a reducer that outlives its process group can abort the process
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
