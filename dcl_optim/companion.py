@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Companion(Forecaster):
         self._mirror = MirroredOptimizer(base, self._model, lr_scale, companion_optimizer)
         self.optimizer = self._mirror.build(self.module, strangers=not self._is_copy)
         self._note_structure()
+        self._forward = vars(self._model).get("forward")
         self._started = False
         self._reset()
 
@@ -124,7 +126,13 @@ class Companion(Forecaster):
     def digest(self) -> None:
         while self._pending:
             c, gradient = self._pending.pop(0)
-            c.backward(gradient)
+            with torch.autocast(c.device.type, enabled=False):  # the script's, which a backward is not to run under
+                c.backward(gradient)
+            if all(parameter.grad is None for parameter in parameters_of(self.optimizer)):
+                raise RuntimeError(
+                    "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
+                    "forward was replaced by a function that holds it?); pass companion="
+                )
 
     def forget(self) -> None:
         self._reset()
@@ -201,6 +209,7 @@ class Companion(Forecaster):
             if self.module.training != self._model.training:
                 self.module.train(self._model.training)
             return
+        self._follow_forward()
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.training = theirs.training
@@ -211,6 +220,16 @@ class Companion(Forecaster):
             if our.device != their.device or our.dtype != their.dtype:
                 self.module.to(device=their.device, dtype=their.dtype)
                 self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts the state to the parameters' place
+
+    def _follow_forward(self) -> None:
+        """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
+        forward = vars(self._model).get("forward")
+        if forward is not self._forward:
+            self._forward = forward
+            if forward is None:
+                vars(self.module).pop("forward", None)
+            elif getattr(forward, "__self__", None) is self._model:
+                self.module.forward = MethodType(forward.__func__, self.module)
 
     def _start(self) -> None:
         """At the first forward: the same weights on all processes, compiled as the model is."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dcl_optim.wrapper import parameters_of
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+NO_OPTIONS = ("params", "param_names")  # what a group holds beside its options
 
 
 class MirroredOptimizer:
@@ -62,9 +63,9 @@ class MirroredOptimizer:
         """Copy what the script has changed in the base's groups since its last step."""
         for index, group in zip(self._followed, optimizer.param_groups, strict=False):
             seen = self._seen[index] if index < len(self._seen) else {}
-            for key, value in self._options(index).items():
-                if key not in seen or not _is_same(self._base.param_groups[index][key], *seen[key]):
-                    _put(group, key, value)
+            for key, value in self._base.param_groups[index].items():
+                if key not in NO_OPTIONS and not (key in seen and _is_same(value, *seen[key])):
+                    _put(group, key, self._option(key, value))
 
     def note(self) -> None:
         """Remember the base's options: what differs from them at the next step is the script's doing."""
@@ -97,14 +98,14 @@ class MirroredOptimizer:
         return dict(sorted(groups.items()))
 
     def _options(self, index: int) -> dict[str, Any]:
-        base = self._base.param_groups[index]
-        options = {key: _own(value) for key, value in base.items() if key not in ("params", "param_names")}
-        return options if self._lr_scale == 1 else options | {"lr": base["lr"] * self._lr_scale}
+        group = self._base.param_groups[index]
+        return {key: self._option(key, value) for key, value in group.items() if key not in NO_OPTIONS}
 
-
-def _own(value: Any) -> Any:
-    # A tensor that two optimizers shared, one would count up for the other (timm's Lamb counts steps in its groups).
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    def _option(self, key: str, value: Any) -> Any:
+        if key == "lr" and self._lr_scale != 1:
+            return value * self._lr_scale
+        # A tensor that both held, one would count up for the other: timm's Lamb counts its steps in its groups.
+        return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _version(value: Any) -> int:
