@@ -14,7 +14,7 @@ from dcl_optim import compilation, distributed, random_state, twin
 from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
-from dcl_optim.inputs import cut, map_tensors
+from dcl_optim.inputs import cut, map_tensors, outside_autocast
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.random_state import RandomState, replayed
 from dcl_optim.wrapper import parameters_of
@@ -126,7 +126,7 @@ class Companion(Forecaster):
     def digest(self) -> None:
         while self._pending:
             c, gradient = self._pending.pop(0)
-            with torch.autocast(c.device.type, enabled=False):  # the script's, which a backward is not to run under
+            with outside_autocast(c.device.type):
                 c.backward(gradient)
             if all(parameter.grad is None for parameter in parameters_of(self.optimizer)):
                 raise RuntimeError(
@@ -152,9 +152,8 @@ class Companion(Forecaster):
             torch._foreach_div_(gradients, self._total)
         distributed.average(gradients)
         if not self._half or bool(torch.nn.utils.get_total_norm(gradients).isfinite()):
-            state = random_state.capture(next(parameters_of(self.optimizer)).device)
-            self._step_optimizer()
-            random_state.restore(state)  # an optimizer may draw too
+            with random_state.kept(self.optimizer):
+                self._step_optimizer()
         self.forget()
 
     def _step_optimizer(self) -> None:

@@ -1,11 +1,18 @@
-"""What the companion is called with: the model's arguments, cut from the graph that they came from."""
+"""What the companion runs with: the model's arguments, cut from their graph, and no autocast in its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def outside_autocast(device: str) -> AbstractContextManager[Any]:
+    """Leave the script's autocast, which the companion's backward may fall into and no backward is to run under."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def cut(tree: Any) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+try:  # CPython's own functions: the public module wraps them in enumerations, which takes ten times as long
+    _signals: Any = importlib.import_module("_signal")
+except ImportError:
+    _signals = signal
 
-@contextmanager
-def postponed() -> Iterator[None]:
+
+class postponed:
     """Hold an interrupt back until the block has ended; a second one goes through at once.
 
     Examples:
@@ -22,21 +25,21 @@ def postponed() -> Iterator[None]:
         ...     print("interrupted afterwards:", finished)
         interrupted afterwards: True
     """
-    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(handler):
-        yield
-        return
-    arrived: list[tuple[int, Any]] = []
 
-    def note(number: int, frame: Any) -> None:
-        arrived.append((number, frame))
-        if len(arrived) > 1:
-            handler(number, frame)
+    def __enter__(self) -> None:
+        self._arrived: list[tuple[int, Any]] = []
+        is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+        self._handler: Any = _signals.getsignal(signal.SIGINT) if is_main else None
+        if callable(self._handler):
+            _signals.signal(signal.SIGINT, self._note)
 
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(arrived) == 1:
-            handler(*arrived[0])
+    def _note(self, number: int, frame: Any) -> None:
+        self._arrived.append((number, frame))
+        if len(self._arrived) > 1:
+            self._handler(number, frame)
+
+    def __exit__(self, *exception: object) -> None:
+        if callable(self._handler):
+            _signals.signal(signal.SIGINT, self._handler)
+            if len(self._arrived) == 1:
+                self._handler(*self._arrived[0])

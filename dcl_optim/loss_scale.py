@@ -50,14 +50,11 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
     """
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
-    live = (g != 0).any(1, keepdim=True)  # an ignored row's gradient is zero throughout
-    if gradient.dtype == torch.float16:  # so is a confident row's here, which must not pass for an ignored one
-        live |= p.amax(1, keepdim=True) > 1 - 1e-6
-    p = p * live
-    # Hard labels: the target is the one entry below zero, and the line goes through the origin. Where p is rounded to
-    # 1, the target's gradient is rounded to zero.
+    # Hard labels: the target is the one entry below zero, and the line goes through the origin.
     least, target = g.min(1, keepdim=True)
-    target = torch.where(least < 0, target, p.argmax(1, keepdim=True))
+    live = least < 0
+    if gradient.device.type != "cpu" or not bool(live.all()):  # a look at a device would synchronise
+        live, p, target = _sort_out(live, p, g, target, gradient.dtype)
     p_off, g_off = (t.scatter(1, target, 0.0).flatten() for t in (p, g))
     pp, pg, gg, rows = _numbers([p_off @ p_off, p_off @ g_off, g_off @ g_off, live.sum()])
     slope = pg / (pp + TINY)
@@ -67,6 +64,18 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
         shifted, fits = _fit_smoothed(p, g, target, rows)
         slope, found = _choose(found, slope, shifted), found | (fits & usable)
     return _choose(found, slope * rows, 1.0), found
+
+
+def _sort_out(live: Tensor, p: Tensor, g: Tensor, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Tell ignored rows, whose gradient is zero throughout, from sure ones, whose p is rounded to 1 at the target.
+
+    Returns which rows are not ignored, p with zeros in the ignored ones, and the targets.
+    """
+    negative, live = live, (g != 0).any(1, keepdim=True)
+    if dtype == torch.float16:  # a sure row's gradient vanishes altogether, and must not pass for an ignored one's
+        live |= p.amax(1, keepdim=True) > 1 - 1e-6
+    p = p * live
+    return live, p, torch.where(negative, target, p.argmax(1, keepdim=True))
 
 
 def _fit_smoothed(p: Tensor, g: Tensor, least: Tensor, rows: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 RandomState = dict[torch.device, Tensor]
 
@@ -48,3 +49,13 @@ def replayed(state: RandomState) -> Iterator[None]:
         yield
     finally:
         restore(now)
+
+
+@contextmanager
+def kept(optimizer: Optimizer) -> Iterator[None]:
+    """Put the streams back after the block, in which an optimizer steps; none of torch's own draws."""
+    state: RandomState = {}
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        state = capture(optimizer.param_groups[0]["params"][0].device)
+    yield
+    restore(state)

@@ -1,0 +1,171 @@
+"""PEFT's other methods, LoRA in Trainer, adapters that change: the companion shares what is frozen in all of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
+
+from dcl_optim import DCLOptimizer
+from dcl_optim.functional import mse
+from dcl_optim.reference import dcl_step
+from tests.helpers import assert_same
+from tests.integrations.huggingface import sentences, text_classifier
+from tests.integrations.test_peft import Logits, data, pairs, sgd, trained_size
+from tests.integrations.trainer_by_hand import QUIET, Tape, repeat, train
+
+pytestmark = pytest.mark.filterwarnings(*QUIET)
+WEIGHT = 5.0
+PLACES = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
+METHODS = {
+    "LoRA with dropout": lambda: LoraConfig(r=2, use_rslora=True, lora_dropout=0.3, **PLACES),
+    "DoRA": lambda: LoraConfig(r=2, use_dora=True, init_lora_weights=False, **PLACES),
+    "AdaLoRA": lambda: AdaLoraConfig(init_r=4, target_r=2, total_step=20, tinit=1, tfinal=5, **PLACES),
+    "VeRA": lambda: VeraConfig(r=4, **PLACES),
+    "VBLoRA": lambda: VBLoRAConfig(r=2, num_vectors=16, vector_length=4, topk=2, **PLACES),
+    "IA3": lambda: IA3Config(target_modules=["key", "dense"], feedforward_modules=["dense"]),
+    "prefix tuning": lambda: PrefixTuningConfig(num_virtual_tokens=2),
+    "prompt tuning": lambda: PromptTuningConfig(num_virtual_tokens=2),
+}
+FROZEN_BUFFERS = {"VeRA": "vera_"}  # random matrices that do not train, which this method keeps as buffers
+
+
+def adapted(method, dropout=0.0):
+    torch.manual_seed(0)
+    config = METHODS[method]()
+    config.task_type = "SEQ_CLS"
+    return get_peft_model(text_classifier(dropout), config)
+
+
+def shorter(steps=5):
+    """Room for virtual tokens among the model's ten positions."""
+    return [(words[:, :8], labels) for words, labels in data(steps)]
+
+
+class Masked(Logits):
+    """Virtual tokens need a mask to extend."""
+
+    def forward(self, words):
+        return self.model(input_ids=words, attention_mask=torch.ones_like(words)).logits
+
+
+def fit(net, optimizer, batches):
+    net.train()
+    for words, labels in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(net(words), labels).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
+    net, by_hand, plain = (Masked(adapted(method)) for _ in range(3))
+    frozen = {name: p.detach().clone() for name, p in net.named_parameters() if not p.requires_grad}
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
+    for (name, theirs), ours in pairs(net, optimizer.companion):
+        assert (ours.data_ptr() == theirs.data_ptr()) == (name in frozen), name
+    second = copy.deepcopy(by_hand).train()
+    bases = sgd(by_hand.train()), sgd(second)
+    torch.manual_seed(7)
+    fit(net, optimizer, shorter())
+    torch.manual_seed(7)
+    for words, labels in shorter():
+        dcl_step(by_hand, second, *bases, words, labels, F.cross_entropy, mse, weight=WEIGHT)
+    for ours, theirs in ((net, by_hand), (optimizer.companion, second)):
+        assert_same(dict(ours.named_parameters()), dict(theirs.named_parameters()), rtol=1e-4, atol=1e-6)
+    assert_same({name: p for name, p in net.named_parameters() if name in frozen}, frozen)
+    torch.manual_seed(7)
+    fit(plain, sgd(plain), shorter())
+    assert max((a - b).abs().max() for a, b in zip(plain.parameters(), net.parameters(), strict=True)) > 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_saved_state_of_every_method_holds_what_trains(method):
+    model = adapted(method)
+    optimizer = DCLOptimizer(sgd(model), model)
+    saved = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]["model"]
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    others = {name for name in saved if name not in trained}
+    assert trained <= saved.keys()
+    assert all(FROZEN_BUFFERS.get(method, "nothing else") in name for name in others)
+    assert bool(others) == (method in FROZEN_BUFFERS)
+    different = {t.data_ptr(): t.numel() for name, t in saved.items() if name in trained}
+    assert sum(different.values()) == trained_size(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str)
+def test_lora_in_trainer_is_the_hand_written_loop(options, tmp_path):
+    """Dropout in the model and in the adapters; checkpointing makes PEFT and Trainer put hooks of theirs on."""
+    model, expected = (adapted("LoRA with dropout", dropout=0.2) for _ in range(2))
+    optimizer, second = (DCLOptimizer(sgd(m), m, weight=WEIGHT) for m in (model, expected))
+    tape = Tape()
+    train(tmp_path, model, optimizer, sentences(), tape, gradient_accumulation_steps=2, **options)
+    repeat(expected, second, tape.updates(2, 6), autocast=options.get("bf16", False))
+    assert_same(model, expected)
+    assert_same(optimizer.state_dict(), second.state_dict())
+
+
+def test_lora_resumes_from_trainers_checkpoint_with_a_companion_of_the_adapters(tmp_path):
+    """The checkpoint has the adapters alone, and so has our part of it."""
+    settings = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "linear"}
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
+        model = adapted("LoRA with dropout")
+        optimizer = DCLOptimizer(sgd(model), model)
+        train(tmp_path, model, optimizer, sentences(), resume=checkpoint, **settings)
+        runs.append((model, optimizer))
+    (model, optimizer), (again, second) = runs
+    assert optimizer.logs()["step"] == second.logs()["step"] == 12
+    assert_same(again, model)
+    assert_same(second.state_dict(), optimizer.state_dict())
+    file = tmp_path / "checkpoint-4" / "optimizer.pt"
+    assert file.stat().st_size < 4 * sum(p.numel() for p in model.parameters()), "less than one copy of the model"
+
+
+def test_a_reference_forward_without_the_adapters_changes_no_bit():
+    """As preference optimisation takes it: the same model, adapters off, no gradients."""
+    runs = []
+    for with_reference in (True, False):
+        model = adapted("DoRA")
+        optimizer = DCLOptimizer(sgd(model), model, weight=WEIGHT)
+        model.train()
+        for words, labels in data():
+            if with_reference:
+                with torch.no_grad(), model.disable_adapter():
+                    model(input_ids=words)
+            optimizer.zero_grad()
+            F.cross_entropy(model(input_ids=words).logits, labels).backward()
+            optimizer.step()
+        runs.append((model, optimizer))
+    assert_same(runs[0][0], runs[1][0])
+    assert_same(runs[0][1].state_dict(), runs[1][1].state_dict())
+
+
+def test_after_a_change_of_adapters_the_model_is_wrapped_again():
+    """Which adapter is active is not in the weights: a companion of before would go on with the old one."""
+    model, net = (m := adapted("DoRA")), Masked(m)
+    fit(net, DCLOptimizer(sgd(net), net), shorter(2))
+    first = {name: p.detach().clone() for name, p in model.named_parameters() if ".default." in name}
+    torch.manual_seed(5)
+    model.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **PLACES))
+    model.set_adapter("second")
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
+    fit(net, optimizer, shorter(1))
+    assert optimizer.penalty == 0.0
+    fit(net, optimizer, shorter(3))
+    assert optimizer.penalty > 0.0
+    assert_same({name: p for name, p in model.named_parameters() if name in first}, first)
+    for (name, theirs), ours in pairs(net, optimizer.companion):
+        assert (ours.data_ptr() == theirs.data_ptr()) == (not theirs.requires_grad), name
