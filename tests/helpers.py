@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,8 @@ def _rank(rank: int, function: Callable[..., None], folder: str, args: tuple[Any
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     function(rank, Path(folder), *args)
-    gc.collect()  # a reducer that outlives its process group can abort the process
     dist.barrier()  # a rank that leaves early can break the other's last reduction
     dist.destroy_process_group()
+    # gloo's threads outlive the group where DDP was in it, and now and then abort the interpreter's exit, with any
+    # optimizer (pytorch#179291)
+    os._exit(0)
