@@ -40,3 +40,10 @@ def context_of(model: nn.Module) -> Context | None:
 def compile_with(module: nn.Module, context: Context) -> None:
     """Compile a module's call in place, as ``module.compile`` does."""
     module._compiled_call_impl = context(module._call_impl)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's own call is compiled."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return wrapped or module._compiled_call_impl is not None

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -52,6 +53,16 @@ class DCLOptimizer(ForecastOptimizer):
         companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
             penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
             norm sees the parts and dropout masks differ from the model's.
+        companion_every: the companion learns at every so many steps, at least 1 (default); its forecast holds the model
+            at every step.
+        companion_device: where the companion lives, as a second GPU. None (default) for the model's device. Random
+            draws are replayed on a device of the same kind.
+        companion_dtype: what the companion's weights are and what it computes in, as ``torch.bfloat16``. None (default)
+            for the model's. A companion of its own device or dtype shares no frozen parameters.
+        overlap: run the companion beside the model instead of after it, with the same numbers: on the CPU in a worker
+            thread, which gets half of torch's threads meanwhile; on a GPU on a stream of its own. Default False. Not
+            for models with activation checkpointing, nor with SyncBatchNorm or sharded parameters on several processes
+            (an error says so).
         criterion: the loss module, when the script has one: the factor on the loss is then read exactly, for any loss.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
@@ -102,6 +113,10 @@ class DCLOptimizer(ForecastOptimizer):
         companion_optimizer: Optimizer | MakeOptimizer | None = None,
         companion_lr_scale: float = 1.0,
         companion_fraction: float = 1.0,
+        companion_every: int = 1,
+        companion_device: torch.device | str | None = None,
+        companion_dtype: torch.dtype | None = None,
+        overlap: bool = False,
         criterion: nn.Module | None = None,
         loss_scale: Any = "auto",
         logits: Callable[[Any], Tensor] | None = None,
@@ -110,6 +125,8 @@ class DCLOptimizer(ForecastOptimizer):
     ) -> None:
         _check_number("companion_lr_scale", companion_lr_scale, float("inf"))
         _check_number("companion_fraction", companion_fraction, 1.0)
+        _check_every(companion_every)
+        _check_dtype(companion_dtype)
         make = functools.partial(
             Companion,
             model,
@@ -120,6 +137,10 @@ class DCLOptimizer(ForecastOptimizer):
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
             fraction=companion_fraction,
+            every=companion_every,
+            overlap=overlap,
+            device=None if companion_device is None else torch.device(companion_device),
+            dtype=companion_dtype,
         )
         super().__init__(
             base_optimizer,
@@ -153,3 +174,15 @@ def _check_number(name: str, value: Any, upper: float) -> None:
     if not 0 < cast(float, value) <= upper or value == float("inf"):
         allowed = f"in (0, {upper:g}]" if upper < float("inf") else "a positive finite number"
         raise ValueError(f"{name}={value!r} must be {allowed}")
+
+
+def _check_every(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"companion_every={value!r} must be an integer, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"companion_every={value!r} must be at least 1")
+
+
+def _check_dtype(value: Any) -> None:
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"companion_dtype={value!r} must be a floating-point torch.dtype or None")

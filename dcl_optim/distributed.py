@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import compress, repeat
+from operator import attrgetter, eq
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 
 def world_size() -> int:
@@ -29,15 +33,47 @@ def add_up(tensors: Iterable[Tensor]) -> None:
             work.wait()
 
 
+def lengths(tensor: Tensor) -> list[int]:
+    """How long each process's tensor is. Synchronises."""
+    own = torch.tensor([len(tensor)], device=tensor.device)
+    all_of_them = own.new_empty(world_size())
+    dist.all_gather_into_tensor(all_of_them, own)
+    return all_of_them.tolist()
+
+
+def from_each(tensor: Tensor, lengths: list[int]) -> Iterator[Tensor]:
+    """Hand out every process's tensor, by rank; they may differ in length. To be gone through to its end by all."""
+    for rank, length in enumerate(lengths):
+        held = tensor if rank == dist.get_rank() else tensor.new_empty(length, *tensor.shape[1:])
+        if length:
+            dist.broadcast(held, src=rank)
+        yield held
+
+
 def average(tensors: list[Tensor]) -> None:
     """Mean over the processes, in place; sharded gradients, which their shards' owner has averaged, are left."""
     if world_size() > 1:
-        whole = _whole(tensors)
-        add_up(whole)
-        for tensor in whole:
-            tensor.div_(world_size())
+        for together in _by_dtype(_whole(tensors)):
+            flat = _flatten_dense_tensors(together)  # one reduction, not one for each tensor
+            dist.all_reduce(flat)
+            torch._foreach_copy_(together, _unflatten_dense_tensors(flat.div_(world_size()), together))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is one over all processes, each of which holds its part."""
+    sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
+    return sharding is not None and isinstance(tensor, sharding.DTensor)
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
-    return [tensor for tensor in tensors if sharding is None or not isinstance(tensor, sharding.DTensor)]
+    tensors = list(tensors)
+    if not any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values())):
+        return tensors
+    return [tensor for tensor in tensors if not is_sharded(tensor)]
+
+
+def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype each, in the same order on every process."""
+    dtypes = list(map(attrgetter("dtype"), tensors))
+    for dtype in sorted(set(dtypes), key=str):
+        yield list(compress(tensors, map(eq, dtypes, repeat(dtype))))

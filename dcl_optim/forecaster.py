@@ -95,14 +95,19 @@ def _total(gradient: Tensor) -> Scale:
 class Forecaster(ABC):
     """A source of forecasts that learns from the model's logits; ``DCLOptimizer`` and ``DCPOptimizer`` hold one each.
 
-    The optimizer calls, for each training forward, :meth:`predict`; when its backward comes, :meth:`penalty` and
-    :meth:`observe`; before the next forward and before the step, :meth:`digest`; at the step, :meth:`prepare` before
-    the base optimizer moves the model, and :meth:`step` after it. :meth:`forget` drops what was observed since the last
-    step (a step that a gradient scaler skipped).
+    The optimizer calls, for each training forward, :meth:`begin` before it and :meth:`predict` after it; when its
+    backward comes, :meth:`penalty` and :meth:`observe`; before the next forward and before the step, :meth:`digest`; at
+    the step, :meth:`prepare` and :meth:`begin_step` before the base optimizer moves the model, and :meth:`step` after
+    it. :meth:`forget` drops what was observed since the last step (a step that a gradient scaler skipped).
     """
 
     # Whether predicting may draw random numbers, which then replay the model's.
     draws = True
+    # Whether it runs beside the model.
+    overlaps = False
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: RandomState, step: int) -> None:  # noqa: B027
+        """Begin what may run beside the model's forward, in training step number ``step``. Default: nothing."""
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, state: RandomState) -> None:  # noqa: B027
         """Fill ``forward.forecast`` or what else is known at the time of the call. Default: nothing."""
@@ -126,9 +131,21 @@ class Forecaster(ABC):
     def prepare(self) -> None:  # noqa: B027
         """Note what the script has set for this step, before the base optimizer moves the model. Default: nothing."""
 
+    def begin_step(self) -> None:  # noqa: B027
+        """Begin what may run beside the base optimizer's step, which takes no closure. Default: nothing."""
+
     @abstractmethod
     def step(self) -> None:
         """Learn from what was observed since the last step, if anything was."""
+
+    def forward_ended(self) -> None:  # noqa: B027
+        """A forward of the model has ended, by its result or by an error. Default: nothing."""
+
+    def rest(self) -> None:  # noqa: B027
+        """The model's backward has ended, if by an error. Default: nothing."""
+
+    def close(self) -> None:  # noqa: B027
+        """Stop what runs beside the caller; a later forward may start it again. Default: nothing."""
 
     def create_state(self) -> None:  # noqa: B027
         """Create optimizer state that the first step would create, for a checkpoint to load into. Default: nothing."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def outside_autocast(device: str) -> AbstractContextManager[Any]:
+@contextmanager
+def outside_autocast(device: str) -> Iterator[None]:
     """Leave the script's autocast, which the companion's backward may fall into and no backward is to run under."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    if not torch.is_autocast_enabled(device):
+        yield
+        return
+    torch.set_autocast_enabled(device, False)  # not torch.autocast, whose end may empty the cache of all threads
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, True)
 
 
 def cut(tree: Any) -> Any:
@@ -36,3 +44,32 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if type(tree) is dict:
         return {key: map_tensors(function, value) for key, value in tree.items()}
     return tree
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_of(item)
+    elif type(tree) is dict:
+        for item in tree.values():
+            yield from tensors_of(item)
+
+
+def to_place(tree: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """Bring tensors to the companion's own device, and those of floating point to its own dtype, where it has them."""
+    if device is None and dtype is None:
+        return tree
+    return map_tensors(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), tree)
+
+
+def batch_size(tree: Any) -> int:
+    """The first dimension of the first tensor that has one."""
+    return next((len(tensor) for tensor in tensors_of(tree) if tensor.ndim), 0)
+
+
+def part(tree: Any, batch: int, rows: slice) -> Any:
+    """Some rows of every tensor that has the batch as its first dimension."""
+    return map_tensors(lambda t: t[rows] if t.ndim and len(t) == batch else t, tree)

@@ -32,10 +32,13 @@ class MirroredOptimizer:
         lr_scale: the companion's learning rate divided by the base's.
         given: an optimizer of the companion's own, or a callable that builds one from parameters; it is then left
             alone, hyper-parameters and schedule too. None mirrors the base.
+
+    Attributes:
+        base: the optimizer of the model.
     """
 
     def __init__(self, base: Optimizer, model: nn.Module, lr_scale: float, given: Optimizer | MakeOptimizer | None):
-        self._base, self._model, self._lr_scale, self._given = base, model, lr_scale, given
+        self.base, self._model, self._lr_scale, self._given = base, model, lr_scale, given
         self._followed: list[int] = []  # for each of our groups the base's group it mirrors
         self._seen: list[dict[str, tuple[Any, int]]] = []  # the base's options after its last step, tensors' versions
 
@@ -57,19 +60,19 @@ class MirroredOptimizer:
             return self._given(trained)
         self._followed = list(groups)
         self.note()
-        return _second(self._base, [self._options(i) | {"params": groups[i]} for i in groups])
+        return _second(self.base, [self._options(i) | {"params": groups[i]} for i in groups])
 
     def follow(self, optimizer: Optimizer) -> None:
         """Copy what the script has changed in the base's groups since its last step."""
         for index, group in zip(self._followed, optimizer.param_groups, strict=False):
             seen = self._seen[index] if index < len(self._seen) else {}
-            for key, value in self._base.param_groups[index].items():
+            for key, value in self.base.param_groups[index].items():
                 if key not in NO_OPTIONS and not (key in seen and _is_same(value, *seen[key])):
                     _put(group, key, self._option(key, value))
 
     def note(self) -> None:
         """Remember the base's options: what differs from them at the next step is the script's doing."""
-        self._seen = [{key: (value, _version(value)) for key, value in g.items()} for g in self._base.param_groups]
+        self._seen = [{key: (value, _version(value)) for key, value in g.items()} for g in self.base.param_groups]
 
     def add_fresh(self, optimizer: Optimizer, companion: nn.Module) -> None:
         """Train the parameters that the companion has gained, each as its counterpart is trained."""
@@ -87,7 +90,7 @@ class MirroredOptimizer:
                 optimizer.add_param_group({"params": fresh})
 
     def _groups(self, companion: nn.Module, strangers: bool) -> dict[int, list[nn.Parameter]]:
-        group_of = {id(p): i for i, group in enumerate(self._base.param_groups) for p in group["params"]}
+        group_of = {id(p): i for i, group in enumerate(self.base.param_groups) for p in group["params"]}
         theirs = {id(p) for p in self._model.parameters()}
         named = {name: group_of.get(id(p)) for name, p in self._model.named_parameters()}
         groups: dict[int, list[nn.Parameter]] = {}
@@ -98,7 +101,7 @@ class MirroredOptimizer:
         return dict(sorted(groups.items()))
 
     def _options(self, index: int) -> dict[str, Any]:
-        group = self._base.param_groups[index]
+        group = self.base.param_groups[index]
         return {key: self._option(key, value) for key, value in group.items() if key not in NO_OPTIONS}
 
     def _option(self, key: str, value: Any) -> Any:

@@ -118,6 +118,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def _step_without(self) -> Any:
         self._require_forward()
         self.forecaster.digest()
+        self.forecaster.begin_step()
         self._regularizer.stepping = True
         try:
             return self.base.step()
@@ -191,6 +192,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
         self._regularizer.cleared = True
+        self.forecaster.rest()
         super().zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:

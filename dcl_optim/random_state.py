@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 RandomState = dict[torch.device, Tensor]
 
@@ -38,6 +41,13 @@ def restore(state: RandomState) -> None:
             torch.get_device_module(device).set_rng_state(value, device)
 
 
+def on_device(state: RandomState, device: torch.device | None) -> RandomState:
+    """The same streams for a network on another device of the same kind, if it is on another."""
+    if device is None or device in state:
+        return state
+    return {device if key.type == device.type else key: value for key, value in state.items()}
+
+
 @contextmanager
 def replayed(state: RandomState) -> Iterator[None]:
     """Draw from a captured state inside the block; afterwards the streams go on as if the block had not been."""
@@ -59,3 +69,55 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
         state = capture(optimizer.param_groups[0]["params"][0].device)
     yield
     restore(state)
+
+
+class OwnDraws(TorchDispatchMode):
+    """Inside the block, in this thread, random numbers come from a given generator and the default one stays untouched.
+
+    What another thread draws from the default generator meanwhile is then not mixed up with what is drawn here. The
+    numbers are those that the default generator would give from the same state.
+
+    Examples:
+        >>> state = torch.get_rng_state()
+        >>> first = torch.nn.functional.dropout(torch.ones(8))
+        >>> generator = torch.Generator()
+        >>> _ = generator.set_state(state)
+        >>> with OwnDraws(generator):
+        ...     again = torch.nn.functional.dropout(torch.ones(8))
+        >>> torch.equal(first, again)
+        True
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs)
+        if draws and kwargs.get("generator") is None:
+            func, kwargs = _with_generator(func), kwargs | {"generator": self._generator}
+        return func(*args, **kwargs)
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is attention without dropout, which draws nothing."""
+    given = dict(zip(_names(func), args, strict=False)) | kwargs
+    return "dropout_p" in _names(func) and given.get("dropout_p", 0.0) == 0.0
+
+
+@functools.cache
+def _names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@functools.cache
+def _with_generator(func: Any) -> Any:
+    """The overload of a random function that takes a generator, with the same arguments otherwise."""
+    overloads = [func, *(getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())]
+    for overload in overloads:
+        if set(_names(overload)) == {*_names(func), "generator"}:
+            return overload
+    raise RuntimeError(
+        f"overlap=True cannot replay {func}, which takes no generator, beside the model; pass overlap=False"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from dcl_optim.labels import Labels
 from dcl_optim.loss_scale import LossScale
 from dcl_optim.schedules import Schedule
 from dcl_optim.tap import Tap, conversion_source, find_loss, through
-from dcl_optim.wrapper import parameters_of
+from dcl_optim.wrapper import gradients_of, parameters_of
+
+_trains = attrgetter("requires_grad")
 
 
 class Regularizer:
@@ -79,12 +82,15 @@ class Regularizer:
         Tap.replace_others(self.model)
         self._tap, self.attached = Tap(self), True
         self._tap.attach_to_model(self.model)
+        if self.forecaster.overlaps:
+            self._tap.attach_to_end(self.model)
         if self._criterion is not None:
             self._tap.attach_to_criterion(self._criterion)
 
     def detach(self) -> None:
         """Take the hooks off; model and criterion are as they were."""
         self._tap.remove()
+        self.forecaster.close()
         self.attached = self.replaced = False
 
     def replace(self) -> None:
@@ -94,8 +100,8 @@ class Regularizer:
 
     # ---- the forward ---------------------------------------------------------------------------------------------
 
-    def before_forward(self, training: bool) -> None:
-        """Settle the previous batch, and remember where the random streams stand."""
+    def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Settle the previous batch, remember where the random streams stand, begin what runs beside the model."""
         self._random_state = None
         if not training or not torch.is_grad_enabled() or self._is_left_alone():
             return
@@ -105,6 +111,7 @@ class Regularizer:
         self.forecaster.digest()
         device = self._base.param_groups[0]["params"][0].device
         self._random_state = random_state.capture(device) if self.forecaster.draws else {}
+        self.forecaster.begin(args, kwargs, self._random_state, self.steps + 1)
 
     def _is_left_alone(self) -> bool:
         """Whether this forward is a counted one that checkpointing recomputes, torch.func's, or trains nothing."""
@@ -113,7 +120,7 @@ class Regularizer:
             return True
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return True
-        return not any(parameter.requires_grad for parameter in parameters_of(self._base))
+        return not any(map(_trains, parameters_of(self._base)))
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Make the forecast, and wait for the gradient of the logits."""
@@ -206,7 +213,7 @@ class Regularizer:
 
     def has_gradients(self) -> bool:
         """Whether any parameter that the base trains has a gradient."""
-        return any(parameter.grad is not None for parameter in parameters_of(self._base))
+        return next(gradients_of(self._base), None) is not None
 
     # ---- copies --------------------------------------------------------------------------------------------------
 

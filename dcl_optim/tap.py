@@ -45,6 +45,10 @@ class Tap:
             model.register_forward_hook(self.after_forward, with_kwargs=True),
         ]
 
+    def attach_to_end(self, model: nn.Module) -> None:
+        """Report the end of the model's forwards, also of those that raise."""
+        self._handles.append(model.register_forward_hook(self.forward_ended, always_call=True))
+
     def attach_to_criterion(self, criterion: nn.Module) -> None:
         """Report the criterion's labels and its loss to the optimizer."""
         self._handles.append(criterion.register_forward_hook(self.after_criterion, with_kwargs=True))
@@ -65,13 +69,19 @@ class Tap:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         regularizer = self._regularizer()
         if regularizer is not None:
-            regularizer.before_forward(module.training)
+            regularizer.before_forward(module.training, args, kwargs)
 
     @_outside_compiled_graphs
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         regularizer = self._regularizer()
         if regularizer is not None:
             regularizer.after_forward(args, kwargs, output)
+
+    @_outside_compiled_graphs
+    def forward_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        regularizer = self._regularizer()
+        if regularizer is not None:
+            regularizer.forecaster.forward_ended()
 
     @_outside_compiled_graphs
     def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:

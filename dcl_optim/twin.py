@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -27,14 +28,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return own
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    """Copy a model; frozen parameters are shared with the copy, trained ones and all buffers are its own.
+def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
+    """Copy a model; frozen parameters are shared with the copy if wanted, trained ones and all buffers are its own.
 
     Raises:
         RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
     """
     shared: dict[int, Any] = {
-        id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad
+        id(parameter): parameter for parameter in model.parameters() if share and not parameter.requires_grad
     }
     shared |= {id(group): group for group in _process_groups(model)}
     try:
@@ -56,22 +57,38 @@ def _process_groups(model: nn.Module) -> Iterator[Any]:
             yield from (value for value in vars(module).values() if isinstance(value, dist.ProcessGroup))
 
 
-def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+def build(
+    model: nn.Module,
+    companion: nn.Module | Callable[[], nn.Module] | None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
     """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds.
+
+    Args:
+        model: the model.
+        companion: None for a copy, a module, or a callable that builds one.
+        device: where it is to be; None leaves it where it is.
+        dtype: what its floating-point tensors are to be; None leaves them. Nothing of another place is shared.
 
     Raises:
         TypeError: what was given or built is no module.
         ValueError: it shares trained parameters with the model.
     """
     if companion is None:
-        return copy_of(model)
+        return move(copy_of(model, share=device is None and dtype is None), device, dtype)
     built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
     if not isinstance(built, nn.Module):
         raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if any(id(parameter) in trained for parameter in built.parameters()):
         raise ValueError("companion shares trained parameters with the model; it must have its own")
-    return built
+    return move(built, device, dtype)
+
+
+def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """Move a companion to its own device and dtype, where it has them."""
+    return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
 
 
 def copy_new_modules(model: nn.Module, twin: nn.Module) -> None:

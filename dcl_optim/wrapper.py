@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Iterator
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,10 +14,24 @@ from torch.optim import Optimizer
 
 from dcl_optim.callers import frames_of
 
+# Without a line of Python for each parameter: a step may look at all of them.
+_parameters, _gradient, _exists = itemgetter("params"), attrgetter("grad"), functools.partial(is_not, None)
+
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters that an optimizer trains, group by group."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return chain.from_iterable(map(_parameters, optimizer.param_groups))
+
+
+def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The gradients of those that have one."""
+    return filter(_exists, map(_gradient, parameters_of(optimizer)))
+
+
+def without_gradient(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that have none."""
+    missing = map(is_, map(_gradient, parameters_of(optimizer)), repeat(None))
+    return list(compress(parameters_of(optimizer), missing))
 
 
 def _asked_by_distributed_checkpoint() -> bool:

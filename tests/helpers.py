@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import sys
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import dcl_optim
 from dcl_optim import DCLOptimizer
 
 CLASSES, FEATURES = 5, 6
@@ -112,3 +122,167 @@ def _rank(rank: int, function: Callable[..., None], folder: str, args: tuple[Any
     # gloo's threads outlive the group where DDP was in it, and now and then abort the interpreter's exit, with any
     # optimizer (pytorch#179291)
     os._exit(0)
+
+
+# ---- instruments of tests/test_overhead.py ---------------------------------------------------------------------------
+
+PACKAGE = str(Path(dcl_optim.__file__).parent)
+# The work of networks and optimizers, which the wrapper has them do: not its own.
+OF_OTHERS = {"_wrapped_call_impl": "torch/nn/modules/module.py", "wrapper": "torch/optim/optimizer.py"}
+OF_OTHERS |= {"_call_impl": "torch/nn/modules/module.py", "zero_grad": "torch/optim/optimizer.py"}
+
+
+class WrappersWork:
+    """Counts, by place, the lines and calls of Python in the package and in what it calls, but for ``OF_OTHERS``.
+
+    A turn of a loop, of a comprehension and of a generator expression is a line or a call; one in C is none.
+    """
+
+    def __init__(self) -> None:
+        self.places: Counter[str] = Counter()
+        self._stack: list[str | None] = [None]  # for each call the place of the package that it is on behalf of
+
+    def _on_call(self, frame: Any, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        of_others = name.endswith(OF_OTHERS.get(frame.f_code.co_name, "\0"))
+        frame.f_trace_lines = name.startswith(PACKAGE) or (self._stack[-1] is not None and not of_others)
+        self._stack.append(self._stack[-1] if frame.f_trace_lines else None)
+        return self._on_line(frame, "line", None)
+
+    def _on_line(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_trace_lines:
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                self._stack[-1] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            self.places[self._stack[-1]] += 1
+        elif event == "return":
+            self._stack.pop()
+        return self._on_line
+
+    def __enter__(self) -> WrappersWork:
+        self._previous = sys.gettrace()
+        sys.settrace(self._on_call)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(self._previous)
+
+
+@contextmanager
+def two_processes() -> Iterator[None]:
+    """A group of two whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class NoTransfers(TorchDispatchMode):
+    """Raises where a device would be waited for and the meta device does not: copies to and fro, writes by a mask."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if len({tensor.device.type for tensor in tensors}) > 1:
+            raise AssertionError(f"{func} takes data from one device to another")
+        if "index_put" in func.name() and any(index.dtype == torch.bool for index in args[1] if index is not None):
+            raise AssertionError(f"{func} has to look at its mask")
+        return result
+
+
+@contextmanager
+def unreadable_device() -> Iterator[None]:
+    """The meta device in place of an accelerator: whoever asks it for a value gets an error.
+
+    Autocast does not know it, and leaves CUDA's to :func:`test_a_step_on_cuda_does_not_synchronise`.
+    """
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"), NoTransfers():
+        patch.setattr(torch, "autocast", lambda *arguments, **options: nullcontext())
+        patch.setattr(torch, "is_autocast_enabled", lambda device: False)
+        yield
+
+
+class Storages(TorchDispatchMode):
+    """Follows the memory of every tensor that is computed inside, also of those that only autograd holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._followed: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                # A weak reference holds its address, so no other storage can come to have it.
+                self._followed.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+    def live(self) -> tuple[int, int]:
+        """The number and the bytes of what is alive."""
+        self._followed = {address: entry for address, entry in self._followed.items() if not entry[0].expired()}
+        return len(self._followed), sum(size for _, size in self._followed.values())
+
+
+def live_tensors() -> tuple[int, int]:
+    """The number and the elements of the tensors that Python holds."""
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    return len(tensors), sum(tensor.numel() for tensor in tensors)
+
+
+def items_in_containers() -> int:
+    return sum(len(found) for found in gc.get_objects() if type(found) in (list, dict, set, tuple, deque))
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Give torch this many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def threads_of_forwards() -> Iterator[set[str]]:
+    """The names of the threads in which modules are called inside the block."""
+    names: set[str] = set()
+    note = nn.modules.module.register_module_forward_pre_hook(lambda *_: names.add(threading.current_thread().name))
+    with note:
+        yield names
+
+
+def worker_threads() -> list[threading.Thread]:
+    """The threads that run companions by now."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("dcl_optim")]
+
+
+def snapshot(optimizer: DCLOptimizer) -> dict[str, Any]:
+    """All that training has changed: both networks, both optimizers, the script's random stream."""
+    networks = {"model": optimizer.model.state_dict(), "companion": optimizer.companion.state_dict()}
+    optimizers = {"optimizer": optimizer.state_dict(), "chasing": optimizer.companion_optimizer.state_dict()}
+    return copy.deepcopy(networks | optimizers | {"random": torch.get_rng_state()})
+
+
+def assert_overlap_changes_nothing(script: Callable[[bool], DCLOptimizer], **tolerance: float) -> None:
+    """Run a script that takes overlap=; one that falls back to the serial way would prove nothing."""
+    found = {}
+    for overlap in (False, True):
+        with threads_of_forwards() as names:
+            found[overlap] = snapshot(script(overlap))
+        assert any(name.startswith("dcl_optim") for name in names) == overlap
+    assert_same(found[True], found[False], **tolerance)

@@ -1,0 +1,118 @@
+"""Keeping the companion as the model is: mode, forward, device, dtype, parameters that train by now."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim import compilation, distributed, twin
+from dcl_optim.mirror import MirroredOptimizer
+
+_training, _trains = attrgetter("training"), attrgetter("requires_grad")
+
+
+class Follower:
+    """Follows what a script does to the model, at each forward, with no work in Python that grows with the model.
+
+    Args:
+        called: the model as the script calls it, with its wrappers.
+        module: the companion.
+        is_copy: whether it is a copy of the model; one that is not follows the mode and its device only.
+        mirror: what built its optimizer.
+        optimizer: its optimizer.
+        device: the companion's own device; None for the model's.
+        dtype: the companion's own dtype; None for the model's.
+    """
+
+    def __init__(
+        self,
+        called: nn.Module,
+        module: nn.Module,
+        is_copy: bool,
+        mirror: MirroredOptimizer,
+        optimizer: Optimizer,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._called, self._model, self._module = called, twin.unwrapped(called), module
+        self._is_copy, self._mirror, self._optimizer = is_copy, mirror, optimizer
+        self._device, self._dtype = device, dtype
+        self._forward = vars(self._model).get("forward")
+        self._started = False
+        self._note_structure()
+
+    def follow(self) -> None:
+        """Bring the companion to where the model is."""
+        if not self._started:
+            self._start()
+        if not self._is_copy:
+            if self._module.training != self._model.training:
+                self._module.train(self._model.training)
+            return
+        self._follow_forward()
+        if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
+            for theirs, ours in zip(self._theirs, self._ours, strict=True):
+                ours.training = theirs.training
+        if any(map(_trains, self.shared)):
+            self.follow_parameters()
+        self._follow_place()
+
+    def follow_parameters(self) -> None:
+        """Take over modules and parameters that the model has gained, and parameters that it trains by now."""
+        if self._is_copy:
+            twin.copy_new_modules(self._model, self._module)
+            twin.copy_unfrozen(self._model, self._module)
+            twin.move(self._module, self._device, self._dtype)
+            self._mirror.add_fresh(self._optimizer, self._module)
+            self._note_structure()
+
+    def _note_structure(self) -> None:
+        theirs = {id(parameter) for parameter in self._model.parameters()}
+        self.shared = [parameter for parameter in self._module.parameters() if id(parameter) in theirs]
+        if self._is_copy:
+            self._theirs, self._ours = list(self._model.modules()), list(self._module.modules())
+            pairs = zip(self._model.parameters(), self._module.parameters(), strict=True)
+            self._sample = next((pair for pair in pairs if pair[0] is not pair[1]), None)
+
+    def _follow_forward(self) -> None:
+        """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
+        forward = vars(self._model).get("forward")
+        if forward is not self._forward:
+            self._forward = forward
+            if forward is None:
+                vars(self._module).pop("forward", None)
+            elif getattr(forward, "__self__", None) is self._model:
+                self._module.forward = MethodType(forward.__func__, self._module)
+
+    def _follow_place(self) -> None:
+        if self._sample is None:
+            return
+        their, our = self._sample
+        device, dtype = self._device or their.device, self._dtype or their.dtype
+        if our.device != device or our.dtype != dtype:
+            self._module.to(device=device, dtype=dtype)
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # casts the state to the parameters' place
+
+    def _start(self) -> None:
+        """At the first forward: the same weights on all processes, compiled as the model is."""
+        distributed.broadcast([p.data for p in self._module.parameters() if p.requires_grad])
+        distributed.broadcast(self._module.buffers())
+        context = compilation.context_of(self._called) if self._is_copy else None
+        if context is not None:
+            compilation.compile_with(self._module, context)
+        self._started = True
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The companion's tensors without those that it shares with the model."""
+        shared = {id(parameter) for parameter in self.shared}
+        named = dict(self._module.named_parameters(remove_duplicate=False))
+        state = self._module.state_dict()
+        return {name: t for name, t in state.items() if name not in named or id(named[name]) not in shared}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_started": False}  # torch leaves the compiled call out of copies

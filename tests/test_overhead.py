@@ -1,0 +1,336 @@
+"""What the wrapper costs beside the mathematics: Python per layer, waiting for a device, memory kept, garbage left."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    Storages,
+    WrappersWork,
+    batches,
+    items_in_containers,
+    live_tensors,
+    mlp,
+    no_collector,
+    one,
+    sgd,
+    two_processes,
+    unreadable_device,
+)
+
+
+def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
+    return DCLOptimizer(sgd(model), model, **options)
+
+
+def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
+    criterion = nn.CrossEntropyLoss()
+    return DCPOptimizer(sgd(model), model, **{"num_classes": CLASSES, "criterion": criterion} | options)
+
+
+def loss_of(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (optimizer._regularizer._criterion or F.cross_entropy)(optimizer.model(x), y)
+
+
+def plain(optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    loss_of(optimizer, x, y).backward()
+    optimizer.step()
+
+
+def closed(optimizer: Any, x: Tensor, y: Tensor) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(optimizer, x, y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def accumulated(optimizer: Any, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    for part, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+        (loss_of(optimizer, part, labels) / 2).backward()
+    optimizer.step()
+
+
+LOOPS = {"plain": plain, "closure": closed, "accumulation": accumulated}
+WRAPPERS = {"DCL": dcl, "DCP": dcp}
+ALL_WRAPPERS = WRAPPERS | {"DCL, overlap": lambda model: dcl(model, overlap=True)}
+Step = Callable[[Any, Tensor, Tensor], None]
+
+
+# ---- Python per layer ------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Many layers before the head; ``used`` says whether the forward calls them."""
+
+    def __init__(self, layers: int, used: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(layers)])
+        self.head, self._used = nn.Linear(FEATURES, CLASSES), used
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body if self._used else ():
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def frozen(layers: int) -> Deep:
+    model = Deep(layers)
+    model.body.requires_grad_(False)
+    return model
+
+
+def head_only(layers: int) -> DCLOptimizer:
+    model = frozen(layers)
+    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model)
+
+
+def in_groups(layers: int) -> DCLOptimizer:
+    model = Deep(layers)
+    groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
+    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model)
+
+
+SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
+    "DCL": (lambda layers: dcl(Deep(layers)), plain),
+    "DCL, closure": (lambda layers: dcl(Deep(layers)), closed),
+    "DCL, accumulation": (lambda layers: dcl(Deep(layers)), accumulated),
+    "DCL, two groups": (in_groups, plain),
+    "DCL, given companion": (lambda layers: dcl(Deep(layers), companion=Deep(layers)), plain),
+    "DCL, part of the batch": (lambda layers: dcl(Deep(layers), companion_fraction=0.5), plain),
+    "DCL, every second step": (lambda layers: dcl(Deep(layers), companion_every=2), plain),
+    "DCL, frozen layers shared": (head_only, plain),
+    "DCL, frozen layers in the optimizer": (lambda layers: dcl(frozen(layers)), plain),
+    "DCL, closure, frozen layers": (lambda layers: dcl(frozen(layers)), closed),
+    "DCL, accumulation, frozen layers": (lambda layers: dcl(frozen(layers)), accumulated),
+    "DCL, layers without a gradient": (lambda layers: dcl(Deep(layers, used=False)), plain),
+    "DCL, closure, layers without a gradient": (lambda layers: dcl(Deep(layers, used=False)), closed),
+    "DCL, float16": (lambda layers: dcl(Deep(layers).half(), criterion=nn.CrossEntropyLoss()), plain),
+    "DCP": (lambda layers: dcp(Deep(layers)), plain),
+    "DCP, closure": (lambda layers: dcp(Deep(layers)), closed),
+    "DCP, frozen layers in the optimizer": (lambda layers: dcp(frozen(layers)), plain),
+    "DCP, accumulation, frozen layers": (lambda layers: dcp(frozen(layers)), accumulated),
+    "DCP, layers without a gradient": (lambda layers: dcp(Deep(layers, used=False)), plain),
+}
+
+
+def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
+    dtype = next(optimizer.model.parameters()).dtype
+    *first, last = batches(4, dtype=dtype)
+    for batch in first:
+        step(optimizer, *batch)
+    with WrappersWork() as work:
+        step(optimizer, *last)
+    return work.places
+
+
+def assert_flat(few: Counter[str], some: Counter[str], many: Counter[str]) -> None:
+    assert sum(few.values()) > 30
+    counts = {place: (few[place], some[place], many[place]) for place in sorted(few | some | many)}
+    growing = {place: count for place, count in counts.items() if len(set(count)) > 1}
+    assert not growing, f"lines and calls for 2, 20 and 200 layers, by place: {growing}"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_step_does_no_more_python_for_more_layers(scenario):
+    make, step = SCENARIOS[scenario]
+    assert_flat(*(work_of_a_step(make(layers), step) for layers in (2, 20, 200)))
+
+
+def test_a_step_of_several_processes_does_no_more_python_for_more_layers():
+    with two_processes():
+        assert_flat(*(work_of_a_step(dcl(Deep(layers)), plain) for layers in (2, 20, 200)))
+
+
+def test_the_count_sees_a_loop_over_parameters():
+    def work(layers: int) -> int:
+        optimizer = dcl(Deep(layers))
+        with WrappersWork() as work:
+            optimizer.state_dict()
+        return sum(work.places.values())
+
+    assert work(20) - work(2) >= 2 * 18
+
+
+# ---- waiting for a device --------------------------------------------------------------------------------------------
+
+
+class Small(nn.Sequential):
+    def __init__(self, dtype: torch.dtype = torch.float32, classes: int = CLASSES) -> None:
+        super().__init__(nn.Linear(FEATURES, 12, dtype=dtype), nn.BatchNorm1d(12, dtype=dtype), nn.ReLU())
+        self.append(nn.Linear(12, classes, dtype=dtype))
+
+
+def softly(optimizer: Any, x: Tensor, y: Tensor) -> None:
+    plain(optimizer, x, torch.eye(CLASSES)[y])
+
+
+UNREADABLE: dict[str, tuple[Callable[[], Any], Step]] = {
+    "DCL": (lambda: dcl(Small()), plain),
+    "DCL, bfloat16": (lambda: dcl(Small(torch.bfloat16)), plain),
+    "DCL, closure": (lambda: dcl(Small()), closed),
+    "DCL, criterion": (lambda: dcl(Small(), criterion=nn.CrossEntropyLoss()), plain),
+    "DCL, criterion, accumulation": (lambda: dcl(Small(), criterion=nn.CrossEntropyLoss()), accumulated),
+    "DCL, number, accumulation": (lambda: dcl(Small(), loss_scale=0.5), accumulated),
+    "DCL, part of the batch": (lambda: dcl(Small(), companion_fraction=0.5), plain),
+    "DCL, every second step": (lambda: dcl(Small(), companion_every=2), plain),
+    "DCL, companion in bfloat16": (lambda: dcl(Small(), companion_dtype=torch.bfloat16), plain),
+    "DCL, weight 0": (lambda: dcl(Small(), weight=0.0), plain),
+    "DCP": (lambda: dcp(Small()), plain),
+    "DCP, bfloat16": (lambda: dcp(Small(torch.bfloat16)), plain),
+    "DCP, closure": (lambda: dcp(Small()), closed),
+    "DCP, accumulation": (lambda: dcp(Small()), accumulated),
+    "DCP, soft labels": (lambda: dcp(Small()), softly),
+    "DCP, many classes": (lambda: dcp(Small(classes=600), num_classes=600), plain),
+    "DCP, per_class": (lambda: dcp(Small(), reduction="per_class"), plain),
+}
+for name in ("l1", "kl", "infonce"):
+    UNREADABLE[f"DCL, {name}"] = (lambda name=name: dcl(Small(), distance=name), plain)
+    UNREADABLE[f"DCP, {name}"] = (lambda name=name: dcp(Small(), distance=name), plain)
+
+
+@pytest.mark.parametrize("scenario", UNREADABLE)
+def test_a_step_asks_the_device_for_nothing(scenario):
+    make, step = UNREADABLE[scenario]
+    with unreadable_device():
+        optimizer = make()
+        for _ in range(3):
+            step(optimizer, torch.randn(16, FEATURES), torch.randint(CLASSES, (16,)))
+    assert optimizer._regularizer.steps == 3
+    assert optimizer._regularizer.last["penalty"].device.type == "meta"
+
+
+@pytest.mark.parametrize("reading", [lambda t: t.item(), lambda t: t[t > 0], lambda t: t.cpu(), lambda t: bool(t > 0)])
+def test_a_look_at_the_unreadable_device_is_an_error(reading):
+    with unreadable_device(), pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
+        reading(torch.ones(()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("wrapper", ALL_WRAPPERS)
+def test_a_step_on_cuda_does_not_synchronise(wrapper, loop, autocast):
+    optimizer = ALL_WRAPPERS[wrapper](Small().cuda())
+    data = [(x.cuda(), y.cuda()) for x, y in batches(6, dtype=torch.float32)]
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        for batch in data[:3]:  # torch's first calls load kernels; "auto" looks once at a second backward's gradient
+            LOOPS[loop](optimizer, *batch)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch in data[3:]:
+                LOOPS[loop](optimizer, *batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optimizer._regularizer.steps == 6
+
+
+# ---- memory kept, garbage left ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", ALL_WRAPPERS)
+def test_a_thousand_steps_keep_no_more_memory_than_ten(wrapper):
+    optimizer, data = ALL_WRAPPERS[wrapper](mlp()), list(batches(4))
+    schedule = itertools.cycle(itertools.product(LOOPS.values(), data))
+
+    def memory_after(steps: int) -> tuple[tuple[int, int], int, int]:
+        for step, batch in itertools.islice(schedule, steps):
+            step(optimizer, *batch)
+        if wrapper == "DCL, overlap":
+            optimizer.forecaster._overlap.lane.close()  # a worker drops its last piece of work when it likes
+        gc.collect()
+        return live_tensors(), items_in_containers(), sys.getallocatedblocks()
+
+    (tensors, items, blocks), (tensors_later, items_later, blocks_later) = memory_after(24), memory_after(984)
+    assert tensors_later == tensors
+    # What Python and torch keep for themselves goes up and down a little; a leak is at least one a step.
+    assert items_later - items < 500
+    assert blocks_later - blocks < 500
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_leaves_nothing_to_the_garbage_collector(wrapper, loop):
+    optimizer, batch = WRAPPERS[wrapper](Small(torch.float64)), one()
+    with no_collector(), Storages() as storages:
+        kept = []
+        for _ in range(8):
+            LOOPS[loop](optimizer, *batch)
+            kept.append(storages.live())
+    assert kept[2:] == kept[2:3] * 6
+
+
+def test_a_step_beside_the_model_leaves_nothing_to_the_garbage_collector():
+    optimizer, batch, kept = dcl(mlp(), overlap=True), one(), []
+    with no_collector():
+        for _ in range(2):
+            for _ in range(3):
+                plain(optimizer, *batch)
+            optimizer.forecaster._overlap.lane.close()
+            kept.append(live_tensors())
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_batch_takes_its_memory_along_with_the_scripts_variables(wrapper):
+    model = Small(torch.float64)
+    optimizer = WRAPPERS[wrapper](model)
+    small, large = (next(batches(1, size=size)) for size in (16, 48))
+    with no_collector(), Storages() as storages:
+        for _ in range(3):
+            plain(optimizer, *small)
+        before = storages.live()
+        output = model(large[0])  # no backward: the forecast and its graph wait for none
+        during = storages.live()
+        del output
+        after_forward = storages.live()
+        plain(optimizer, *large)
+        after_step = storages.live()
+    assert during > before
+    assert after_forward == after_step == before
+
+
+def test_the_companions_activations_end_with_the_step_though_the_output_is_kept():
+    model, (x, y) = Small(torch.float64), one()
+    optimizer, activations = dcl(model), []
+    optimizer.companion[0].register_forward_hook(
+        lambda module, inputs, output: activations.append(StorageWeakRef(output.untyped_storage()))
+    )
+    with no_collector():
+        output = model(x)
+        assert [activation.expired() for activation in activations] == [False]
+        F.cross_entropy(output, y).backward()
+        optimizer.step()
+        assert [activation.expired() for activation in activations] == [True]
+        assert output.grad_fn is not None
+
+
+def test_a_cycle_that_holds_a_tensor_is_seen():
+    with no_collector(), Storages() as storages:
+        before = storages.live()
+        cycle: list[Any] = [torch.zeros(3) + 1]
+        cycle.append(cycle)
+        del cycle
+        assert storages.live() > before

@@ -1,0 +1,138 @@
+"""overlap=True leaves no thread behind: after detaching, after errors, with the optimizer, with the interpreter."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch.nn.functional as F
+
+from tests.helpers import batches, mlp, one, train, wrap
+from tests.test_overlap_threads import failing_in, network, report_steps
+
+
+def trained():
+    model = mlp()
+    optimizer = wrap(model, overlap=True)
+    train(model, optimizer, batches(3))
+    return model, optimizer
+
+
+@pytest.fixture
+def new_threads():
+    """A function that lists the threads that the test has started and that still run."""
+    gc.collect()
+    existing = set(threading.enumerate())
+    return lambda: [thread for thread in threading.enumerate() if thread not in existing]
+
+
+def test_detaching_ends_the_thread_at_once(new_threads):
+    _, optimizer = trained()
+    assert len(new_threads()) == 1
+    optimizer.detach()
+    assert new_threads() == []
+
+
+def test_detaching_between_forward_and_step_ends_the_thread(new_threads):
+    model, optimizer = trained()
+    z = model(one()[0])
+    F.cross_entropy(z, one()[1]).backward()
+    optimizer.detach()
+    assert new_threads() == []
+
+
+def test_wrapping_the_model_again_ends_the_thread(new_threads):
+    model, optimizer = trained()
+    second = wrap(model, overlap=True)
+    assert new_threads() == []
+    train(model, second, batches(2))
+    assert len(new_threads()) == 1
+    del optimizer
+
+
+@pytest.mark.parametrize("after", ["a step", "a forward", "a backward"])
+def test_an_optimizer_that_is_gone_takes_its_thread_along_without_the_collector(after, new_threads):
+    model, optimizer = trained()
+    if after != "a step":
+        z = model(one()[0])
+        if after == "a backward":
+            F.cross_entropy(z, one()[1]).backward()
+        del z
+    gc.disable()
+    try:
+        (thread,) = new_threads()
+        del optimizer
+        thread.join(timeout=20)
+        assert new_threads() == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+def test_errors_leave_one_thread_at_most(place, new_threads):
+    def function(where):
+        if armed:
+            failing_in(place)(where)
+
+    armed = False
+    model = network(function)
+    optimizer = wrap(model, overlap=True)
+    report_steps(optimizer, function)
+    train(model, optimizer, batches(2))
+    for _ in range(5):
+        armed = True
+        with pytest.raises(ZeroDivisionError):
+            train(model, optimizer, batches(1))
+        armed = False
+    assert len(new_threads()) == 1
+    optimizer.detach()
+    assert new_threads() == []
+
+
+def test_many_optimizers_in_turn_leave_no_thread(new_threads):
+    for _ in range(20):
+        trained()
+    for thread in new_threads():
+        thread.join(timeout=20)
+    assert new_threads() == []
+
+
+EXITS = {
+    "between forward and backward": ("z = model(x)", 0),
+    "between backward and step": ("F.cross_entropy(model(x), y).backward()", 0),
+    "by an exception inside the model": ("model[1].forward = lambda h: sys.exit(4); model(x)", 4),
+}
+SCRIPT = """
+import os, sys, torch, torch._dynamo
+import torch.nn.functional as F
+from dcl_optim import DCLOptimizer
+
+started = []
+for statements in sys.argv[1:]:  # each in a process of its own, which all have this one's imports
+    started.append(os.fork())
+    if started[-1]:
+        continue
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 5))
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    x, y = torch.ones(8, 6), torch.zeros(8, dtype=torch.long)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    exec(statements)
+    break
+else:
+    print(*(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started))
+"""
+
+
+def test_interpreters_end_in_the_middle_of_a_step_without_a_word():
+    command = [sys.executable, "-c", SCRIPT, *(statements for statements, _ in EXITS.values())]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    codes = dict(zip(EXITS, process.stdout.split(), strict=True))
+    assert codes == {name: str(code) for name, (_, code) in EXITS.items()}
+    assert process.stderr == ""
