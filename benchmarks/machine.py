@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import dcl_optim
+
+OPTIONAL = ("torchvision", "pytorch_optimizer", "schedulefree")
 
 
 def processor() -> str:
@@ -28,15 +32,24 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def machine() -> dict[str, str | int]:
-    """Processor, cores, torch's threads, operating system."""
-    return {"cpu": processor(), "cores": cores(), "threads": torch.get_num_threads(), "os": platform.platform()}
+def machine(device: str = "cpu") -> dict[str, str | int]:
+    """Processor, cores, torch's threads, operating system, and the accelerator's name where one is used."""
+    found: dict[str, str | int] = {
+        "cpu": processor(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "os": platform.platform(),
+    }
+    if torch.device(device).type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+    return found
 
 
 def versions() -> dict[str, str]:
-    """Python, torch and the library."""
-    return {
+    """Python, torch, the library, and what the methods are taken from."""
+    own = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "dcl_optim": dcl_optim.__version__,
     }
+    return own | {package: version(package) for package in OPTIONAL if find_spec(package) is not None}

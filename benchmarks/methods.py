@@ -1,158 +1,194 @@
-"""One training step of every method that is compared, as a callable without arguments."""
+"""The methods that are compared: plain training, Deep Companion Learning in three forms, and its neighbours.
+
+All train the very same model on the same batches with the same SGD, but for Schedule-Free, which is an SGD of its own.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch import nn
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.models import CLASSES, Batches
+from benchmarks.script import Script, Training, sgd, tensors_in, trained
+from benchmarks.setting import Setting
+from benchmarks.variants import write_script
+from benchmarks.workloads import Workload
 from dcl_optim import DCLOptimizer, DCPOptimizer
 
 WEIGHT, ALPHA = 1.0, 0.6
+EMA_DECAY = 0.999
+LOOKAHEAD_STEPS = 5
 
 
-def _nothing() -> list[Tensor]:
-    return []
-
-
-@dataclass
-class Training:
-    """A model in training by one method, ready to take steps and to be weighed.
-
-    Attributes:
-        step: one training step.
-        model: what it trains.
-        optimizers: every optimizer that holds state, the model's own first.
-        companion: the second network, where the method has one.
-        others: further tensors that the method keeps from step to step.
-    """
-
-    step: Callable[[], None]
-    model: nn.Module
-    optimizers: list[Optimizer]
-    companion: nn.Module | None = None
-    others: Callable[[], list[Tensor]] = field(default=_nothing)
-
-    def memory(self) -> dict[str, int]:
-        """Count what stays allocated between steps; meaningful once a step has made the optimizers' state."""
-        companion = self.companion
-        parameters = list(companion.parameters()) if companion is not None else []
-        buffers = list(companion.buffers()) if companion is not None else []
-        state = [_bytes(_tensors(dict(optimizer.state))) for optimizer in self.optimizers]
-        return {
-            "parameters_added": sum(p.numel() for p in parameters),
-            "parameter_bytes_added": _bytes(parameters),
-            "other_bytes_added": _bytes(buffers) + _bytes(self.others()),
-            "optimizer_state_bytes": sum(state),
-            "optimizer_state_bytes_added": sum(state[1:]),
-        }
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
-    """The base optimizer of every method; the rate is low so that noise with random labels stays finite."""
-    return SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4)
-
-
-def _loop(
-    model: nn.Module, optimizer: Optimizer, batches: Batches, criterion: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[[], None]:
-    """The loop of any script; every method but the handwritten one runs this very code."""
-    endless = itertools.cycle(batches)
-
-    def step() -> None:
-        x, y = next(endless)
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def plain(model: nn.Module, batches: Batches) -> Training:
+def plain(script: Script) -> Training:
     """SGD alone."""
-    optimizer = sgd(model.parameters())
-    return Training(_loop(model, optimizer, batches, F.cross_entropy), model, [optimizer])
+    optimizer = sgd(trained(script.model))
+    return Training(script.loop(optimizer), script.model, [optimizer])
 
 
-def handwritten(model: nn.Module, batches: Batches) -> Training:
+def handwritten(script: Script) -> Training:
     """Deep Companion Learning written into the loop by someone who knows it: what the wrapper must not exceed."""
-    companion = copy.deepcopy(model)
+    model, setting = script.model, script.setting
+    companion = setting.compile(copy.deepcopy(model))
     optimizer, companion_optimizer = sgd(model.parameters()), sgd(companion.parameters())
-    endless = itertools.cycle(batches)
+    endless = itertools.cycle(script.batches)
 
     def step() -> None:
         x, y = next(endless)
-        z, c = model(x), companion(x)
+        with setting.autocast():
+            z, c = model(x), companion(x)
+            loss = F.cross_entropy(z, y) + WEIGHT * F.mse_loss(z, c.detach())
+            chase = F.mse_loss(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach())
         optimizer.zero_grad()
-        loss = F.cross_entropy(z, y) + WEIGHT * F.mse_loss(z, c.detach())
         loss.backward()
         optimizer.step()
         companion_optimizer.zero_grad()
-        chase = F.mse_loss(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach())
         chase.backward()
         companion_optimizer.step()
 
     return Training(step, model, [optimizer, companion_optimizer], companion)
 
 
-def companion_learning(model: nn.Module, batches: Batches, fraction: float = 1.0) -> Training:
-    """The same by wrapping the optimizer."""
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, alpha=ALPHA, companion_fraction=fraction)
-    step = _loop(model, optimizer, batches, F.cross_entropy)
-    return Training(step, model, [optimizer.base, optimizer.companion_optimizer], optimizer.companion)
+def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | None = None, **options: Any) -> Training:
+    """The same by wrapping the optimizer; ``finish`` is what a script does to the wrapper before it trains."""
+    base = sgd(trained(script.model))
+    optimizer = DCLOptimizer(base, script.model, weight=WEIGHT, alpha=ALPHA, **options)
+    if finish is not None:
+        finish(optimizer)
+    state = [optimizer.base, optimizer.companion_optimizer]
+    return Training(script.loop(optimizer), script.model, state, optimizer.companion)
 
 
-def companion_learning_on_a_tenth(model: nn.Module, batches: Batches) -> Training:
-    """The companion learns from a tenth of each batch; the penalty covers all of it."""
-    return companion_learning(model, batches, fraction=0.1)
-
-
-def companion_prototype(model: nn.Module, batches: Batches) -> Training:
+def companion_prototype(script: Script) -> Training:
     """Class prototypes in the companion's place."""
     criterion = nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(sgd(model.parameters()), model, CLASSES, weight=WEIGHT, alpha=ALPHA, criterion=criterion)
+    optimizer = DCPOptimizer(
+        sgd(trained(script.model)), script.model, script.work.classes, weight=WEIGHT, alpha=ALPHA, criterion=criterion
+    )
+    return Training(
+        script.loop(optimizer, criterion),
+        script.model,
+        [optimizer.base],
+        others=lambda: tensors_in(optimizer.forecaster.state_dict()),
+    )
 
-    def kept() -> list[Tensor]:
-        return list(_tensors(optimizer.forecaster.state_dict()))
 
-    return Training(_loop(model, optimizer, batches, criterion), model, [optimizer.base], others=kept)
+def sharpness_aware(script: Script) -> Training:
+    """SAM: a second forward and backward at perturbed weights; it builds the same SGD from the same arguments."""
+    from pytorch_optimizer import SAM
+
+    like = sgd(trained(script.model)).defaults
+    optimizer = SAM(trained(script.model), SGD, rho=0.05, **{k: like[k] for k in ("lr", "momentum", "weight_decay")})
+    endless = itertools.cycle(script.batches)
+
+    def step() -> None:
+        x, y = next(endless)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = script.loss(x, y)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+
+    return Training(step, script.model, [optimizer.base_optimizer])
 
 
-METHODS: dict[str, Callable[[nn.Module, Batches], Training]] = {
-    "plain": plain,
-    "handwritten": handwritten,
-    "DCLOptimizer": companion_learning,
-    "DCLOptimizer fraction 10 %": companion_learning_on_a_tenth,
-    "DCPOptimizer": companion_prototype,
+def lookahead(script: Script) -> Training:
+    """Lookahead: slow weights that follow the fast ones every fifth step."""
+    from pytorch_optimizer import Lookahead
+
+    base = sgd(trained(script.model))
+    optimizer = Lookahead(base, k=LOOKAHEAD_STEPS, alpha=0.5)
+    return Training(script.loop(optimizer), script.model, [base, optimizer])
+
+
+def weight_average(script: Script) -> Training:
+    """An exponential moving average of the weights, updated at each step."""
+    optimizer = sgd(trained(script.model))
+    average = AveragedModel(script.model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY))
+    step = script.loop(optimizer, after=lambda: average.update_parameters(script.model))
+    return Training(step, script.model, [optimizer], average)
+
+
+def schedule_free(script: Script) -> Training:
+    """Schedule-Free SGD, which keeps its average itself; it cannot wrap another SGD."""
+    from schedulefree import SGDScheduleFree
+
+    optimizer = SGDScheduleFree(trained(script.model), lr=0.01, momentum=0.9, weight_decay=5e-4)
+    optimizer.train()
+    return Training(script.loop(optimizer), script.model, [optimizer])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        name: what it is called there.
+        build: puts the method into a script.
+        variant: what the script itself does to its model; the row is divided by plain training that does it too.
+        package: the optional package it needs.
+        period: the steps after which its costs repeat.
+    """
+
+    name: str
+    build: Callable[[Script], Training]
+    variant: str = ""
+    package: str = ""
+    period: int = 1
+
+    @property
+    def reference(self) -> str:
+        """The name of the row that this one is divided by."""
+        return plain_row(self.variant).name
+
+
+def plain_row(variant: str = "") -> Row:
+    """Plain training in a variant of the script."""
+    return Row(f"plain, {variant}" if variant else "plain", plain, variant)
+
+
+METHODS: dict[str, Row] = {
+    row.name: row
+    for row in (
+        plain_row(),
+        Row("handwritten", handwritten),
+        Row("DCLOptimizer", companion_learning),
+        Row("DCPOptimizer", companion_prototype),
+        Row("SAM", sharpness_aware, package="pytorch_optimizer"),
+        Row("Lookahead", lookahead, package="pytorch_optimizer", period=LOOKAHEAD_STEPS),
+        Row("EMA of the weights", weight_average),
+        Row("Schedule-Free SGD", schedule_free, package="schedulefree"),
+    )
 }
 
 
-def start(method: str, model: nn.Module, batches: Batches, warm_up: int = 2) -> Training:
-    """Set a method up and take its first steps, which allocate what later ones reuse."""
-    training = METHODS[method](model.train(), batches)
+def missing(packages: set[str]) -> str:
+    """Name the optional packages that are not installed and what installs them; empty if all are."""
+    absent = sorted(package for package in packages if package and find_spec(package) is None)
+    return f"{', '.join(absent)} is missing: pip install -e '.[integrations]'" if absent else ""
+
+
+def start(row: Row, work: Workload, setting: Setting | None = None, warm_up: int = 2) -> Training:
+    """Set a method up and take its first steps, which allocate what later ones reuse.
+
+    Raises:
+        RuntimeError: its weights are not finite after them.
+    """
+    training = row.build(write_script(work, setting or Setting(), row.variant))
     for _ in range(warm_up):
         training.step()
-    if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
-        raise RuntimeError(f"{method} diverged while warming up: its times would mean nothing")
+    if not all(bool(parameter.isfinite().all()) for parameter in training.model.parameters()):
+        raise RuntimeError(f"{row.name} diverged while warming up: its times would mean nothing")
     return training

@@ -1,4 +1,4 @@
-"""Time every method on the chosen networks and write the figures to a JSON file."""
+"""Time what you choose, side by side, and write the figures to a JSON file with a table and a picture."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import argparse
 import datetime
 import json
 import shlex
-import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import table, timing
+from benchmarks import growth, knobs, measure, plot, second_device, table, threads
 from benchmarks.machine import machine, versions
-from benchmarks.methods import METHODS, start
-from benchmarks.models import WORKLOADS
+from benchmarks.measure import say
+from benchmarks.methods import METHODS, Row, missing
+from benchmarks.setting import PRECISIONS, Setting
+from benchmarks.workloads import ON_CPU, ON_CUDA, WORKLOADS, Workload
+
+PARTS = ("methods", "knobs", "memory", "overlap", "growth")
+# Without --models: a table of all methods on each network, and the knobs where they differ most.
+DEFAULT_MODELS = {
+    "cpu": {"methods": list(ON_CPU), "knobs": ["cnn", "resnet18"], "overlap": list(ON_CPU)},
+    "cuda": {"methods": [*ON_CPU, *ON_CUDA], "knobs": ["resnet18-128"], "overlap": []},
+}
 
 
 def positive(kind: type[int] | type[float]) -> Any:
@@ -34,66 +44,121 @@ def positive(kind: type[int] | type[float]) -> Any:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, epilog="python -m benchmarks table FILE prints the table"
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog="python -m benchmarks table FILE prints a file's tables, python -m benchmarks plot FILE draws it",
     )
-    made.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="NAME")
-    made.add_argument("--rounds", type=positive(int), default=21, help="rounds over all methods (default 21)")
+    rows = ", ".join(dict.fromkeys([*METHODS, *knobs.KNOBS]))
+    made.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    made.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="NAME", help=", ".join(WORKLOADS))
+    made.add_argument("--methods", nargs="+", metavar="NAME", help=f"rows of the tables beside plain: {rows}")
+    made.add_argument("--series", nargs="+", choices=growth.SERIES, default=list(growth.SERIES), metavar="NAME",
+                      help=f"what grows: {', '.join(growth.SERIES)}")  # fmt: skip
+    made.add_argument("--rounds", type=positive(int), default=11, help="rounds over all rows (default 11)")
     made.add_argument("--threads", type=positive(int), default=2, help="torch.set_num_threads (default 2)")
-    made.add_argument("--slot", type=positive(float), default=0.2, help="seconds per method and round (default 0.2)")
-    made.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
-    made.add_argument("--name", help="the JSON file's name without .json (default: the date and the threads)")
+    made.add_argument("--slot", type=positive(float), default=0.2, help="seconds a row and round (default 0.2)")
+    made.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
+    made.add_argument("--precision", choices=PRECISIONS, default="float32", help=" or ".join(PRECISIONS))
+    made.add_argument("--compile", action="store_true", help="compile the networks")
+    made.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the files")
+    made.add_argument("--name", help="the files' name without its suffix (default: the date and the threads)")
     return made
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line and refuse what cannot be run before anything is measured."""
+    made = parser()
+    options = made.parse_args(arguments)
+    unknown = sorted(set(options.methods or []) - set(METHODS) - set(knobs.KNOBS))
+    if unknown:
+        made.error(f"argument --methods: unknown {', '.join(map(repr, unknown))}; choose from --help's")
+    try:
+        kind = torch.device(options.device).type
+        torch.zeros(1, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        made.error(f"argument --device: {options.device!r} cannot be used: {error}")
+    defaults = DEFAULT_MODELS["cuda" if kind == "cuda" else "cpu"]
+    options.of_part = {part: list(dict.fromkeys(options.models or models)) for part, models in defaults.items()}
+    lacking = missing({package for part in options.parts for package in _packages(part, options)})
+    if lacking:
+        made.error(lacking)
+    return options
 
 
-def measure(name: str, rounds: int, slot_seconds: float) -> dict[str, Any]:
-    """Time every method on one network."""
-    work = WORKLOADS[name]
-    trainings = {method: start(method, work.model(), work.batches()) for method in METHODS}
-    steps = {method: training.step for method, training in trainings.items()}
-    count = timing.steps_per_slot(steps, slot_seconds)
-    _say(f"{work.title}, batch {work.batch_size}: {rounds} rounds of {len(steps)} methods, {count} steps each")
-    times = timing.interleaved(steps, rounds, count, lambda done: _say(f"  round {done} of {rounds}"))
-    methods = [
-        {
-            "name": method,
-            "milliseconds": timing.quartiles([1e3 * seconds for seconds in times[method]]),
-            "ratio_to_plain": timing.ratios(times[method], times["plain"]),
-            "ratio_to_handwritten": timing.ratios(times[method], times["handwritten"]),
-            "memory": trainings[method].memory(),
-            "rounds_milliseconds": [1e3 * seconds for seconds in times[method]],
-        }
-        for method in METHODS
-    ]
-    return {
-        "name": name,
-        "title": work.title,
-        "batch_size": work.batch_size,
-        "parameters": sum(p.numel() for p in trainings["plain"].model.parameters()),
-        "steps_per_slot": count,
-        "methods": methods,
+def _packages(part: str, options: argparse.Namespace) -> Iterable[str]:
+    for model in options.of_part.get(part, ()):
+        yield WORKLOADS[model].package
+        if part in ("methods", "knobs"):
+            yield from (row.package for row in _rows(part, model, options))
+
+
+def _rows(part: str, model: str, options: argparse.Namespace) -> list[Row]:
+    rows = list(METHODS.values()) if part == "methods" else knobs.rows_for(WORKLOADS[model])
+    return measure.chosen(rows, options.methods)
+
+
+def _tables(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    """The parts that are tables of rows, and their memory: after all times, lest the processes disturb them."""
+    found: dict[str, Any] = {
+        part: [
+            {"model": model} | measure.measure(WORKLOADS[model], rows, setting, options.rounds, options.slot)
+            for model in options.of_part[part]
+            if (rows := _rows(part, model, options))
+        ]
+        for part in ("methods", "knobs")
+        if part in options.parts
     }
+    if "memory" in options.parts:
+        known: dict[str, dict[str, Any]] = {}
+        for figures in [figures for part in found.values() for figures in part]:
+            say(f"{figures['title']}, batch {figures['batch_size']}")
+            measure.add_memory(
+                figures, figures["model"], setting, options.threads, known.setdefault(figures["model"], {})
+            )
+    return found
+
+
+def _overlap(work: Workload, options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    figures = threads.measure(work, setting, options.threads, options.rounds, options.slot)
+    if second_device.possible(setting):
+        figures["second_device"] = second_device.measure(work, setting, options.rounds, options.slot)
+    return figures
+
+
+def _measure_all(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    parts = _tables(options, setting)
+    if "overlap" in options.parts:
+        parts["overlap"] = [_overlap(WORKLOADS[model], options, setting) for model in options.of_part["overlap"]]
+    if "growth" in options.parts:
+        parts["growth"] = [
+            growth.measure(name, setting, options.rounds, options.slot) for name in dict.fromkeys(options.series)
+        ]
+    return parts
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, write the JSON file, print the table."""
-    options = parser().parse_args(arguments)
+    """Measure, write the JSON file, draw it, print the tables."""
+    options = parse(arguments)
     torch.set_num_threads(options.threads)
-    now = datetime.datetime.now(datetime.timezone.utc)
-    name = options.name or f"{now:%Y-%m-%d}-{options.threads}-threads"
+    setting = Setting(options.device, options.precision, options.compile)
+    begin = datetime.datetime.now(datetime.timezone.utc)
+    name = options.name or f"{begin:%Y-%m-%d}-{options.threads}-threads"
     options.out.mkdir(parents=True, exist_ok=True)
     results = {
-        "date": now.isoformat(timespec="seconds"),
+        "date": begin.isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
-        "machine": machine(),
+        "machine": machine(options.device),
         "versions": versions(),
+        "setting": asdict(setting),
         "rounds": options.rounds,
-        "models": [measure(model, options.rounds, options.slot) for model in dict.fromkeys(options.models)],
+        **_measure_all(options, setting),
     }
+    results["minutes"] = round((datetime.datetime.now(datetime.timezone.utc) - begin).total_seconds() / 60, 1)
     path = options.out / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    _say(f"wrote {path}")
+    say(f"wrote {path} after {results['minutes']} minutes")
+    try:
+        say(f"drew {plot.draw(results, path.with_suffix('.png'))}")
+    except ImportError as error:
+        say(f"no picture: {error}")
     print(table.markdown(results))

@@ -1,67 +1,175 @@
-"""Print the Markdown table of a results file."""
+"""Print the Markdown tables of a results file."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-HEAD = (
-    "| model, batch | method | ms per step | × plain | × handwritten | parameters added | optimizer state added "
-    "| other state added |\n|---|---|--:|--:|--:|--:|--:|--:|"
-)
+from benchmarks import results_file
+from benchmarks.knobs import KNOBS
+
+Figures = dict[str, Any]
 
 
-def _spread(figures: dict[str, float]) -> str:
+def spread(figures: dict[str, float] | None) -> str:
+    """Median and quartiles of a ratio."""
+    if figures is None:
+        return "–"
     return f"{figures['median']:.2f} ({figures['lower']:.2f}–{figures['upper']:.2f})"
 
 
-def _size(count: int) -> str:
-    if count >= 2**20:
+def size(count: int) -> str:
+    """Bytes for people."""
+    if abs(count) >= 2**20:
         return f"{count / 2**20:.2f} MiB"
     return f"{count / 2**10:.1f} KiB" if count else "0"
 
 
-def _row(first: str, method: dict[str, Any]) -> str:
-    memory = method["memory"]
-    cells = [
-        first,
-        method["name"],
-        f"{method['milliseconds']['median']:.2f}",
-        "1" if method["name"] == "plain" else _spread(method["ratio_to_plain"]),
-        "1" if method["name"] == "handwritten" else _spread(method["ratio_to_handwritten"]),
-        f"{memory['parameters_added']:,}",
-        _size(memory["optimizer_state_bytes_added"]),
-        _size(memory["other_bytes_added"]),
-    ]
-    return f"| {' | '.join(cells)} |"
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
+    """A Markdown table whose first columns are words and whose others are numbers."""
+    rule = ["---" if index < words else "--:" for index in range(len(head))]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """Lay results out as the README shows them: the table, then where the figures come from."""
+def _memory(row: Figures) -> list[str]:
+    if "memory" not in row:
+        return ["–", "–", "–"]
+    memory = row["memory"]
+    ratio = "1" if row["name"] == row["reference"] else f"{row['memory_ratio_to_plain']:.2f}"
+    return [f"{memory['peak_bytes'] / 2**20:.0f}", f"{memory['used_bytes'] / 2**20:.0f}", ratio]
+
+
+def _place(figures: Figures) -> str:
+    return f"{figures['title']}, {figures['batch_size']}"
+
+
+def methods(results: Figures) -> list[str]:
+    """What each method costs on each network."""
+    head = (
+        "model, batch", "method", "ms per step", "× plain", "× handwritten", "peak, MiB", "used, MiB", "used, × plain",
+        "parameters added", "state added",
+    )  # fmt: skip
     rows = [
-        _row(f"{model['title']}, {model['batch_size']}" if method is model["methods"][0] else "", method)
-        for model in results["models"]
-        for method in model["methods"]
+        [
+            _place(figures) if row is figures["rows"][0] else "",
+            row["name"],
+            f"{row['milliseconds']['median']:.2f}",
+            "1" if row["name"] == row["reference"] else spread(row["ratio_to_plain"]),
+            "1" if row["name"] == "handwritten" else spread(row["ratio_to_handwritten"]),
+            *_memory(row),
+            f"{row['parameters_added']:,}",
+            size(row["state_bytes_added"]),
+        ]
+        for figures in results["methods"]
+        for row in figures["rows"]
     ]
-    machine, versions = results["machine"], results["versions"]
-    source = (
-        f"Medians of {results['rounds']} interleaved rounds (quartiles of the per-round ratio in brackets); "
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['os']}; "
-        f"Python {versions['python']}, torch {versions['torch']}, dcl_optim {versions['dcl_optim']}; "
-        f"{results['date'][:10]}; `{results['command']}`."
+    return ["### Methods", "", *grid(head, rows, 2)]
+
+
+def knobs(results: Figures) -> list[str]:
+    """What each of DCLOptimizer's cost options costs, changes, and loses in the paper."""
+    head = (
+        "model, batch", "option", "changes", "paper, ResNet-18 on CIFAR-100", "× plain", "used, × plain", "state added"
+    )  # fmt: skip
+    rows = []
+    for figures in results["knobs"]:
+        shown = [row for row in figures["rows"] if row["name"] in KNOBS]
+        for row in shown:
+            knob = KNOBS[row["name"]]
+            rows.append(
+                [
+                    _place(figures) if row is shown[0] else "",
+                    row["name"],
+                    knob.changes,
+                    knob.accuracy,
+                    spread(row["ratio_to_plain"]),
+                    _memory(row)[2],
+                    size(row["state_bytes_added"]),
+                ]
+            )
+    notes = [
+        "Each option by itself, divided by plain training on the same frozen parameters and in the same layout. What "
+        "changes is against DCLOptimizer without the option. The paper's baseline is 79.6 % there (Table 6)."
+    ]
+    return ["### DCLOptimizer's cost options", "", *grid(head, rows, 4), "", *notes]
+
+
+def overlap(results: Figures) -> list[str]:
+    """What running the companion beside the model gains, and what it could gain at best."""
+    head = (
+        "model, batch", "DCLOptimizer, × plain", "overlap=True, × plain", "the bound", "DCLOptimizer on one core",
+        "overlap=True on two cores",
+    )  # fmt: skip
+    rows = []
+    for figures in results["overlap"]:
+        apart = figures.get("second_device", {})
+        ratios = [figures["serial"], figures["beside"], figures["bound"], apart.get("serial"), apart.get("beside")]
+        rows.append([_place(figures), *map(spread, ratios)])
+    notes = [
+        "The bound is plain training on half of the threads divided by plain training on all of them: what two "
+        "networks at once can reach. The last two columns are divided by plain training on one core; overlap=True has "
+        "the model's thread on that core and the companion's on another, as a second device would be."
+    ]
+    return ["### The companion beside the model", "", *grid(head, rows, 1), "", *notes]
+
+
+def growth(results: Figures) -> list[str]:
+    """How the cost grows."""
+    head = (
+        "what grows",
+        "size",
+        "plain, ms",
+        "DCL, × plain",
+        "DCP, × plain",
+        "DCL − handwritten, µs",
+        "DCP − plain, µs",
     )
-    return "\n".join([HEAD, *rows, "", source])
+    rows = []
+    for series in results["growth"]:
+        for point in series["points"]:
+            first = series["title"] if point is series["points"][0] else ""
+            rows.append([first, f"{point['size']:,}", *_point(point)])
+    return ["### Growth", "", *grid(head, rows, 1)]
+
+
+def _point(point: Figures) -> list[str]:
+    rows = {row["name"]: row for row in point["rows"]}
+    wrapped = ("DCLOptimizer", "DCPOptimizer")
+    return [
+        f"{rows['plain']['milliseconds']['median']:.2f}",
+        *(spread(rows[name]["ratio_to_plain"]) for name in wrapped),
+        *(_microseconds(rows[name]["microseconds_added"]) for name in wrapped),
+    ]
+
+
+def _microseconds(figures: dict[str, float]) -> str:
+    return f"{figures['median']:.0f} ({figures['lower']:.0f} to {figures['upper']:.0f})"
+
+
+def source(results: Figures) -> str:
+    """Where the figures come from."""
+    machine, versions, setting = results["machine"], results["versions"], results["setting"]
+    peers = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python")
+    device = [machine["device"]] if "device" in machine else []
+    how = [setting["precision"], *(["compiled"] if setting["compiled"] else [])]
+    place = [*device, machine["cpu"], f"{machine['cores']} cores, {machine['threads']} threads", *how, machine["os"]]
+    return (
+        f"Medians of {results['rounds']} interleaved rounds (quartiles in brackets; a ratio or a difference is taken "
+        f"within each round); {', '.join(place)}; Python {versions['python']}, {peers}; {results['date'][:10]}; "
+        f"`{results['command']}`, {results['minutes']} minutes."
+    )
+
+
+SECTIONS = {"methods": methods, "knobs": knobs, "overlap": overlap, "growth": growth}
+
+
+def markdown(results: Figures) -> str:
+    """Lay results out as the README shows them: the tables, then where the figures come from."""
+    lines = [line for part, section in SECTIONS.items() if results.get(part) for line in [*section(results), ""]]
+    return "\n".join([*lines, source(results)])
 
 
 def main(arguments: list[str]) -> None:
-    """Read a results file and print its table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks table", description=__doc__)
-    parser.add_argument("file", type=Path, help="a JSON file that python -m benchmarks wrote")
-    path = parser.parse_args(arguments).file
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        parser.error(f"cannot read {path}: {error}")
+    """Read a results file and print its tables."""
+    _, results = results_file.read("table", __doc__, arguments)
     print(markdown(results))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 Steps = dict[str, Callable[[], None]]
+Synchronise = Callable[[], None]
 
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Keep the garbage collector out of the timed region; collect what has piled up before it."""
+    """Keep the garbage collector out of the timed region; collect what the region before has piled up."""
     was_on = gc.isenabled()
-    gc.collect()
+    gc.collect(
+        0
+    )  # with the collector off nothing has grown older; all of torch's objects would take longer than a slot
     gc.disable()
     try:
         yield
@@ -24,29 +28,43 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def seconds_per_step(step: Callable[[], None], steps: int) -> float:
-    """Time one slot."""
+def seconds_per_step(step: Callable[[], None], steps: int, synchronise: Synchronise = lambda: None) -> float:
+    """Time one slot, with the device idle before and after."""
     with collector_off():
+        synchronise()
         begin = time.perf_counter()
         for _ in range(steps):
             step()
+        synchronise()
         return (time.perf_counter() - begin) / steps
 
 
-def steps_per_slot(steps: Steps, slot_seconds: float) -> int:
+def steps_per_slot(steps: Steps, slot_seconds: float, synchronise: Synchronise = lambda: None) -> int:
     """How many steps give the slowest method the wanted slot; the same number for all, or their noise would differ."""
-    slowest = max(min(seconds_per_step(step, 1) for _ in range(3)) for step in steps.values())
+    slowest = max(min(seconds_per_step(step, 1, synchronise) for _ in range(2)) for step in steps.values())
     return max(1, round(slot_seconds / slowest))
 
 
-def interleaved(steps: Steps, rounds: int, count: int, progress: Callable[[int], None]) -> dict[str, list[float]]:
-    """Seconds per step of every method in every round; each round starts with another method."""
+def interleaved(
+    steps: Steps,
+    rounds: int,
+    count: int,
+    progress: Callable[[int], None] = lambda done: None,
+    synchronise: Synchronise = lambda: None,
+    periods: Mapping[str, int] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds per step of every method in every round; each round starts with another method.
+
+    A method that does more at every so many steps, its period, takes whole periods: else a slot would hold the dear
+    step in some rounds only, and the median would be the cheap one's.
+    """
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
-            times[name].append(seconds_per_step(steps[name], count))
+            period = (periods or {}).get(name, 1)
+            times[name].append(seconds_per_step(steps[name], math.ceil(count / period) * period, synchronise))
         progress(index + 1)
     return times
 
@@ -62,3 +80,8 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def ratios(times: list[float], reference: list[float]) -> dict[str, float]:
     """Quartiles over the rounds of time divided by the reference's time in the same round."""
     return quartiles([time / other for time, other in zip(times, reference, strict=True)])
+
+
+def microseconds_more(times: list[float], reference: list[float]) -> dict[str, float]:
+    """Quartiles over the rounds of time minus the reference's time in the same round, in microseconds."""
+    return quartiles([1e6 * (time - other) for time, other in zip(times, reference, strict=True)])

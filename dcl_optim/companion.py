@@ -171,20 +171,16 @@ class Companion(Forecaster):
         gradient = (gradient * weight if weigh else gradient).to(c.dtype)
         self._total, self._count = self._total + weight, self._count + 1
         self._pending.append(self._overlap.lane.start(functools.partial(_backward, c, gradient)))
-        self._overlap.rest_after_backward()
 
     def digest(self) -> None:
         self._overlap.abandon()
-        try:
-            while self._pending:
-                self._pending.pop(0)()
-                if next(gradients_of(self.optimizer), None) is None:
-                    raise RuntimeError(
-                        "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
-                        "forward was replaced by a function that holds it?); pass companion="
-                    )
-        finally:
-            self._overlap.lane.rest()
+        while self._pending:
+            self._pending.pop(0)()
+            if next(gradients_of(self.optimizer), None) is None:
+                raise RuntimeError(
+                    "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
+                    "forward was replaced by a function that holds it?); pass companion="
+                )
 
     def forget(self) -> None:
         self._overlap.lane.settle()
@@ -211,10 +207,7 @@ class Companion(Forecaster):
     def step(self) -> None:
         self.begin_step()
         if self._moved is not None:
-            try:
-                self._moved()
-            finally:
-                self._overlap.lane.rest()
+            self._moved()
             self.forget()
         self._mirror.note()
 

@@ -41,10 +41,11 @@ class DCPOptimizer(ForecastOptimizer):
         num_classes: K, the number of classes and of logits, at least 1.
         weight: :math:`\lambda \ge 0`, or a callable of the step. Default 1.0.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6.
-        distance: as in :class:`~dcl_optim.DCLOptimizer`.
+        distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
+            they get the rows that have a prototype, which has to be looked at.
         reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, both over the labelled rows of the
             batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation 5's
-            :math:`1/|B_t^k|` outside the sum over k can be read either way.
+            :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
         temperature: as in DCLOptimizer.
         criterion: the loss module; gives labels and the factor on the loss.
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
@@ -117,8 +118,30 @@ class DCPOptimizer(ForecastOptimizer):
 
     @property
     def prototypes(self) -> Tensor:
-        """The prototypes, (num_classes, num_classes), row k for class k; zero for a class not yet seen."""
+        """A copy of all prototypes, (num_classes, num_classes), row k for class k; zero for a class not yet seen.
+
+        Raises:
+            RuntimeError: so many classes that it would take more than 1 GiB; see :meth:`prototypes_of`.
+        """
         return self.forecaster.values
+
+    def prototypes_of(self, classes: Tensor) -> Tensor:
+        """A copy of the prototypes of some classes, for any number of classes in all.
+
+        Args:
+            classes: class indices in 0..num_classes - 1, of shape (M,).
+
+        Returns:
+            (M, num_classes); zeros for a class not yet seen. Which were is ``forecaster.seen``, (num_classes,) bool.
+
+        Examples:
+            >>> import torch
+            >>> model = nn.Linear(4, 3)
+            >>> optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3)
+            >>> optimizer.prototypes_of(torch.tensor([2]))
+            tensor([[0., 0., 0.]])
+        """
+        return self.forecaster.of(classes)
 
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the batch whose training forward comes next."""

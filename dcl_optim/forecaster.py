@@ -142,7 +142,7 @@ class Forecaster(ABC):
         """A forward of the model has ended, by its result or by an error. Default: nothing."""
 
     def rest(self) -> None:  # noqa: B027
-        """The model's backward has ended, if by an error. Default: nothing."""
+        """The script does something else than a training step. Default: nothing."""
 
     def close(self) -> None:  # noqa: B027
         """Stop what runs beside the caller; a later forward may start it again. Default: nothing."""

@@ -172,17 +172,34 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     """
     wide = torch.promote_types(z.dtype, torch.float32)
     if getattr(distance, "func", None) is mse:  # the default: its gradient is known, and autograd costs ten times that
-        difference = z.detach().to(wide) - c.detach().to(wide)
-        count = len(z) if distance.keywords["reduction"] == "sum_classes" else z.numel()  # type: ignore[attr-defined]
-        flat = difference.flatten()
-        return (flat @ flat) / count, difference * (2.0 / count)
+        return squared(z.detach().to(wide) - c.detach().to(wide), len(z), **distance.keywords)  # type: ignore[attr-defined]
     leaf = z.detach().to(wide).requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         value = distance(leaf, c.detach().to(wide))
         if value.ndim != 0:
             raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
         (gradient,) = torch.autograd.grad(value, leaf)
-    return value.detach(), gradient
+    return value.detach(), gradient.contiguous()
+
+
+def squared(
+    difference: Tensor, rows: float | Tensor, reduction: str = "mean", out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Value and gradient of :func:`mse` from the difference :math:`z - c`.
+
+    Args:
+        difference: (N, K), without a graph.
+        rows: the number of rows to average over; others, with a difference of zero, may be left out of it.
+        reduction: as in :func:`mse`.
+        out: where to write the gradient; None for memory of its own.
+
+    Examples:
+        >>> squared(torch.tensor([[1.0, 2.0]]), rows=1)
+        (tensor(2.5000), tensor([[1., 2.]]))
+    """
+    count = rows if reduction == "sum_classes" else rows * difference.shape[1]
+    flat = difference.flatten()
+    return (flat @ flat) / count, torch.mul(difference, 2.0 / count, out=out)
 
 
 def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
@@ -201,48 +218,50 @@ def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     return torch.lerp(z.detach().to(wide), c.detach().to(wide), alpha)
 
 
-def class_totals(z: Tensor, membership: Tensor, num_classes: int) -> Tensor:
-    """Sum the rows of each class, and count them.
+def class_totals(rows: Tensor, classes: Tensor, counts: Tensor, num_classes: int) -> Tensor:
+    """Sum the rows of each class, and their counts.
 
     Args:
-        z: logits, rows (N, K).
-        membership: integer labels (N,) in 0..num_classes, where num_classes itself means "of no class"; or soft
-            labels (N, num_classes), each row's share in every class.
+        rows: (M, K).
+        classes: (M,), integers in 0..num_classes, where num_classes itself means "of no class".
+        counts: (M,), what each row counts.
         num_classes: number of classes.
 
     Returns:
-        (num_classes, K + 1) in z's dtype: the sums, and in the last column the counts.
+        (num_classes, K + 1) in the rows' dtype: the sums, and in the last column the counts.
 
     Examples:
-        >>> class_totals(torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([1, 1, 2]), num_classes=2)
+        >>> rows, classes = torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([1, 1, 2])
+        >>> class_totals(rows, classes, counts=torch.ones(3), num_classes=2)
         tensor([[0., 0.],
                 [3., 2.]])
     """
-    counted = torch.cat([z, z.new_ones(len(z), 1)], 1)
-    if membership.ndim == 2:
-        return membership.to(z.dtype).T @ counted
-    return z.new_zeros(num_classes + 1, z.shape[1] + 1).index_add_(0, membership, counted)[:num_classes]
+    totals = rows.new_zeros(num_classes + 1, rows.shape[1] + 1)
+    totals[:, :-1].index_add_(0, classes, rows)
+    totals[:, -1].index_add_(0, classes, counts)
+    return totals[:num_classes]
 
 
-def update_prototypes(prototypes: Tensor, totals: Tensor, share: float | Tensor) -> Tensor:
-    r"""One prototype update, :math:`p^k \leftarrow p^k + a\,(\mathrm{mean}_k(z) - p^k)` (Equation 6).
+def departure_weights(counts: Tensor, seen: Tensor | None, alpha: float) -> Tensor:
+    r"""What a departure :math:`z_i - p^k` counts for in its class's update, :math:`(1-\alpha)/n_k` (Equation 6).
 
-    With :math:`a = 1 - \alpha` this is the paper's :math:`\alpha p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, written so that
-    a class absent from the batch, with zero sum and count, keeps its prototype without a mask.
+    .. math:: p^k + \sum_{i:\,y_i=k} \tfrac{1-\alpha}{n_k}\,(z_i - p^k) = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
+
+    Written so, a step touches no more than the rows of its own classes. The first mean becomes the prototype, which is
+    zero until then: there the weight is :math:`1/n_k`.
 
     Args:
-        prototypes: (num_classes, K).
-        totals: (num_classes, K + 1), from :func:`class_totals`.
-        share: a, the share of the new mean; or (num_classes, 1), one for each class.
+        counts: :math:`n_k` of each class, (num_classes,).
+        seen: which classes have a prototype, (num_classes,) bool; None for all.
+        alpha: :math:`\alpha` in [0, 1].
 
     Returns:
-        The new prototypes.
+        The weights, (num_classes,).
 
     Examples:
-        >>> update_prototypes(torch.tensor([[1.0], [5.0]]), torch.tensor([[4.0, 2.0], [0.0, 0.0]]), share=0.5)
-        tensor([[1.5000],
-                [5.0000]])
+        >>> departure_weights(torch.tensor([2.0, 4.0]), torch.tensor([True, False]), alpha=0.5)
+        tensor([0.2500, 0.2500])
     """
-    sums, counts = totals[:, :-1], totals[:, -1:]
-    moves = torch.addcmul(sums, counts, prototypes, value=-1.0)
-    return torch.addcmul(prototypes, moves, share / counts.clamp(min=1e-30))
+    some = counts.clamp(min=1e-30)  # a class without rows has departures of zero
+    weights = (1.0 - alpha) / some
+    return weights if seen is None else torch.where(seen, weights, 1.0 / some)

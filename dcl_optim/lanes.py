@@ -48,7 +48,11 @@ class Lane(ABC):
         """
 
     def rest(self) -> None:  # noqa: B027
-        """The caller waits no longer, or works alone: what it gave up for the work beside is its own again."""
+        """The step is over, or the script does something else: the caller has again what it gave up for the work.
+
+        Not between two pieces of work of a step: threads that OpenMP has woken there look for work for milliseconds, on
+        the core where the next piece is to run.
+        """
 
     def settle(self) -> None:  # noqa: B027
         """Wait for all that was started, however it ends."""
@@ -73,9 +77,10 @@ class _CoresShared(threading.local):
 
     def by(self, worker: Worker) -> int:
         """Share the threads with a worker; say how many it gets."""
-        if self._own is None:
-            self._own = torch.get_num_threads()
-            torch.set_num_threads(_half(self._own))
+        now = torch.get_num_threads()
+        if self._own is None or now != _half(self._own):  # the latter where the script has set another one since
+            self._own = now
+            torch.set_num_threads(_half(now))
         self._workers.add(worker)
         return _half(self._own)
 

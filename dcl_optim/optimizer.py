@@ -109,8 +109,11 @@ class ForecastOptimizer(OptimizerWrapper):
         if closure is None and self._is_dry_step():
             return self._dry_step()
         with interrupts.postponed():
-            loss = self._step_without() if closure is None else self._step_with(closure)
-            self.forecaster.step()
+            try:
+                loss = self._step_without() if closure is None else self._step_with(closure)
+                self.forecaster.step()
+            finally:
+                self.forecaster.rest()
             self._regularizer.counted = 0
             self._regularizer.steps += 1
         return loss
@@ -192,7 +195,6 @@ class ForecastOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
         self._regularizer.cleared = True
-        self.forecaster.rest()
         super().zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:

@@ -75,10 +75,7 @@ class Overlap:
         begun, self._result = self._result, None
         if begun is None:
             return None
-        try:
-            forecast = begun()
-        finally:
-            self.lane.rest()
+        forecast = begun()
         if _fingerprint(args, kwargs) != self._inputs:
             raise RuntimeError(
                 "overlap=True: the model's inputs were changed or replaced while it ran (by a forward pre-hook, or in "
@@ -93,11 +90,6 @@ class Overlap:
         """
         known = all(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers)
         return self.lane.start(move) if known else move
-
-    def rest_after_backward(self) -> None:
-        """When the backward that is running has ended, the caller has its threads again."""
-        if self.lane.is_beside:
-            torch.autograd.Variable._execution_engine.queue_callback(self.lane.rest)
 
     def _suits_a_thread(self) -> bool:
         """Whether another thread would do the same: modes stay with theirs, compiled networks draw by themselves."""
@@ -147,9 +139,7 @@ class Overlap:
 
     def abandon(self) -> None:
         """The model's forward has ended: by an error, if what was begun is still waited for."""
-        if self._result is None:
-            self.lane.rest()
-        else:
+        if self._result is not None:
             self._result = None
             self.lane.settle()
             torch.clear_autocast_cache()  # of what the companion has cast since the region ended that it began in

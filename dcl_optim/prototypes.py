@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim import distributed, functional
+from dcl_optim import departures, distributed, functional
+from dcl_optim.departures import Departures
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance
+from dcl_optim.membership import read_membership
+from dcl_optim.table import AFFORDABLE_BYTES, Table
 
 REDUCTIONS = (*functional.REDUCTIONS, "per_class")
+# Rows that are kept from backward to step before they are summed by class, or twice the classes if that is more.
+ROWS_KEPT = 4096
 
 
 class Prototypes(Forecaster):
@@ -21,6 +26,9 @@ class Prototypes(Forecaster):
     weigh :math:`t_{ik}` in class k's mean, which for one-hot labels is the same thing. Rows of an ignored label, and
     of a class that no step has seen, have no forecast and give no penalty.
 
+    A step reads and writes the prototypes of its batch's classes only. Above ``FEW_CLASSES`` (:mod:`dcl_optim.table`)
+    memory, states and what processes exchange grow with the classes seen, not with K squared.
+
     Args:
         num_classes: K, at least 1; the logits must have as many.
         per_class: average the penalty within each class and sum over the classes (one reading of Equation 5)
@@ -28,64 +36,54 @@ class Prototypes(Forecaster):
         ignore_index: the label of rows to leave out.
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
 
-    Attributes:
-        values: the prototypes, (K, K); zero for a class that no step has seen.
-        seen: which classes have one, (K,) bool.
+    Examples:
+        >>> prototypes = Prototypes(3, per_class=False, ignore_index=-100, like=torch.zeros(()))
+        >>> prototypes.of(torch.tensor([2]))
+        tensor([[0., 0., 0.]])
     """
 
     draws = False
 
     def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor) -> None:
         self._per_class, self._ignore_index = per_class, ignore_index
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.values = torch.zeros(num_classes, num_classes, dtype=dtype, device=like.device)
-        self.seen = torch.zeros(num_classes, dtype=torch.bool, device=like.device)
-        self._observed: Tensor | None = None  # class totals since the last step
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self._table = Table(num_classes, torch.empty(0, dtype=wide, device=like.device))
+        self._observed: list[Departures] = []  # since the last step
+        self._departure: tuple[Tensor, Tensor] | None = None  # logits, and how far they are from their prototypes
+        self._spare: Tensor | None = None  # memory of the last step's departures, for the next ones
         self._alpha = 0.0
-        # What is known without a look at a device: on the CPU, where looking costs nothing. Then nothing needs masking.
-        self._all_seen = self._all_labelled = False
+        # As far as is known without synchronising a device: of the last labels, the last rows, all rows since the step.
+        self._all_labelled = self._all_known = False
+        self._all_observed_known = True
 
-    def membership(self, targets: Tensor, forward: Forward) -> Tensor:
-        """Check labels and lay them out as rows: classes (N,), K where ignored; or soft labels (N, K).
+    # ---- what people look at -------------------------------------------------------------------------------------
+
+    @property
+    def seen(self) -> Tensor:
+        """Which classes have a prototype, (K,) bool."""
+        return self._table.seen
+
+    @property
+    def values(self) -> Tensor:
+        """A copy of all prototypes, (K, K); zero for a class that no step has seen.
 
         Raises:
-            ValueError: labels of the wrong number or range; on the CPU only, since looking would synchronise a GPU,
-                whose own index kernels assert.
-            TypeError: labels that are neither integers nor one distribution a row.
+            RuntimeError: it would take more than 1 GiB; see :meth:`of`.
         """
-        if not isinstance(targets, Tensor):
-            raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
-        rows, classes = forward.logits.shape
-        if classes != len(self.values):
-            raise ValueError(f"num_classes={len(self.values)} but the model gives {classes} logits; pass that number")
-        if targets.dtype.is_floating_point and targets.shape == forward.shape:
-            self._all_labelled = False
-            return forward.rows(targets.detach())
-        if targets.dtype.is_floating_point or targets.dtype == torch.bool:
-            raise TypeError(
-                f"targets of dtype {targets.dtype} and shape {tuple(targets.shape)} are neither class indices nor soft "
-                f"labels of the logits' shape {tuple(forward.shape)}"
+        classes = self._table.num_classes
+        size = classes * classes * self._table.dtype.itemsize
+        if size > AFFORDABLE_BYTES:
+            raise RuntimeError(
+                f"the prototypes of all {classes} classes would take {size / 2**30:.0f} GiB; prototypes_of(classes) "
+                "gives those of the classes that you name"
             )
-        if targets.numel() != rows:
-            raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
-        flat = targets.ndim == 1 and targets.dtype == torch.int64
-        return self._checked(targets if flat else targets.detach().reshape(-1).long())
+        return self.of(torch.arange(classes, device=self._table.device))
 
-    def _checked(self, labels: Tensor) -> Tensor:
-        classes, ignore = len(self.values), self._ignore_index
-        self._all_labelled = False
-        if labels.device.type == "cpu":
-            low, high = (int(bound) for bound in labels.aminmax())
-            if low >= 0 and high < classes and not 0 <= ignore < classes:
-                self._all_labelled = True
-                return labels
-            wrong = ((labels < 0) | (labels >= classes)) & (labels != ignore)
-            if wrong.any():
-                raise ValueError(
-                    f"targets has label {int(labels[wrong][0])}; labels must lie in 0..{classes - 1} or equal "
-                    f"ignore_index={ignore}"
-                )
-        return labels.masked_fill(labels == ignore, classes)
+    def of(self, classes: Tensor) -> Tensor:
+        """Copy the prototypes of the given classes (M,): (M, K); zero for a class that no step has seen."""
+        return self._table.look_up(classes)
+
+    # ---- the penalty ---------------------------------------------------------------------------------------------
 
     def penalty(self, forward: Forward, distance: Distance) -> tuple[Tensor, Tensor]:
         given = forward.criterion_targets if forward.targets is None else forward.targets
@@ -95,88 +93,203 @@ class Prototypes(Forecaster):
                 "name the model's keyword that holds them as targets=, or call set_targets(labels) before the forward"
             )
         self._move_to(forward.logits)
-        z = forward.logits.to(self.values.dtype)
-        forward.targets = self.membership(given, forward)
-        if self._all_seen and self._all_labelled and not self._per_class:
-            return functional.value_and_gradient(distance, z, self.values.index_select(0, forward.targets))
-        forecast, known, labelled = self._forecast(z, forward.targets)
+        table = self._table
+        z = forward.logits.to(table.dtype)
+        membership, self._all_labelled = read_membership(given, forward, table.num_classes, self._ignore_index)
+        forward.targets = membership
         if self._per_class:
-            return self._penalty_per_class(z, forecast, known, forward.targets, distance)
-        if getattr(distance, "func", None) in (functional.mse, functional.l1, functional.kl):
-            # These vanish, with their gradient, where the forecast is z itself: no need to know which rows.
-            value, gradient = functional.value_and_gradient(distance, z, torch.where(known[:, None], forecast, z))
-            share = len(z) / labelled.sum().clamp(min=1)
-            return value * share, gradient * share
-        if not known.any():
-            return z.new_zeros(()), torch.zeros_like(z)
-        value, gradient = functional.value_and_gradient(distance, z[known], forecast[known])
-        share = known.sum() / labelled.sum()
-        return value * share, torch.zeros_like(z).masked_scatter_(known[:, None], gradient * share)
+            return self._penalty_per_class(z, membership, distance)
+        squared = getattr(distance, "func", None) is functional.mse
+        forecast, known = self._forecast(membership, self._take_spare(z) if squared else None)
+        self._all_known = known is None
+        labelled = self._count_labelled(z, membership)
+        if squared:
+            return self._squared_penalty(forward, z, forecast, known, labelled, **distance.keywords)  # type: ignore[attr-defined]
+        if known is None:
+            return functional.value_and_gradient(distance, z, forecast)
+        return _penalty_of_some(z, forecast, known, labelled, distance)
 
-    def _forecast(self, z: Tensor, membership: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Forecast rows, which rows have one, which rows are labelled."""
-        if membership.ndim == 2:
-            shares = membership.to(z.dtype)
-            known = ~((shares > 0) & ~self.seen).any(1)
-            return shares @ self.values, known, torch.ones_like(known)
-        labelled = membership < len(self.values)
-        index = membership.clamp(max=len(self.values) - 1)
-        return self.values.index_select(0, index), self.seen.index_select(0, index) & labelled, labelled
+    def _forecast(self, membership: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Forecast rows, in memory of their own, and which rows have one; None for all."""
+        if membership.ndim == 1:
+            forecast = self._table.look_up(membership, out)
+            if self._all_labelled and self._table.complete:
+                return forecast, None
+            known = self._table.have_rows(membership)
+        else:
+            classes, shares = self._columns(membership)
+            forecast = shares @ self._table.look_up(classes)
+            known = ~((shares > 0) & ~self._table.have_rows(classes)).any(1)
+        looked = known.device.type == "cpu" and bool(known.all())
+        return forecast, None if looked else known
 
-    def _penalty_per_class(
-        self, z: Tensor, forecast: Tensor, known: Tensor, membership: Tensor, distance: Distance
+    def _columns(self, membership: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes that soft labels are about, (M,), and each row's shares in them, (N, M)."""
+        shares = membership.to(self._table.dtype)
+        if self._table.few:
+            return torch.arange(self._table.num_classes, device=shares.device), shares
+        classes = (shares != 0).any(0).nonzero().flatten()
+        return classes, shares.index_select(1, classes)
+
+    def _count_labelled(self, z: Tensor, membership: Tensor) -> float | Tensor:
+        if self._all_labelled or membership.ndim == 2:
+            return len(z)
+        count = (membership < self._table.num_classes).sum(dtype=z.dtype).clamp(min=1)
+        return count.item() if count.device.type == "cpu" else count
+
+    def _take_spare(self, z: Tensor) -> Tensor | None:
+        """Large tensors' memory is new to the process each time on a CPU, which costs more than writing to it."""
+        spare, self._spare = self._spare, None
+        fits = spare is not None and spare.shape == z.shape and spare.dtype == z.dtype
+        return spare if fits and z.device.type == "cpu" else None
+
+    def _squared_penalty(
+        self,
+        forward: Forward,
+        z: Tensor,
+        forecast: Tensor,
+        known: Tensor | None,
+        labelled: float | Tensor,
+        reduction: str,
     ) -> tuple[Tensor, Tensor]:
+        """The default distance: what it is taken of is what the prototypes will move by.
+
+        It is written over the forecast and, with hard labels, the gradient over the logits: both are ours, and no
+        longer needed.
+        """
+        departure = torch.sub(z, forecast, out=forecast)
+        pull = departure if known is None else departure.masked_fill(~known[:, None], 0.0)
+        hard = forward.targets is not None and forward.targets.ndim == 1
+        if hard:
+            self._departure = (forward.logits, departure)
+        return functional.squared(pull, labelled, reduction, out=z if hard else None)
+
+    def _penalty_per_class(self, z: Tensor, membership: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
         if membership.ndim == 2:
             raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
-        classes = membership[known].unique()
+        rows = self._table.have_rows(membership).nonzero().flatten()
+        if not len(rows):
+            return z.new_zeros(()), torch.zeros_like(z)
+        rows = rows[membership[rows].argsort(stable=True)]
+        classes = membership[rows]
+        sizes = classes.unique_consecutive(return_counts=True)[1].tolist()
 
-        def summed(rows: Tensor, forecasts: Tensor) -> Tensor:
-            parts = [distance(rows[membership == k], forecasts[membership == k]) for k in classes]
-            return torch.stack(parts).sum() if parts else rows.sum() * 0.0
+        def summed(z: Tensor, forecast: Tensor) -> Tensor:
+            parts = zip(z.split(sizes), forecast.split(sizes), strict=True)
+            return torch.stack([distance(*part) for part in parts]).sum()
 
-        return functional.value_and_gradient(summed, z, forecast)
+        value, gradient = functional.value_and_gradient(summed, z[rows], self._table.look_up(classes))
+        return value, torch.zeros_like(z).index_copy_(0, rows, gradient)
+
+    # ---- learning ------------------------------------------------------------------------------------------------
 
     def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
         assert forward.targets is not None
-        z = forward.logits.to(self.values.dtype)
-        totals = functional.class_totals(z, forward.targets, len(self.values))
-        self._observed = totals if self._observed is None else self._observed + totals
+        soft = forward.targets.ndim == 2
+        self._observed.append(self._soft_departures(forward) if soft else self._hard_departures(forward))
+        self._all_observed_known &= self._all_known
+        self._departure, self._all_known = None, False
         self._alpha = alpha
+        kept, classes = sum(len(part.classes) for part in self._observed), self._table.num_classes
+        if kept > max(2 * classes, ROWS_KEPT):
+            self._observed = [departures.joined(self._observed).by_class(classes)]
+
+    def _hard_departures(self, forward: Forward) -> Departures:
+        classes = forward.targets
+        assert classes is not None
+        if self._departure is not None and self._departure[0] is forward.logits:
+            sums = self._departure[1]
+        else:
+            sums = forward.logits - self._table.look_up(classes)
+        if self._all_labelled:
+            return Departures(classes, sums, sums.new_ones(len(classes)))
+        labelled = classes < self._table.num_classes
+        return Departures(classes, sums.masked_fill_(~labelled[:, None], 0.0), labelled.to(sums.dtype))
+
+    def _soft_departures(self, forward: Forward) -> Departures:
+        assert forward.targets is not None
+        classes, shares = self._columns(forward.targets)
+        counts = shares.sum(0)
+        sums = shares.T @ forward.logits.to(shares.dtype)
+        return Departures(classes, sums.addcmul_(counts[:, None], self._table.look_up(classes), value=-1.0), counts)
 
     def forget(self) -> None:
-        self._observed = None
+        self._observed, self._departure, self._all_observed_known = [], None, True
 
     def step(self) -> None:
-        totals = self._observed
-        if totals is not None:
-            distributed.add_up([totals])
-            share: float | Tensor = 1.0 - self._alpha
-            if not self._all_seen:
-                first = ~self.seen[:, None]  # the first mean becomes the prototype
-                share = torch.full_like(totals[:, -1:], 1.0 - self._alpha).masked_fill_(first, 1.0)
-                self.seen = self.seen | (totals[:, -1] > 0)
-                self._look_at_seen()
-            self.values = functional.update_prototypes(self.values, totals, share)
+        if self._observed:
+            table = self._table
+            own = departures.joined(self._observed)
+            keys, all_sums = departures.exchanged(own, table.num_classes, table.few)
+            counts = own.sums.new_zeros(table.num_classes + 1)
+            for classes, numbers in keys:
+                counts.index_add_(0, classes, numbers)
+            nothing_new = table.complete or (self._all_observed_known and distributed.world_size() == 1)
+            weights = functional.departure_weights(counts, None if nothing_new else table.have_row, self._alpha)
+            if not nothing_new:
+                table.admit(counts)
+            for (classes, _), sums in zip(keys, all_sums, strict=True):
+                table.add(classes, sums.mul_(weights.index_select(0, classes)[:, None]))
+            self._spare = own.sums if len(self._observed) == 1 and own.sums.device.type == "cpu" else None
         self.forget()
-
-    def _look_at_seen(self) -> None:
-        self._all_seen = self.seen.device.type == "cpu" and bool(self.seen.all())
 
     def _move_to(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""
-        dtype = torch.promote_types(self.values.dtype, z.dtype)
-        if self.values.device != z.device or self.values.dtype != dtype:
-            self.values, self.seen = self.values.to(z.device, dtype), self.seen.to(z.device)
-            self._look_at_seen()
+        dtype = torch.promote_types(self._table.dtype, z.dtype)
+        if self._table.device != z.device or self._table.dtype != dtype:
+            self._table = self._table.to(torch.empty(0, dtype=dtype, device=z.device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_spare": None}
+
+    # ---- what is saved -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values, "seen": self.seen}
+        """Copies, which later steps leave alone: few classes whole, of many those that were seen and their rows.
+
+        The latter as a tuple, which torch.distributed.checkpoint takes for one object that need not have the same size
+        when it is loaded into a fresh optimizer.
+        """
+        if self._table.few:
+            return {"values": self.values, "seen": self.seen.clone()}
+        return {"table": self._table.contents()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        check_tensors(state, self.state_dict(), "prototypes")
+        """Accept both forms for any number of classes."""
+        classes = self._table.num_classes
+        if "table" in state:
+            named, rows = state["table"]
+            like = torch.empty(len(named), device="meta")
+            expected = {"classes": like, "rows": like[:, None].expand(-1, classes)}
+            check_tensors({"classes": named, "rows": rows}, expected, "prototypes")
+            if len(named) and (named.min() < 0 or named.max() >= classes or len(named.unique()) < len(named)):
+                raise ValueError(f"the state of the prototypes names classes twice or outside of 0..{classes - 1}")
+        else:
+            whole = torch.empty(classes, classes, device="meta")
+            check_tensors(state, {"values": whole, "seen": whole[0]}, "prototypes")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
-        self.values = state["values"].to(self.values, copy=True)
-        self.seen = state["seen"].to(self.seen, copy=True)
-        self._look_at_seen()
+        if "table" in state:
+            classes, rows = state["table"]
+        else:
+            classes = state["seen"].nonzero().flatten()
+            rows = state["values"][classes]
+        self._table = Table(self._table.num_classes, torch.empty(0, dtype=self._table.dtype, device=self._table.device))
+        self._table.put(classes, rows)
+
+
+def _penalty_of_some(
+    z: Tensor, forecast: Tensor, known: Tensor, labelled: float | Tensor, distance: Distance
+) -> tuple[Tensor, Tensor]:
+    """The penalty of the rows that have a forecast, averaged over the labelled ones."""
+    if getattr(distance, "func", None) in (functional.l1, functional.kl):
+        # These vanish, with their gradient, where the forecast is z itself: no need to know which rows.
+        share = len(z) / labelled
+        value, gradient = functional.value_and_gradient(distance, z, torch.where(known[:, None], forecast, z))
+        return value * share, gradient * share
+    if not known.any():
+        return z.new_zeros(()), torch.zeros_like(z)
+    share = known.sum() / labelled
+    value, gradient = functional.value_and_gradient(distance, z[known], forecast[known])
+    return value * share, torch.zeros_like(z).masked_scatter_(known[:, None], gradient * share)

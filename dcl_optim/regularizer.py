@@ -103,7 +103,10 @@ class Regularizer:
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Settle the previous batch, remember where the random streams stand, begin what runs beside the model."""
         self._random_state = None
-        if not training or not torch.is_grad_enabled() or self._is_left_alone():
+        if not training or not torch.is_grad_enabled():
+            self.forecaster.rest()
+            return
+        if self._is_left_alone():
             return
         if self.cleared or (self.counted and not self.has_gradients()):
             self._settle_cleared()
@@ -186,7 +189,8 @@ class Regularizer:
         factor = scale * weight
         if self.penalties is not None:
             self.penalties.append(value * factor)
-        return gradient + forward.unrows(slope * factor).to(gradient.dtype)
+        # In place: with many classes each tensor of the logits' size is dear.
+        return forward.unrows(slope.mul_(factor)).to(gradient.dtype).add_(gradient)
 
     def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""

@@ -1,9 +1,9 @@
-"""The benchmark's command, its arithmetic, and that what it compares is the same training."""
+"""The benchmark's command: what it measures, what it writes down, what it refuses."""
 
 from __future__ import annotations
 
-import gc
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,82 +11,129 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import run, table, timing
-from benchmarks.methods import METHODS, start
-from benchmarks.models import CLASSES, WORKLOADS
+from benchmarks import knobs, measure, methods, run, second_device
+from benchmarks.methods import METHODS
+from benchmarks.setting import Setting
+from benchmarks.workloads import ON_CPU, WORKLOADS
 
 ROOT = Path(__file__).parent.parent
 MLP_PARAMETERS = 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
-
-
-def command(*arguments: object) -> str:
-    line = [sys.executable, "-W", "error", "-m", "benchmarks", *map(str, arguments)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+OPTIONS = (
+    *("--models", "mlp", "--methods", "DCLOptimizer", "--parts", "methods", "knobs", "memory", "overlap", "growth"),
+    *("--series", "layers", "--rounds", "2", "--slot", "0.001", "--threads", "1", "--name", "small"),
+)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> tuple[Path, str]:
+    """One run of the command in small: its file and what it printed."""
     folder = tmp_path_factory.mktemp("results") / "new"
-    options = ("--models", "mlp", "--rounds", 2, "--slot", 0.01, "--threads", 1, "--out", folder, "--name", "small")
-    return folder / "small.json", command(*options)
+    line = [sys.executable, "-W", "error", "-m", "benchmarks", *OPTIONS, "--out", str(folder)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "small.json", done.stdout
 
 
-def test_the_file_says_what_was_measured_and_where(measured):
-    path, _ = measured
-    results = json.loads(path.read_text())
+@pytest.fixture(scope="module")
+def results(measured):
+    return json.loads(measured[0].read_text())
+
+
+def command(*words: str) -> None:
+    """As ``python -m benchmarks``, in this process."""
+    before, sys.argv = sys.argv, ["benchmarks", *words]
+    try:
+        runpy.run_module("benchmarks", run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def test_the_file_says_where_and_how_it_was_measured(results):
     assert set(results["machine"]) == {"cpu", "cores", "threads", "os"}
     assert results["machine"]["threads"] == 1
     assert results["machine"]["cores"] >= 1
     assert results["versions"]["torch"] == str(torch.__version__)
-    assert set(results["versions"]) == {"python", "torch", "dcl_optim"}
-    assert results["command"].startswith("python -m benchmarks --models mlp --rounds 2")
+    assert {"python", "torch", "dcl_optim", "pytorch_optimizer", "schedulefree"} <= set(results["versions"])
+    assert results["setting"] == {"device": "cpu", "precision": "float32", "compiled": False}
+    assert results["command"].startswith("python -m benchmarks --models mlp --methods DCLOptimizer")
     assert results["date"][:2] == "20"
-    (model,) = results["models"]
-    assert (model["name"], model["batch_size"], model["parameters"]) == ("mlp", 128, MLP_PARAMETERS)
-    assert [method["name"] for method in model["methods"]] == list(METHODS)
-    for method in model["methods"]:
-        assert len(method["rounds_milliseconds"]) == 2
-        for key in ("milliseconds", "ratio_to_plain", "ratio_to_handwritten"):
-            spread = method[key]
-            assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
-    assert model["methods"][0]["ratio_to_plain"] == {"median": 1.0, "lower": 1.0, "upper": 1.0}
 
 
-def test_the_memory_is_counted_exactly(measured):
-    path, _ = measured
-    memory = {m["name"]: m["memory"] for m in json.loads(path.read_text())["models"][0]["methods"]}
-    momentum = 4 * MLP_PARAMETERS
-    assert set(memory["plain"].values()) == {0, momentum}
-    assert memory["plain"]["optimizer_state_bytes"] == momentum
-    for name in ("handwritten", "DCLOptimizer", "DCLOptimizer fraction 10 %"):
-        assert memory[name] == {
-            "parameters_added": MLP_PARAMETERS,
-            "parameter_bytes_added": 4 * MLP_PARAMETERS,
-            "other_bytes_added": 0,
-            "optimizer_state_bytes": 2 * momentum,
-            "optimizer_state_bytes_added": momentum,
-        }
-    prototypes_and_seen = 4 * CLASSES * CLASSES + CLASSES
-    assert memory["DCPOptimizer"] == memory["plain"] | {"other_bytes_added": prototypes_and_seen}
+def test_the_tables_hold_the_chosen_rows_and_what_they_are_divided_by(results):
+    (of_methods,), (of_knobs,) = results["methods"], results["knobs"]
+    assert (of_methods["model"], of_methods["batch_size"], of_methods["parameters"]) == ("mlp", 128, MLP_PARAMETERS)
+    assert [row["name"] for row in of_methods["rows"]] == ["plain", "DCLOptimizer"]
+    assert [row["name"] for row in of_knobs["rows"]] == ["plain", "DCLOptimizer"]
+    for row in of_methods["rows"] + of_knobs["rows"]:
+        assert len(row["rounds_milliseconds"]) == 2
+        assert 0 < row["milliseconds"]["lower"] <= row["milliseconds"]["median"] <= row["milliseconds"]["upper"]
+        assert row["ratio_to_handwritten"] is None
+    assert of_methods["rows"][0]["ratio_to_plain"] == {"median": 1.0, "lower": 1.0, "upper": 1.0}
 
 
-def test_the_second_command_prints_the_table(measured):
+def test_ratios_are_those_of_the_rounds(results):
+    rows = {row["name"]: row for row in results["methods"][0]["rows"]}
+    plain, wrapped = (rows[name]["rounds_milliseconds"] for name in ("plain", "DCLOptimizer"))
+    expected = sum(ours / theirs for ours, theirs in zip(wrapped, plain, strict=True)) / 2  # the median of two
+    assert rows["DCLOptimizer"]["ratio_to_plain"]["median"] == pytest.approx(expected)
+
+
+def test_memory_is_raw_and_beyond_what_the_imports_hold(results):
+    rows = {row["name"]: row for row in results["methods"][0]["rows"]}
+    for row in rows.values():
+        memory = row["memory"]
+        assert memory["used_bytes"] == memory["peak_bytes"] - memory["before_bytes"] > 0
+        assert memory["before_bytes"] > 100 * 2**20
+        assert row["memory_ratio_to_plain"] == memory["used_bytes"] / rows["plain"]["memory"]["used_bytes"]
+    companion_gradients_and_momentum = 3 * 4 * MLP_PARAMETERS
+    more = rows["DCLOptimizer"]["memory"]["used_bytes"] - rows["plain"]["memory"]["used_bytes"]
+    assert 0.5 * companion_gradients_and_momentum < more < 3 * companion_gradients_and_momentum
+    assert results["knobs"][0]["rows"][1]["memory"] == rows["DCLOptimizer"]["memory"]  # asked for once
+
+
+def test_the_other_parts_are_there(results):
+    (bound,), (series,) = results["overlap"], results["growth"]
+    assert (bound["threads"], bound["half"]) == (1, 1)
+    assert bound["bound"]["median"] > 0
+    assert ("second_device" in bound) is second_device.possible(Setting())
+    assert [point["size"] for point in series["points"]] == [1, 4, 16, 64, 256]
+    assert [row["name"] for row in series["points"][0]["rows"]] == [
+        "plain",
+        "handwritten",
+        "DCLOptimizer",
+        "DCPOptimizer",
+    ]
+
+
+def test_the_second_command_prints_the_tables_again(measured, capsys):
     path, printed = measured
-    again = command("table", path)
-    assert again == printed
-    lines = again.splitlines()
-    widths = {line.count("|") for line in lines[: 2 + len(METHODS)]}
-    assert widths == {lines[0].count("|")}
-    assert lines[2].startswith("| MLP 784-512-512-10, 128 | plain |")
-    assert [line.split("|")[2].strip() for line in lines[2 : 2 + len(METHODS)]] == list(METHODS)
-    assert "| 669,706 | 2.55 MiB | 0 |" in again
-    assert "2 interleaved rounds" in lines[-1]
-    assert "`python -m benchmarks --models mlp" in lines[-1]
+    command("table", str(path))
+    assert capsys.readouterr().out == printed
+    assert [line for line in printed.splitlines() if line.startswith("###")] == [
+        "### Methods",
+        "### DCLOptimizer's cost options",
+        "### The companion beside the model",
+        "### Growth",
+    ]
 
 
-@pytest.mark.parametrize("arguments", ["--models lenet", "--rounds 0", "--threads -1", "--slot 0", "--nothing"])
+def test_a_picture_lies_beside_the_file_and_can_be_drawn_again(measured, capsys):
+    path, _ = measured
+    picture = path.with_suffix(".png")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    picture.unlink()
+    command("plot", str(path))
+    assert capsys.readouterr().out == f"{picture}\n"
+    assert picture.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("--models lenet", "--rounds 0", "--threads -1", "--slot 0", "--nothing", "--methods SGD", "--parts all"),
+        *("--device nowhere", "--precision float8", "--series depth"),
+    ],
+)
 def test_wrong_arguments_are_argparse_errors(arguments, capsys):
     with pytest.raises(SystemExit) as raised:
         run.main(arguments.split())
@@ -94,78 +141,61 @@ def test_wrong_arguments_are_argparse_errors(arguments, capsys):
     assert "error: " in capsys.readouterr().err
 
 
-def test_the_table_of_no_file(tmp_path, capsys):
-    (tmp_path / "broken.json").write_text("{")
-    for name in ("missing.json", "broken.json"):
+@pytest.mark.parametrize(
+    ("package", "arguments", "needed"),
+    [
+        ("pytorch_optimizer", "--parts methods --models mlp", True),
+        ("schedulefree", "--parts methods --models mlp --methods DCLOptimizer", False),
+        ("torchvision", "--parts overlap --models resnet18", True),
+        ("torchvision", "--parts growth", False),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra_before_anything_runs(
+    package, arguments, needed, monkeypatch, capsys
+):
+    there = methods.find_spec
+    monkeypatch.setattr(methods, "find_spec", lambda name: None if name == package else there(name))
+    if needed:
         with pytest.raises(SystemExit):
-            table.main([str(tmp_path / name)])
-        assert "cannot read" in capsys.readouterr().err
+            run.parse(arguments.split())
+        assert f"{package} is missing: pip install -e '.[integrations]'" in capsys.readouterr().err
+    else:
+        run.parse(arguments.split())
 
 
-def test_rounds_are_interleaved_and_rotated():
-    order: list[str] = []
-    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    collected: list[int] = []
-    times = timing.interleaved(steps, rounds=4, count=2, progress=collected.append)
-    assert "".join(order) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
-    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
-    assert collected == [1, 2, 3, 4]
+def test_without_matplotlib_the_figures_are_saved_and_the_extra_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(run, "_measure_all", lambda options, setting: {"methods": []})
+    threads = torch.get_num_threads()
+    run.main(["--parts", "methods", "--out", str(tmp_path), "--name", "bare", "--threads", str(threads)])
+    assert "no picture: " in (told := capsys.readouterr().err)
+    assert "pip install -e '.[demo]'" in told
+    assert json.loads((tmp_path / "bare.json").read_text())["methods"] == []
+    with pytest.raises(SystemExit, match=r"pip install -e '\.\[demo\]'"):
+        command("plot", str(tmp_path / "bare.json"))
 
 
-def test_the_collector_is_off_while_a_slot_runs_and_back_afterwards():
-    seen: list[bool] = []
-    assert gc.isenabled()
-    timing.seconds_per_step(lambda: seen.append(gc.isenabled()), 3)
-    assert seen == [False] * 3
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError):
-        timing.seconds_per_step(lambda: 1 / 0, 1)
-    assert gc.isenabled()
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"models": []}'])
+@pytest.mark.parametrize("name", ["table", "plot"])
+def test_what_is_no_results_file(name, content, tmp_path, capsys):
+    path = tmp_path / "broken.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit):
+        command(name, str(path))
+    assert f"cannot read {path}" in capsys.readouterr().err
 
 
-def test_the_slot_is_filled_by_the_slowest_method(monkeypatch):
-    cost = {"fast": 0.01, "slow": 0.05}
-    monkeypatch.setattr(timing, "seconds_per_step", lambda step, steps: cost[step()])
-    steps = {name: (lambda name=name: name) for name in cost}
-    assert timing.steps_per_slot(steps, 0.2) == 4
-    assert timing.steps_per_slot(steps, 0.001) == 1
+def test_without_choices_every_part_has_its_networks():
+    options = run.parse([])
+    assert options.of_part["methods"] == list(ON_CPU) == ["mlp", "cnn", "resnet18", "shufflenet", "vit"]
+    assert set(options.parts) == {"methods", "knobs", "memory", "overlap", "growth"}
+    assert all(model in WORKLOADS for models in run.DEFAULT_MODELS["cuda"].values() for model in models)
 
 
-def test_a_ratio_is_taken_within_each_round():
-    """Round two ran on a machine ten times slower; the ratio does not see it."""
-    assert timing.ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == {"median": 2.0, "lower": 2.0, "upper": 2.0}
-    assert timing.quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "lower": 2.0, "upper": 4.0}
-    assert timing.quartiles([7.0]) == {"median": 7.0, "lower": 7.0, "upper": 7.0}
-
-
-@pytest.mark.parametrize("workload", ["mlp", "cnn"])
-def test_the_wrapper_trains_what_the_handwritten_loop_trains(workload):
-    """Otherwise their times could not be compared."""
-    work = WORKLOADS[workload]
-    trained = {}
-    for method in ("handwritten", "DCLOptimizer", "plain"):
-        batches = [(x[:32], y[:32]) for x, y in work.batches(dtype=torch.float64)]
-        trained[method] = start(method, work.model(dtype=torch.float64), batches, warm_up=5)
-    wrapped, written, plain = trained["DCLOptimizer"], trained["handwritten"], trained["plain"]
-    for ours, theirs in ((wrapped.model, written.model), (wrapped.companion, written.companion)):
-        for name, tensor in ours.state_dict().items():
-            torch.testing.assert_close(tensor, theirs.state_dict()[name], rtol=1e-12, atol=1e-12)
-    assert any(
-        not torch.allclose(a, b) for a, b in zip(wrapped.model.parameters(), plain.model.parameters(), strict=True)
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_takes_steps_on_every_network(method):
-    pytest.importorskip("torchvision")
-    for work in WORKLOADS.values():
-        model, before = work.model(), work.model()
-        start(method, model, [(x[:4], y[:4]) for x, y in work.batches()], warm_up=1)
-        assert not torch.equal(next(model.parameters()), next(before.parameters()))
-        assert work.batches()[0][0].shape == (work.batch_size, *work.shape)
-
-
-def test_a_diverging_method_is_not_timed():
-    work = WORKLOADS["mlp"]
-    with pytest.raises(RuntimeError, match="plain diverged"):
-        start("plain", work.model(), [(x * float("inf"), y) for x, y in work.batches()])
+def test_a_chosen_row_brings_its_own_reference():
+    rows = knobs.rows_for(WORKLOADS["cnn"])
+    names = [row.name for row in measure.chosen(rows, ["channels last: the companion keeps the layout"])]
+    assert names == ["plain, channels last", "channels last: the companion keeps the layout"]
+    assert measure.chosen(rows, ["SAM"]) == []
+    assert measure.chosen(list(METHODS.values()), None) == list(METHODS.values())

@@ -174,8 +174,8 @@ def test_soft_labels_by_hand():
     model = nn.Linear(1, 2, bias=False).double()
     model.weight.data.copy_(torch.tensor([[4.0], [0.0]]))
     optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, 2, alpha=0.5)
-    optimizer.forecaster.values = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
-    optimizer.forecaster.seen[:] = True
+    known = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
+    optimizer.forecaster.load_state_dict({"values": known, "seen": torch.tensor([True, True])})
     optimizer.set_targets(torch.tensor([[0.75, 0.25], [0.0, 1.0]], dtype=torch.float64))
     model(torch.tensor([[1.0], [2.0]], dtype=torch.float64)).sum().backward()
     # z = (4, 0), (8, 0); forecasts (1.5, 1), (0, 4): squares 6.25 + 1 + 64 + 16 over 4

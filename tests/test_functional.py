@@ -70,24 +70,34 @@ def test_chase_gradient_of_mse_is_one_minus_alpha_times_the_pull(alpha, seed):
     torch.testing.assert_close(chase, (1 - alpha) * pull, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("soft", [False, True])
-def test_class_means_against_a_loop(soft):
+def test_class_totals_against_a_loop():
     torch.manual_seed(0)
-    z, labels = torch.randn(40, 6, dtype=torch.float64), torch.randint(7, (40,))  # 6 stands for "no class"
-    membership = torch.nn.functional.one_hot(labels, 7)[:, :6].double() if soft else labels
-    totals = functional.class_totals(z, membership, 6)
-    for k in range(6):
-        assert_same(totals[k, :-1], z[labels == k].sum(0), atol=1e-12)
-        assert totals[k, -1] == (labels == k).sum()
+    rows, classes = torch.randn(40, 6, dtype=torch.float64), torch.randint(8, (40,))  # 7 stands for "no class"
+    counts = torch.rand(40, dtype=torch.float64)
+    totals = functional.class_totals(rows, classes, counts, 7)
+    assert totals.shape == (7, 7)
+    for k in range(7):
+        assert_same(totals[k, :-1], rows[classes == k].sum(0), atol=1e-12)
+        assert_same(totals[k, -1], counts[classes == k].sum(), atol=1e-12)
 
 
-def test_prototype_update_by_hand():
-    """Class 0 moves by a quarter, class 1 is absent, class 2 takes its mean whole, class 3 has nothing."""
-    prototypes = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]])
-    totals = torch.tensor([[6.0, 0.0, 2.0], [0.0, 0.0, 0.0], [4.0, 8.0, 4.0], [0.0, 0.0, 0.0]])
-    share = torch.tensor([[0.25], [0.25], [1.0], [1.0]])
-    values = functional.update_prototypes(prototypes, totals, share)
-    assert values.tolist() == [[0.75 + 0.75, 1.5], [3.0, 4.0], [1.0, 2.0], [0.0, 0.0]]
+def test_departure_weights_by_hand():
+    """Class 0 moves by a quarter of its mean, class 1 is absent, class 2 takes its mean whole, class 3 has nothing."""
+    counts, seen = torch.tensor([2.0, 0.0, 4.0, 0.0]), torch.tensor([True, True, False, False])
+    weights = functional.departure_weights(counts, seen, alpha=0.75)
+    assert weights[[0, 2]].tolist() == [0.25 / 2, 1 / 4]
+    assert weights.isfinite().all()
+    assert functional.departure_weights(counts, None, alpha=0.75)[[0, 2]].tolist() == [0.25 / 2, 0.25 / 4]
+
+
+@pytest.mark.parametrize("reduction", functional.REDUCTIONS)
+def test_squared_is_mse_of_a_difference(reduction):
+    value, gradient = functional.squared(Z - C, len(Z), reduction)
+    expected = functional.value_and_gradient(functional.resolve_distance("mse", reduction), Z, C)
+    assert_same((value, gradient), expected)
+    assert value == functional.mse(Z, C, reduction)
+    halved = functional.squared(Z - C, torch.tensor(4.0, dtype=torch.float64), reduction)
+    assert_same(halved, (value / 2, gradient / 2), atol=1e-15)
 
 
 @settings(max_examples=50, deadline=None)

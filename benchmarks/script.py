@@ -1,0 +1,105 @@
+"""The training script that every method is put into, and what a method makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from benchmarks.setting import Setting
+from benchmarks.workloads import Batches, Workload
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A model, its batches, the workload they were made for and the setting they run in."""
+
+    model: nn.Module
+    batches: Batches
+    work: Workload
+    setting: Setting = field(default_factory=Setting)
+
+    def loss(self, x: Tensor, y: Tensor, criterion: Criterion = F.cross_entropy) -> Tensor:
+        """Forward and loss, in the setting's precision."""
+        with self.setting.autocast():
+            return criterion(self.model(x), y)
+
+    def loop(
+        self, optimizer: Optimizer, criterion: Criterion = F.cross_entropy, after: Callable[[], Any] | None = None
+    ) -> Callable[[], None]:
+        """One step of the loop of any script; ``after`` is what a method wants called after the optimizer's step."""
+        endless = itertools.cycle(self.batches)
+
+        def step() -> None:
+            x, y = next(endless)
+            optimizer.zero_grad()
+            loss = self.loss(x, y, criterion)
+            loss.backward()
+            optimizer.step()
+            if after is not None:
+                after()
+
+        return step
+
+
+@dataclass
+class Training:
+    """A model in training by one method, ready to take steps and to be weighed.
+
+    Attributes:
+        step: one training step.
+        model: what it trains.
+        optimizers: every optimizer that holds state.
+        second: the second network (a companion, an average), where the method has one.
+        others: gives further tensors that the method keeps from step to step.
+    """
+
+    step: Callable[[], None]
+    model: nn.Module
+    optimizers: list[Optimizer]
+    second: nn.Module | None = None
+    others: Callable[[], Iterable[Tensor]] = list
+
+    def parameters_added(self) -> int:
+        """Parameters of the second network that are not the model's own."""
+        theirs = {id(parameter) for parameter in self.model.parameters()}
+        second = self.second.parameters() if self.second is not None else ()
+        return sum(parameter.numel() for parameter in second if id(parameter) not in theirs)
+
+    def state_bytes(self) -> int:
+        """Bytes that stay allocated between steps beside the model; complete once a step has made optimizers' state."""
+        kept = [*tensors_in([dict(optimizer.state) for optimizer in self.optimizers]), *self.others()]
+        if self.second is not None:
+            kept += [*self.second.parameters(), *self.second.buffers()]
+        unique = {id(tensor): tensor for tensor in kept}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            unique.pop(id(tensor), None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """All tensors in nested dicts and lists."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from tensors_in(part)
+
+
+def sgd(parameters: Iterable[nn.Parameter], **options: Any) -> SGD:
+    """The base optimizer of every method; the rate is low so that noise with random labels stays finite."""
+    return SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4, **options)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a script hands to its optimizer."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

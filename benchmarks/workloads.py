@@ -1,0 +1,87 @@
+"""What is timed on what: a network, its input, its batch and a smaller network that could be its companion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import networks
+from benchmarks.networks import CLASSES
+
+BATCHES = 4  # distinct ones: a network that has learned one batch by heart makes gradients no training would
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network, the shape of one input and how many make a batch.
+
+    Attributes:
+        title: what the tables call it.
+        build: makes the network.
+        shape: one input.
+        batch_size: inputs a step.
+        classes: the number of its logits.
+        small: makes a smaller network with the same logits, where one is easily had.
+        small_title: what that one is called.
+        convolutional: whether a channels-last layout concerns it.
+        package: the optional package it is built with.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch_size: int
+    classes: int = CLASSES
+    small: Callable[[], nn.Module] | None = None
+    small_title: str = "half the width"
+    convolutional: bool = False
+    package: str = ""
+
+    def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The same initial weights for the same seed, so that every method starts alike."""
+        torch.manual_seed(seed)
+        return self.build().to(dtype).train()
+
+    def batches(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batches:
+        """Noise with random labels: the time of a step does not depend on what is in the pictures."""
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            (
+                torch.randn(self.batch_size, *self.shape, generator=generator, dtype=dtype),
+                torch.randint(self.classes, (self.batch_size,), generator=generator),
+            )
+            for _ in range(BATCHES)
+        ]
+
+
+def _image(title: str, build: Callable[[], nn.Module], side: int, batch: int, **further: object) -> Workload:
+    return Workload(title, build, (3, side, side), batch, package="torchvision", **further)  # type: ignore[arg-type]
+
+
+_resnet18 = partial(
+    _image, "ResNet-18 32x32", networks.resnet_cifar, 32,
+    small=partial(networks.resnet_cifar, 1), small_title="ResNet-10", convolutional=True,
+)  # fmt: skip
+
+ON_CPU = {
+    "mlp": Workload("MLP 784-512-512-10", networks.mlp, (1, 28, 28), 128, small=partial(networks.mlp, 0.5)),
+    "cnn": Workload("CNN 28x28", networks.cnn, (1, 28, 28), 128, small=partial(networks.cnn, 0.5), convolutional=True),
+    "resnet18": _resnet18(32),
+    "shufflenet": _image(
+        "ShuffleNetV2 64x64", networks.shufflenet, 64, 64, small=partial(networks.shufflenet, "0_5"), convolutional=True
+    ),
+    "vit": _image("ViT-Tiny, 6 layers, 32x32", networks.vit_tiny, 32, 64, small=partial(networks.vit_tiny, 0.5)),
+}
+ON_CUDA = {
+    "resnet18-128": _resnet18(128),
+    "resnet18-512": _resnet18(512),
+    "resnet50": _image("ResNet-50 224x224", networks.resnet50, 224, 128, classes=1000, convolutional=True),
+    "vit-b16": _image("ViT-B/16 224x224", networks.vit_b16, 224, 128, classes=1000),
+}
+WORKLOADS = ON_CPU | ON_CUDA

@@ -1,0 +1,66 @@
+"""Which class each row of logits belongs to, read off the labels that the script gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim.forecaster import Forward
+
+
+def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_index: int) -> tuple[Tensor, bool]:
+    """Check labels and lay them out as the rows of a forward's logits.
+
+    Args:
+        targets: class indices, one for each row of logits, in 0..num_classes - 1 or equal to ignore_index; or soft
+            labels of the logits' shape.
+        forward: the forward that they belong to.
+        num_classes: K.
+        ignore_index: the label of rows to leave out.
+
+    Returns:
+        Classes (N,), K where ignored, or shares (N, K); and whether these are classes none of which is K, as far as
+        that is known without synchronising a device.
+
+    Raises:
+        ValueError: labels of the wrong number or range, the latter on the CPU only, since looking would synchronise a
+            GPU, whose own index kernels assert; or logits that are not num_classes.
+        TypeError: labels that are neither integers nor one distribution a row.
+
+    Examples:
+        >>> forward = Forward(torch.zeros(2, 3), class_dim=1)
+        >>> read_membership(torch.tensor([1, -100]), forward, num_classes=3, ignore_index=-100)
+        (tensor([1, 3]), False)
+    """
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
+    rows, logits = forward.logits.shape
+    if logits != num_classes:
+        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; pass that number")
+    if targets.dtype.is_floating_point and targets.shape == forward.shape:
+        return forward.rows(targets.detach()), False
+    if targets.dtype.is_floating_point or targets.dtype == torch.bool:
+        raise TypeError(
+            f"targets of dtype {targets.dtype} and shape {tuple(targets.shape)} are neither class indices nor soft "
+            f"labels of the logits' shape {tuple(forward.shape)}"
+        )
+    if targets.numel() != rows:
+        raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
+    flat = targets.ndim == 1 and targets.dtype == torch.int64
+    return _checked(targets if flat else targets.detach().reshape(-1).long(), num_classes, ignore_index)
+
+
+def _checked(labels: Tensor, num_classes: int, ignore: int) -> tuple[Tensor, bool]:
+    if labels.device.type == "cpu":
+        low, high = (int(bound) for bound in labels.aminmax())
+        if low >= 0 and high < num_classes and not 0 <= ignore < num_classes:
+            return labels, True
+        wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore)
+        if wrong.any():
+            raise ValueError(
+                f"targets has label {int(labels[wrong][0])}; labels must lie in 0..{num_classes - 1} or equal "
+                f"ignore_index={ignore}"
+            )
+    return labels.masked_fill(labels == ignore, num_classes), False

@@ -1,0 +1,282 @@
+"""What the benchmark computes from times, and that its tables and pictures show just that."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+
+import pytest
+import torch
+
+from benchmarks import growth, networks, plot, second_device, table, threads, timing
+from benchmarks.setting import Setting
+from benchmarks.workloads import ON_CPU, Workload
+
+GIB = 2**30
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_are_interleaved_and_rotated():
+    order: list[str] = []
+    steps = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    told: list[int] = []
+    times = timing.interleaved(steps, rounds=4, count=2, progress=told.append)
+    assert "".join(order) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
+    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
+    assert told == [1, 2, 3, 4]
+
+
+def test_a_method_whose_cost_comes_and_goes_takes_whole_periods(monkeypatch):
+    """Every fourth step costs 9 and the others 1, so 3 a step, in every round."""
+    now = [0.0]
+    costs = itertools.cycle([1.0, 1.0, 1.0, 9.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def step(cost):
+        now[0] += cost
+
+    steps = {"even": lambda: step(1.0), "uneven": lambda: step(next(costs))}
+    assert timing.interleaved(steps, rounds=3, count=1, periods={"uneven": 4}) == {
+        "even": [1.0] * 3,
+        "uneven": [3.0] * 3,
+    }
+    assert timing.interleaved(steps, rounds=2, count=5, periods={"uneven": 4})["uneven"] == [3.0] * 2
+
+
+def test_the_collector_is_off_while_a_slot_runs_and_back_afterwards():
+    seen: list[bool] = []
+    assert gc.isenabled()
+    timing.seconds_per_step(lambda: seen.append(gc.isenabled()), 3)
+    assert seen == [False] * 3
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        timing.seconds_per_step(lambda: 1 / 0, 1)
+    assert gc.isenabled()
+
+
+def test_the_device_is_waited_for_before_and_after_a_slot(monkeypatch):
+    order: list[str] = []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(order.append("clock") is None))
+    timing.seconds_per_step(lambda: order.append("step"), 2, lambda: order.append("wait"))
+    assert order == ["wait", "clock", "step", "step", "wait", "clock"]
+
+
+def test_the_slot_is_filled_by_the_slowest_method(monkeypatch):
+    cost = {"fast": 0.01, "slow": 0.05}
+    monkeypatch.setattr(timing, "seconds_per_step", lambda step, steps, synchronise: cost[step()])
+    steps = {name: (lambda name=name: name) for name in cost}
+    assert timing.steps_per_slot(steps, 0.2) == 4
+    assert timing.steps_per_slot(steps, 0.001) == 1
+
+
+def test_a_ratio_is_taken_within_each_round():
+    """Round two ran on a machine ten times slower; the ratio does not see it, the difference's median neither."""
+    assert timing.ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == {"median": 2.0, "lower": 2.0, "upper": 2.0}
+    more = timing.microseconds_more([2.0, 20.0, 2.0], [1.0, 10.0, 1.0])
+    assert more == {"median": 1e6, "lower": 1e6, "upper": 5.5e6}
+    assert timing.quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "lower": 2.0, "upper": 4.0}
+    assert timing.quartiles([7.0]) == {"median": 7.0, "lower": 7.0, "upper": 7.0}
+
+
+# ---- growth and threads ---------------------------------------------------------------------------------------------
+
+
+def clock(seconds: dict[str, list[float]]):
+    """In the place of ``timing.interleaved``: times by hand."""
+    return lambda steps, *_, **__: {name: seconds[name] for name in steps}
+
+
+def test_what_the_wrapper_adds_is_taken_from_the_loop_that_does_the_same_work(monkeypatch):
+    seconds = {
+        "plain": [0.010, 0.020, 0.010],
+        "handwritten": [0.020, 0.040, 0.020],
+        "DCLOptimizer": [0.021, 0.041, 0.021],
+        "DCPOptimizer": [0.0105, 0.0205, 0.0105],
+    }
+    monkeypatch.setattr(timing, "interleaved", clock(seconds))
+    point = growth.measure_size(growth.SERIES["layers"], 4, Setting(), rounds=3, slot_seconds=0.001)
+    added = {row["name"]: row["microseconds_added"] for row in point["rows"]}
+    assert added["plain"] is added["handwritten"] is None
+    assert added["DCLOptimizer"]["median"] == pytest.approx(1000)
+    assert added["DCPOptimizer"]["median"] == pytest.approx(500)
+    assert {row["name"]: row["ratio_to_plain"]["median"] for row in point["rows"]} == pytest.approx(
+        {"plain": 1, "handwritten": 2, "DCLOptimizer": 2.1, "DCPOptimizer": 1.05}
+    )
+    assert point["parameters"] == 3 * (16 * 16 + 16) + 16 * 10 + 10
+
+
+@pytest.mark.parametrize("size", growth.SERIES["parameters"].sizes)
+def test_the_networks_have_about_as_many_parameters_as_they_say(size):
+    with torch.device("meta"):
+        model = growth.SERIES["parameters"].workload(size).build()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.01)
+
+
+def test_each_series_grows_in_what_it_names():
+    of = {name: [series.workload(size) for size in series.sizes] for name, series in growth.SERIES.items()}
+    assert [work.batch_size for work in of["batch"]] == [8, 32, 128, 512]
+    assert {work.build for work in of["batch"]} == {ON_CPU["cnn"].build}
+    with torch.device("meta"):
+        widths = [work.build()[1].out_features for work in of["width"]]
+        layers = [sum(isinstance(m, torch.nn.Linear) for m in work.build()) for work in of["layers"]]
+        assert [work.build()[-1].out_features for work in of["classes"]] == [work.classes for work in of["classes"]]
+    assert widths == [512, 1024, 2048, 4096]
+    assert layers == [1, 4, 16, 64, 256]
+    assert [work.classes for work in of["classes"]] == [10, 100, 1_000, 10_000, 100_000]
+
+
+SMALL = Workload("small", lambda: networks.perceptron((4, 3)), (4,), 8, classes=3)
+
+
+def test_half_of_the_threads_are_half_of_the_threads(monkeypatch):
+    seen: list[int] = []
+    threads.on(3, lambda: seen.append(torch.get_num_threads()))()
+    threads.on(1, lambda: seen.append(torch.get_num_threads()))()
+    assert seen == [3, 1]
+    seconds = {"all": [0.1, 0.2], "half": [0.15, 0.30], "DCLOptimizer": [0.2, 0.4], "overlap=True": [0.16, 0.32]}
+    monkeypatch.setattr(timing, "interleaved", clock(seconds))
+    figures = threads.measure(SMALL, Setting(), threads=4, rounds=2, slot_seconds=0.001)
+    assert (figures["threads"], figures["half"]) == (4, 2)
+    medians = {name: figures[name]["median"] for name in ("bound", "serial", "beside")}
+    assert medians == pytest.approx({"bound": 1.5, "serial": 2.0, "beside": 1.6})
+    assert figures["rounds_milliseconds"]["half"] == [150.0, 300.0]
+    assert torch.get_num_threads() == 4
+    torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not second_device.possible(Setting()), reason="needs two cores, and Linux to choose among them")
+def test_each_network_has_a_core_of_its_own(monkeypatch):
+    """The model's thread stays on one, the companion's worker on another, and all is as before afterwards."""
+    places: list[tuple] = []
+    before, running = os.sched_getaffinity(0), second_device.workers()
+
+    def look(steps, *_, **__):
+        for step in steps.values():
+            step()
+        (worker,) = second_device.workers() - running
+        places.append((os.sched_getaffinity(0), os.sched_getaffinity(worker), torch.get_num_threads()))
+        return {"plain": [0.1], "DCLOptimizer": [0.2], "overlap=True": [0.125]}
+
+    monkeypatch.setattr(timing, "interleaved", look)
+    torch.set_num_threads(2)
+    figures = second_device.measure(SMALL, Setting(), rounds=1, slot_seconds=0.001)
+    ((mine, companions, used),) = places
+    assert len(mine) == len(companions) == used == 1
+    assert mine != companions
+    assert (figures["serial"]["median"], figures["beside"]["median"]) == pytest.approx((2.0, 1.25))
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (before, 2)
+    torch.set_num_threads(1)
+
+
+def test_without_a_worker_there_is_no_second_device():
+    with pytest.raises(RuntimeError, match="expected one new thread"):
+        second_device.new_worker(second_device.workers())
+    assert not second_device.possible(Setting("cuda"))
+
+
+# ---- tables and pictures --------------------------------------------------------------------------------------------
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "lower": median - 0.125, "upper": median + 0.125}
+
+
+def row(name: str, milliseconds: float, ratio: float, **further) -> dict:
+    return {
+        "name": name,
+        "reference": "plain",
+        "milliseconds": spread(milliseconds),
+        "ratio_to_plain": spread(ratio),
+        "ratio_to_handwritten": None,
+        "parameters_added": 1234,
+        "state_bytes_added": 3 * 2**19,
+        "microseconds_added": None,
+    } | further
+
+
+@pytest.fixture
+def results():
+    """Made up by hand, every figure another."""
+    memory = {"peak_bytes": 700 * 2**20, "used_bytes": 70 * 2**20, "before_bytes": 630 * 2**20}
+    place = {"title": "net", "batch_size": 64}
+    wrapped = row(
+        "DCLOptimizer", 5.25, 2.5, memory=memory, memory_ratio_to_plain=1.75, ratio_to_handwritten=spread(0.5)
+    )
+    rows = [row("plain", 2.0, 1.0, memory=memory, memory_ratio_to_plain=1.0), wrapped]
+    knob = row("companion_fraction=0.1", 3.0, 1.25, memory=memory, memory_ratio_to_plain=1.5)
+    added = [
+        row("plain", 4.0, 1.0),
+        row("DCLOptimizer", 9.0, 2.25, microseconds_added=spread(-8.0)),
+        row("DCPOptimizer", 5.0, 1.125, microseconds_added=spread(37.0)),
+    ]
+    points = [
+        {"size": 1000, "rows": added},
+        {"size": 100_000, "rows": added},
+    ]
+    return {
+        "methods": [{**place, "rows": rows}],
+        "knobs": [{**place, "rows": [rows[0], knob]}],
+        "overlap": [
+            {**place, "bound": spread(1.5), "serial": spread(2.0), "beside": spread(1.75)}
+            | {"second_device": {"serial": spread(2.25), "beside": spread(1.25)}}
+        ],
+        "growth": [{"title": "classes", "points": points}],
+        "machine": {"cpu": "chip", "cores": 8, "threads": 4, "os": "Linux", "device": "H200"},
+        "versions": {"python": "3.11", "torch": "2.6", "dcl_optim": "0.1.0"},
+        "setting": {"device": "cuda", "precision": "float32", "compiled": True},
+        "rounds": 9,
+        "date": "2026-11-21T10:00:00",
+        "command": "python -m benchmarks --rounds 9",
+        "minutes": 1.5,
+    }
+
+
+def test_every_cell_of_the_tables_is_a_figure_of_the_file(results):
+    lines = table.markdown(results).splitlines()
+    assert "| net, 64 | plain | 2.00 | 1 | – | 700 | 70 | 1 | 1,234 | 1.50 MiB |" in lines
+    wrapped = "|  | DCLOptimizer | 5.25 | 2.50 (2.38–2.62) | 0.50 (0.38–0.62) | 700 | 70 | 1.75 | 1,234 | 1.50 MiB |"
+    assert wrapped in lines
+    tenth = "the companion learns from a tenth of the batch | 80.7 % (Table 10) | 1.25 (1.12–1.38) | 1.50 | 1.50 MiB |"
+    assert f"| net, 64 | companion_fraction=0.1 | {tenth}" in lines
+    here, apart = "2.00 (1.88–2.12) | 1.75 (1.62–1.88) | 1.50 (1.38–1.62)", "2.25 (2.12–2.38) | 1.25 (1.12–1.38)"
+    assert f"| net, 64 | {here} | {apart} |" in lines
+    both = "2.25 (2.12–2.38) | 1.12 (1.00–1.25) | -8 (-8 to -8) | 37 (37 to 37)"
+    assert f"| classes | 1,000 | 4.00 | {both} |" in lines
+    assert f"|  | 100,000 | 4.00 | {both} |" in lines
+    assert "9 interleaved rounds" in lines[-1]
+    assert "H200, chip, 8 cores, 4 threads, float32, compiled, Linux; Python 3.11, torch 2.6" in lines[-1]
+    assert "2026-11-21; `python -m benchmarks --rounds 9`, 1.5 minutes." in lines[-1]
+
+
+def test_the_tables_are_rectangular(results):
+    blocks = [block.splitlines() for block in table.markdown(results).split("\n\n") if block.startswith("|")]
+    assert len(blocks) == 4
+    assert all(len({line.count("|") for line in block}) == 1 for block in blocks)
+
+
+def test_memory_that_was_not_measured_is_a_dash(results):
+    for figures in results["methods"]:
+        for one in figures["rows"]:
+            del one["memory"]
+    assert "| net, 64 | plain | 2.00 | 1 | – | – | – | – | 1,234 | 1.50 MiB |" in table.markdown(results)
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (512, "0.5 KiB"), (2**20, "1.00 MiB"), (-(2**21), "-2.00 MiB")])
+def test_sizes(count, text):
+    assert table.size(count) == text
+
+
+def test_the_picture_shows_the_figures(results):
+    figure = plot.picture(results)
+    methods, knobs, series = figure.axes
+    assert [label.get_text() for label in methods.get_yticklabels()] == ["plain", "DCLOptimizer"]
+    assert [label.get_text() for label in knobs.get_yticklabels()] == ["companion_fraction=0.1"]
+    assert list(methods.containers[0].lines[0].get_xdata()) == [1.0, 2.5]
+    assert list(knobs.containers[0].lines[0].get_xdata()) == [1.25]
+    assert [list(line.get_xydata()[0]) for line in series.lines if line.get_label() == "DCPOptimizer"] == [
+        [1000, 1.125]
+    ]
+    assert series.get_xlabel() == "classes"

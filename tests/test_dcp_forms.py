@@ -1,0 +1,178 @@
+"""DCP with few classes and with many: one arithmetic, the reference's, in both forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import functional, prototypes
+from dcl_optim.reference import dcp_step
+from tests.dcp_forms import CLASSES, FEATURES, all_of, batches, form, network, train, wrap
+from tests.helpers import assert_same
+
+__all__ = ["form"]  # a fixture
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def huber(z: Tensor, c: Tensor) -> Tensor:
+    return F.smooth_l1_loss(z, c)
+
+
+DISTANCES = [*functional.DISTANCES, huber]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "per_class"])
+@pytest.mark.parametrize("distance", DISTANCES, ids=str)
+def test_a_hundred_steps_equal_the_reference(form, distance, reduction):
+    model, theirs = network(), network()
+    optimizer = wrap(
+        model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=nn.CrossEntropyLoss()
+    )
+    plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
+    function = functional.resolve_distance(distance)
+    for x, y in batches(100):
+        train(model, optimizer, [(x, y)], optimizer._regularizer._criterion)
+        dcp_step(
+            *(theirs, known, plain, x, y, F.cross_entropy, function),
+            weight=0.7, alpha=0.4, per_class=reduction == "per_class",
+        )  # fmt: skip
+        assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
+    assert_same(model, theirs, **CLOSE)
+    assert_same(all_of(optimizer), torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
+
+
+@pytest.mark.parametrize("rows_kept", [4096, 5])
+def test_several_forwards_before_a_step_count_as_one(form, rows_kept, monkeypatch):
+    """Also where the rows kept are so many that they are summed before the step."""
+    monkeypatch.setattr(prototypes, "ROWS_KEPT", rows_kept)
+    model, criterion, expected = network(), nn.CrossEntropyLoss(), {}
+    optimizer = wrap(model, alpha=0.3, criterion=criterion)
+    for x, y in batches(6, size=60):
+        z = model(x).detach()
+        optimizer.zero_grad()
+        for rows in torch.arange(60).split([20, 30, 10]):
+            (criterion(model(x[rows]), y[rows]) / 3).backward()
+        kept = sum(len(part.classes) for part in optimizer.forecaster._observed)
+        assert kept == (60 if rows_kept == 4096 else CLASSES + 10)
+        optimizer.step()
+        for k in y.unique().tolist():
+            mean = z[y == k].mean(0)
+            expected[k] = 0.3 * expected[k] + 0.7 * mean if k in expected else mean
+        for k, prototype in expected.items():
+            assert_same(optimizer.prototypes_of(torch.tensor([k]))[0], prototype, **CLOSE)
+
+
+@pytest.mark.parametrize("ignored", [-100, 3, 77])
+def test_ignored_rows_count_for_nothing(form, ignored):
+    results = []
+    for padding in (0, 3):
+        model, criterion = network(), nn.CrossEntropyLoss(ignore_index=ignored)
+        optimizer = wrap(model, criterion=criterion)
+        for x, y in batches(8):
+            x, y = (
+                torch.cat([x, 9 * x[:padding]]),
+                torch.cat([y.where(y != ignored, 5), y.new_full((padding,), ignored)]),
+            )
+            train(model, optimizer, [(x, y)], criterion)
+        results.append((model.state_dict(), all_of(optimizer), optimizer.forecaster.seen))
+    assert_same(*results, **CLOSE)
+
+
+def test_ignored_rows_that_are_not_numbers_leave_no_trace(form):
+    model = nn.Identity()
+    model.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = wrap(model)
+    z = torch.zeros(3, CLASSES, dtype=torch.float64).index_fill_(0, torch.tensor([1]), torch.inf)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.set_targets(torch.tensor([0, -100, 2]))
+        (model(z + 0 * model.weight) * torch.tensor([[1.0], [0.0], [1.0]])).sum().backward()
+        optimizer.step()
+    assert torch.equal(all_of(optimizer), torch.zeros(CLASSES, CLASSES, dtype=torch.float64))
+
+
+def mixtures(steps: int):
+    """Mixup of two labels a row: few columns have a share, and other ones in each batch."""
+    for (x, y), (_, other) in zip(batches(steps), batches(steps, seed=9), strict=True):
+        yield x, 0.75 * F.one_hot(y, CLASSES).double() + 0.25 * F.one_hot(other, CLASSES).double()
+
+
+@pytest.mark.parametrize("distance", ["mse", "kl"])
+def test_soft_labels_by_the_formula(form, distance):
+    model, theirs = network(), network()
+    optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    function = functional.resolve_distance(distance)
+    values, seen = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), torch.zeros(CLASSES, dtype=torch.bool)
+    for x, shares in mixtures(30):
+        optimizer.zero_grad()
+        optimizer.set_targets(shares)
+        F.cross_entropy(model(x), shares).backward()
+        optimizer.step()
+
+        z, known = theirs(x), ~((shares > 0) & ~seen).any(1)
+        penalty = function(z[known], (shares @ values)[known]) * known.double().mean() if known.any() else 0.0
+        plain.zero_grad()
+        (F.cross_entropy(z, shares) + penalty).backward()
+        plain.step()
+        totals = shares.sum(0)[:, None]
+        means = shares.T @ z.detach() / totals.clamp(min=1e-30)
+        moved = torch.where(seen[:, None], 0.6 * values + 0.4 * means, means)
+        values, seen = torch.where(totals > 0, moved, values), seen | (totals[:, 0] > 0)
+        assert_same(optimizer.forecaster.seen, seen)
+    assert_same(model, theirs, **CLOSE)
+    assert_same(all_of(optimizer), values, **CLOSE)
+
+
+def test_hard_and_soft_labels_may_alternate_within_a_step(form):
+    model = network()
+    optimizer = wrap(model)
+    (x, y), = batches(1)  # fmt: skip
+    for labels in (y, F.one_hot(y, CLASSES).double()):
+        optimizer.set_targets(labels)
+        F.cross_entropy(model(x), labels).backward()
+    z = model(x).detach()
+    optimizer.step()
+    for k in y.unique():
+        assert_same(optimizer.prototypes_of(k[None])[0], z[y == k].mean(0), **CLOSE)
+
+
+def test_a_step_that_is_forgotten_leaves_nothing(form):
+    results = []
+    for with_skipped in (False, True):
+        model, criterion = network(), nn.CrossEntropyLoss()
+        optimizer = wrap(model, criterion=criterion)
+        train(model, optimizer, batches(4), criterion)
+        if with_skipped:
+            criterion(model(torch.randn(9, FEATURES, dtype=torch.float64)), torch.full((9,), CLASSES - 1)).backward()
+            optimizer.zero_grad()
+        train(model, optimizer, batches(2, seed=3), criterion)
+        results.append((model.state_dict(), all_of(optimizer), optimizer.forecaster.seen))
+    assert_same(*results)
+    assert not results[0][2].all()
+
+
+def test_weight_zero_leaves_the_training_untouched_and_still_learns(form):
+    model, plain, criterion = network(), network(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, weight=0.0, criterion=criterion)
+    train(model, optimizer, batches(10), criterion)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), batches(10), criterion)
+    assert_same(model, plain)
+    assert optimizer.forecaster.seen.any()
+
+
+def test_a_custom_distance_may_keep_what_it_was_called_with(form):
+    """What a prototype moves by is written into memory that no one else has seen."""
+    kept = []
+
+    def distance(z: Tensor, c: Tensor) -> Tensor:
+        kept.append((c, c.clone()))
+        return F.mse_loss(z, c)
+
+    model, criterion = network(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, distance=distance, criterion=criterion)
+    train(model, optimizer, list(batches(1)) * 5, criterion)
+    assert len(kept) == 4
+    for held, copied in kept:
+        assert_same(held, copied)
