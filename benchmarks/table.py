@@ -43,6 +43,17 @@ def _place(figures: Figures) -> str:
     return f"{figures['title']}, {figures['batch_size']}"
 
 
+def summary(results: Figures) -> list[str]:
+    """Every method's median time divided by plain training's, a line for each network: the README's table."""
+    names = list(dict.fromkeys(row["name"] for figures in results["methods"] for row in figures["rows"]))
+    rows = []
+    for figures in results["methods"]:
+        found = {row["name"]: row for row in figures["rows"]}
+        ratios = [f"{found[name]['ratio_to_plain']['median']:.2f}" if name in found else "–" for name in names[1:]]
+        rows.append([_place(figures), f"{found[names[0]]['milliseconds']['median']:.1f} ms", *ratios])
+    return ["### Time of a step, divided by plain training's", "", *grid(("model, batch", *names), rows, 1)]
+
+
 def methods(results: Figures) -> list[str]:
     """What each method costs on each network."""
     head = (
@@ -165,8 +176,9 @@ SECTIONS = {"methods": methods, "knobs": knobs, "overlap": overlap, "growth": gr
 
 def markdown(results: Figures) -> str:
     """Lay results out as the README shows them: the tables, then where the figures come from."""
-    lines = [line for part, section in SECTIONS.items() if results.get(part) for line in [*section(results), ""]]
-    return "\n".join([*lines, source(results)])
+    parts = [section(results) for part, section in SECTIONS.items() if results.get(part)]
+    head = [summary(results)] if results.get("methods") else []
+    return "\n".join([line for part in [*head, *parts] for line in [*part, ""]] + [source(results)])
 
 
 def main(arguments: list[str]) -> None:

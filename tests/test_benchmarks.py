@@ -110,6 +110,7 @@ def test_the_second_command_prints_the_tables_again(measured, capsys):
     command("table", str(path))
     assert capsys.readouterr().out == printed
     assert [line for line in printed.splitlines() if line.startswith("###")] == [
+        "### Time of a step, divided by plain training's",
         "### Methods",
         "### DCLOptimizer's cost options",
         "### The companion beside the model",
