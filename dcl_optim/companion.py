@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from dcl_optim import distributed, random_state, twin
 from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.follower import Follower
+from dcl_optim.forecast import Forecast
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
 from dcl_optim.inputs import batch_size, cut, outside_autocast, part, to_place
@@ -22,36 +22,6 @@ from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.overlap import Overlap
 from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.wrapper import gradients_of, without_gradient
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What the companion says of a batch.
-
-    Attributes:
-        rows: its logits as rows (N, K), without a graph.
-        chased: those that it learns from, the first ones, with their graph; None if it does not learn.
-        shape: the shape of its logits.
-        batch: the samples that it was given, where it learns from a part of them.
-    """
-
-    rows: Tensor
-    chased: Tensor | None
-    shape: tuple[int, ...]
-    batch: int | None = None
-
-    def check(self, forward: Forward, fraction: float) -> None:
-        """Raise ValueError if this is no forecast of what the model said."""
-        if self.batch is not None and not self.batch == self.shape[0] == forward.shape[0]:
-            raise ValueError(
-                f"companion_fraction={fraction} needs every input and the logits to have the batch as their first "
-                "dimension"
-            )
-        if self.shape != tuple(forward.shape):
-            raise ValueError(
-                f"companion gives logits of shape {self.shape} where the model gives {tuple(forward.shape)}; its "
-                "architecture is free, its output shape is not"
-            )
 
 
 class Companion(Forecaster):
