@@ -75,13 +75,20 @@ class Overlap:
         begun, self._result = self._result, None
         if begun is None:
             return None
-        forecast = begun()
-        if _fingerprint(args, kwargs) != self._inputs:
+        try:
+            forecast = begun()
+            self._require_same(_fingerprint(args, kwargs))
+        except BaseException:
+            self.lane.rest()
+            raise
+        return forecast
+
+    def _require_same(self, inputs: list[tuple[int, int]]) -> None:
+        if inputs != self._inputs:
             raise RuntimeError(
                 "overlap=True: the model's inputs were changed or replaced while it ran (by a forward pre-hook, or in "
                 "place by the model), so the companion may have seen others; pass overlap=False"
             )
-        return forecast
 
     def start_step(self, move: Callable[[], None], *optimizers: Optimizer) -> Callable[[], None]:
         """Start the companion's step beside the model's: its own, and the model's, which goes on meanwhile.
