@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from dcl_optim import compilation, distributed, lanes
 from dcl_optim.inputs import tensors_of
 from dcl_optim.random_state import RandomState, on_device, replayed
+from dcl_optim.wrapper import is_torchs_own
 
 T = TypeVar("T")
 Forward = Callable[[tuple[Any, ...], dict[str, Any]], T]
@@ -51,7 +52,6 @@ class Overlap:
         Raises:
             RuntimeError: this companion cannot run beside the model.
         """
-        self._result = None
         if not self._wanted:
             return
         self._choose_lane()
@@ -95,8 +95,7 @@ class Overlap:
 
         An optimizer of another library may evaluate the model again or draw random numbers; then it is done afterwards.
         """
-        known = all(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers)
-        return self.lane.start(move) if known else move
+        return self.lane.start(move) if all(map(is_torchs_own, optimizers)) else move
 
     def _suits_a_thread(self) -> bool:
         """Whether another thread would do the same: modes stay with theirs, compiled networks draw by themselves."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dcl_optim.wrapper import is_torchs_own
+
 RandomState = dict[torch.device, Tensor]
 
 
@@ -63,9 +65,9 @@ def replayed(state: RandomState) -> Iterator[None]:
 
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
-    """Put the streams back after the block, in which an optimizer steps; none of torch's own draws."""
+    """Put the streams back after the block, in which an optimizer steps."""
     state: RandomState = {}
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    if not is_torchs_own(optimizer):
         state = capture(optimizer.param_groups[0]["params"][0].device)
     yield
     restore(state)

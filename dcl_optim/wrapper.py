@@ -18,6 +18,11 @@ from dcl_optim.callers import frames_of
 _parameters, _gradient, _exists = itemgetter("params"), attrgetter("grad"), functools.partial(is_not, None)
 
 
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is torch's: none of those draws random numbers, or evaluates the model without a closure."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters that an optimizer trains, group by group."""
     return chain.from_iterable(map(_parameters, optimizer.param_groups))

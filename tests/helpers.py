@@ -232,6 +232,12 @@ def live_tensors() -> tuple[int, int]:
     return len(tensors), sum(tensor.numel() for tensor in tensors)
 
 
+def surviving_tensors() -> int:
+    """The number of tensors that a garbage collection leaves."""
+    gc.collect()
+    return live_tensors()[0]
+
+
 def items_in_containers() -> int:
     return sum(len(found) for found in gc.get_objects() if type(found) in (list, dict, set, tuple, deque))
 

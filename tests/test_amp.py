@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 from functools import partial
 
@@ -15,7 +14,7 @@ from torch import nn
 from dcl_optim import DCLOptimizer, DCPOptimizer, functional
 from dcl_optim.loss_scale import recover_from_cross_entropy
 from dcl_optim.reference import dcl_step, dcp_step
-from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp
+from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, surviving_tensors
 
 BATCH, CLIP = 24, 0.3
 METHOD = {"weight": 0.7, "alpha": 0.4}
@@ -195,19 +194,15 @@ def test_classes_that_only_a_skipped_batch_had_get_no_prototype():
 def test_a_skipped_step_keeps_no_graph(variant):
     script = Script(variant)
 
-    def live():
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
     first, second, third, *rest = data(12)
     script.step([first])
     script.step([second])
-    usual = live()
+    usual = surviving_tensors()
     poison_loss(script, [third], at=0)
     script.finish()
     for batch in rest:
         script.step([batch])
-    assert live() == usual
+    assert surviving_tensors() == usual
 
 
 # ---- float16: what the scale must not do ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tests.helpers import (
     mlp,
     one,
     sgd,
+    surviving_tensors,
     train,
     wrap,
 )
@@ -112,14 +113,10 @@ def test_no_references_are_left_by_training():
     model = mlp(dtype=torch.float32)
     optimizer = wrap(model)
 
-    def live():
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
     train(model, optimizer, batches(5, dtype=torch.float32))
-    first = live()
+    first = surviving_tensors()
     train(model, optimizer, batches(50, dtype=torch.float32))
-    assert live() == first
+    assert surviving_tensors() == first
 
 
 @pytest.mark.parametrize("container", [False, True])

@@ -7,7 +7,6 @@ seen the batch, and an error inside the base's own step comes when the companion
 from __future__ import annotations
 
 import copy
-import gc
 import signal
 import threading
 import traceback
@@ -29,6 +28,7 @@ from tests.helpers import (
     mlp,
     one,
     snapshot,
+    surviving_tensors,
     train,
     wrap,
 )
@@ -57,33 +57,12 @@ def test_a_retried_batch_ends_where_the_serial_run_does(accident, loop):
 @LOOPS
 @ACCIDENTS
 def test_a_batch_given_up_leaves_no_trace(accident, loop):
-    lost, never = Script(loop), Script(loop, overlap=False)
-    for step, batch in enumerate(batches(6)):
-        if step == 3:
-            serial.ACCIDENTS[accident](lost)
-            with pytest.raises(torch.OutOfMemoryError, match="simulated"):
-                lost.attempt(*next(iter(batches(1, seed=99))), seed=77)
-        for script in (lost, never):
-            script.attempt(*batch, seed=step)
-    assert_same(lost.snapshot(), never.snapshot())
+    serial.give_up_a_batch(accident, Script(loop), Script(loop, overlap=False))
 
 
 @ACCIDENTS
 def test_an_accident_keeps_no_memory(accident):
-    script = Script("plain").run()
-    data = list(batches(3))
-
-    def live():
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-    script.attempt(*data[0], seed=0)
-    usual = live()
-    serial.ACCIDENTS[accident](script)
-    with pytest.raises(torch.OutOfMemoryError):
-        script.attempt(*data[1], seed=1)
-    script.attempt(*data[2], seed=2)
-    assert live() == usual
+    serial.require_no_memory_kept(accident, Script("plain"))
 
 
 def test_a_forward_without_a_backward_frees_its_memory_with_its_output():
@@ -91,14 +70,10 @@ def test_a_forward_without_a_backward_frees_its_memory_with_its_output():
     optimizer = wrap(model, overlap=True)
     train(model, optimizer, batches(3))
 
-    def live():
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-    usual, output = live(), model(one()[0])
-    assert live() > usual
+    usual, output = surviving_tensors(), model(one()[0])
+    assert surviving_tensors() > usual
     del output
-    assert live() == usual
+    assert surviving_tensors() == usual
 
 
 # ---- where the error comes out --------------------------------------------------------------------------------------

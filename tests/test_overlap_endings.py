@@ -11,7 +11,7 @@ import pytest
 import torch.nn.functional as F
 
 from tests.helpers import batches, mlp, one, train, wrap
-from tests.test_overlap_threads import failing_in, network, report_steps
+from tests.test_overlap_threads import Failure, overlapped
 
 
 def trained():
@@ -73,20 +73,14 @@ def test_an_optimizer_that_is_gone_takes_its_thread_along_without_the_collector(
 
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 def test_errors_leave_one_thread_at_most(place, new_threads):
-    def function(where):
-        if armed:
-            failing_in(place)(where)
-
-    armed = False
-    model = network(function)
-    optimizer = wrap(model, overlap=True)
-    report_steps(optimizer, function)
-    train(model, optimizer, batches(2))
+    failure = Failure(place)
+    optimizer = overlapped(failure)
+    train(optimizer.model, optimizer, batches(2))
     for _ in range(5):
-        armed = True
+        failure.armed = True
         with pytest.raises(ZeroDivisionError):
-            train(model, optimizer, batches(1))
-        armed = False
+            train(optimizer.model, optimizer, batches(1))
+        failure.armed = False
     assert len(new_threads()) == 1
     optimizer.detach()
     assert new_threads() == []

@@ -124,6 +124,24 @@ def test_random_delays_change_nothing():
     assert_overlap_changes_nothing(script)
 
 
+class Failure:
+    """Raises in the caller's thread where it is told to, while it is armed."""
+
+    def __init__(self, place):
+        self.place, self.armed = place, False
+
+    def __call__(self, where):
+        if self.armed and where == self.place and threading.current_thread() is threading.main_thread():
+            raise ZeroDivisionError
+
+
+def overlapped(function):
+    """An overlapping optimizer of a network, both of which call a function in forward, backward and step."""
+    optimizer = wrap(network(function), overlap=True)
+    report_steps(optimizer, function)
+    return optimizer
+
+
 # ---- the number of intra-op threads ---------------------------------------------------------------------------------
 
 
@@ -134,9 +152,8 @@ def test_each_of_the_two_has_half_of_the_threads(given, half):
     def note(place):
         seen.add((place, threading.current_thread().name, torch.get_num_threads()))
 
-    model = network(note)
-    optimizer = wrap(model, overlap=True)
-    report_steps(optimizer, note)
+    optimizer = overlapped(note)
+    model = optimizer.model
     with intra_op_threads(given):
         train(model, optimizer, batches(1))
         seen.clear()
@@ -152,30 +169,17 @@ def test_each_of_the_two_has_half_of_the_threads(given, half):
     assert seen == {(*place, half) for place in places}
 
 
-def failing_in(place, kind=ZeroDivisionError):
-    def fail(where):
-        if where == place and threading.current_thread() is threading.main_thread():
-            raise kind
-
-    return fail
-
-
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 def test_the_callers_threads_come_back_after_an_error(place):
-    def function(where):
-        if armed:
-            failing_in(place)(where)
-
-    armed = False
-    model = network(function)
-    optimizer = wrap(model, overlap=True)
-    report_steps(optimizer, function)
+    failure = Failure(place)
+    optimizer = overlapped(failure)
+    model = optimizer.model
     with intra_op_threads(4):
         train(model, optimizer, batches(2))
-        armed = True
+        failure.armed = True
         with pytest.raises(ZeroDivisionError):
             train(model, optimizer, batches(1))
-        armed = False
+        failure.armed = False
         with torch.no_grad():
             model(next(batches(1))[0])
         assert torch.get_num_threads() == 4
@@ -194,16 +198,12 @@ def new_threads_number():
 
 
 def test_the_callers_threads_come_back_when_it_goes_on_without_an_optimizer_after_an_error():
-    def function(where):
-        if armed:
-            failing_in("backward")(where)
-
-    armed = False
-    model = network(function)
+    failure = Failure("backward")
+    model = network(failure)
     with intra_op_threads(4):
         with wrap(model, overlap=True) as optimizer:
             train(model, optimizer, batches(2))
-            armed = True
+            failure.armed = True
             with pytest.raises(ZeroDivisionError):
                 backward(model, *one())
         assert torch.get_num_threads() == 4
@@ -234,8 +234,8 @@ def test_a_number_that_is_set_inside_the_models_forward_stays():
 
     model = network(set_threads)
     optimizer = wrap(model, overlap=True)
-    train(model, optimizer, batches(1))  # both networks' forwards are in this thread: two numbers
     with intra_op_threads(4):
+        train(model, optimizer, batches(1))  # both networks' forwards are in this thread: two numbers
         for number in (7, 8):
             train(model, optimizer, batches(1))
             assert torch.get_num_threads() == number
