@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import distributed, random_state, twin
+from dcl_optim.chase import ignores_gradient_scale, slowed
 from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.follower import Follower
 from dcl_optim.forecast import Forecast
@@ -73,7 +74,7 @@ class Companion(Forecaster):
         self.optimizer = self._mirror.build(self.module, strangers=companion is not None)
         self._follower = Follower(model, self.module, companion is None, self._mirror, self.optimizer, device, dtype)
         self.overlaps, self._overlap = overlap, Overlap(self.module, wanted=overlap)
-        self._learns = True
+        self._learns, self._slows = True, ignores_gradient_scale(self.optimizer)
         self._reset()
 
     def _reset(self) -> None:
@@ -81,7 +82,7 @@ class Companion(Forecaster):
         self._moved: Callable[[], None] | None = None  # the step that has been started
         self._unit: Scale = 1.0  # forwards are weighed by their scale divided by this one, the first's
         self._total: Scale = 0.0  # sum of the weights so far
-        self._count = 0
+        self._count, self._alpha = 0, 0.0
         self._half = False
 
     # ---- the forecast --------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Companion(Forecaster):
         weigh = self._count > 0 or self._half
         weight = scale / self._unit if weigh else 1.0
         gradient = (gradient * weight if weigh else gradient).to(c.dtype)
-        self._total, self._count = self._total + weight, self._count + 1
+        self._total, self._count, self._alpha = self._total + weight, self._count + 1, alpha
         self._pending.append(self._overlap.lane.start(functools.partial(_backward, c, gradient)))
 
     def digest(self) -> None:
@@ -195,7 +196,7 @@ class Companion(Forecaster):
         if self._half and not _finite(list(gradients_of(self.optimizer))):
             return
         try:
-            with random_state.kept(self.optimizer):
+            with random_state.kept(self.optimizer), slowed(self.optimizer, 1 - self._alpha if self._slows else 1.0):
                 self.optimizer.step()
         except Exception as error:
             kind = type(self.optimizer).__name__

@@ -39,7 +39,8 @@ class DCLOptimizer(ForecastOptimizer):
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 1.0, as in the paper.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. With SGD and mse it
-            scales the companion's gradient by :math:`1-\alpha`; Adam-like bases all but divide that factor out.
+            scales the companion's gradient by :math:`1-\alpha`. An optimizer that divides such a factor out, as Adam
+            does, gets the learning rate times :math:`1-\alpha` for the companion's steps instead.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.

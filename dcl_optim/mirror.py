@@ -60,7 +60,7 @@ class MirroredOptimizer:
             return self._given(trained)
         self._followed = list(groups)
         self.note()
-        return _second(self.base, [self._options(i) | {"params": groups[i]} for i in groups])
+        return second(self.base, [self._options(i) | {"params": groups[i]} for i in groups])
 
     def follow(self, optimizer: Optimizer) -> None:
         """Copy what the script has changed in the base's groups since its last step."""
@@ -144,7 +144,12 @@ def _inner(base: Optimizer) -> Optimizer:
     return next((inner for inner in candidates if isinstance(inner, Optimizer)), base)
 
 
-def _second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Build an optimizer of the base's class and settings over other groups.
+
+    Raises:
+        ValueError: there can be none, or none that steps without a closure.
+    """
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS cannot train the companion: it evaluates its objective again and again, and the companion has one "

@@ -13,6 +13,21 @@ from torch.optim import Optimizer
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
+# Optimizers that move as far for twice the gradient.
+SCALE_FREE = (
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+)
+
 
 def dcl_step(
     model: nn.Module,
@@ -34,7 +49,8 @@ def dcl_step(
         model: :math:`\theta_t`, updated in place.
         companion: :math:`\omega_t`, updated in place; it starts as a copy of the model.
         optimizer: the model's optimizer.
-        companion_optimizer: the companion's optimizer.
+        companion_optimizer: the companion's optimizer; the learning rate of one that divides a factor of the gradient
+            out is multiplied by 1 - alpha for the step.
         x: inputs (batch, ...).
         y: labels.
         loss_function: :math:`\ell`, (z, y) -> scalar.
@@ -64,7 +80,12 @@ def dcl_step(
     if chase:
         companion_optimizer.zero_grad()
         distance(c, target).backward()
+        rates = [group["lr"] for group in companion_optimizer.param_groups]
+        for group, rate in zip(companion_optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - alpha) if type(companion_optimizer).__name__ in SCALE_FREE else rate
         companion_optimizer.step()
+        for group, rate in zip(companion_optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     return loss.detach()
 
 
