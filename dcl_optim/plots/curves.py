@@ -1,4 +1,4 @@
-"""Pictures of training: what the paper's figures plot, for histories of one's own. Needs matplotlib."""
+"""Accuracy and consistency over the epochs of training."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcl_optim.plots.canvas import COLOURS, LINES, new_figure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 History = Mapping[str, Sequence[float]]
 QUANTITIES = ("accuracy", "consistency")
-
-# Okabe and Ito's colours, which stay apart for colour-blind eyes; the line styles do so in grey.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
-LINES = ("-", "--", "-.", ":")
 
 
 def training_curves(
@@ -56,13 +54,7 @@ def training_curves(
 def curves_figure(histories: Mapping[str, Sequence[Mapping[str, Any]]], title: str, split: str) -> Figure:
     """Build the figure of :func:`training_curves`."""
     _check(histories)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "dcl-optim[demo]"') from error
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2)
     _panel(left, histories, "accuracy", f"{split} accuracy [%]")
     _panel(right, histories, "consistency", "top non-target consistency,\ntraining images [%]")

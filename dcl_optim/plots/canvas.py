@@ -1,0 +1,34 @@
+"""What all figures share: an empty figure and the colours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which stay apart for colour-blind eyes; the line styles do so in grey.
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
+LINES = ("-", "--", "-.", ":")
+# Petroff's ten (arXiv 2107.02270), made to stay apart for the same eyes: scattered classes need more than six.
+CLASS_COLOURS = (
+    *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
+    *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
+)
+MARKERS = ("o", "s", "^", "D")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Build an empty figure, sizes in inches, without pyplot and its global state.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plots need matplotlib: pip install "dcl-optim[demo]"') from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
