@@ -11,10 +11,10 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
 
 
-def cnn(classes: int) -> nn.Module:
-    """Four convolutions with batch norm, for one channel and any size from 4x4 on."""
+def cnn(classes: int, channels: int = 1) -> nn.Module:
+    """Four convolutions with batch norm, for any size from 4x4 on."""
     return nn.Sequential(
-        *(*_block(1, 32), *_block(32, 32), nn.MaxPool2d(2)),
+        *(*_block(channels, 32), *_block(32, 32), nn.MaxPool2d(2)),
         *(*_block(32, 64), *_block(64, 64), nn.AdaptiveAvgPool2d(2)),
         *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(64 * 4, classes)),
     )

@@ -1,0 +1,105 @@
+"""What a data set is to the experiments, and data sets that fit into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from examples.paper.augmentations import View, batch_crop, check, seeded, training
+from examples.paper.datasets.splits import check_part
+
+Pictures = tuple[Tensor, Tensor]  # (count, C, H, W) uint8 or float, and labels (count,)
+
+
+class Data(Protocol):
+    """Pictures of some classes in three parts."""
+
+    name: str
+    classes: int
+    shape: tuple[int, int, int]
+
+    def train_size(self) -> int:
+        """The number of training samples."""
+
+    def epoch(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """One shuffled, augmented pass over the training part: batches of inputs, labels and sample numbers.
+
+        All randomness is the generator's. A last batch of one is dropped: batch normalisation could not take it.
+        """
+
+    def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of ``train``, ``validation`` or ``test`` in order and not augmented."""
+
+
+def batches(count: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+    """The numbers below ``count``, shuffled and in batches, a lone last one dropped."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    order = torch.randperm(count, generator=generator)
+    return list(order[: count - (count % batch_size == 1)].split(batch_size))
+
+
+def draw_seeds(count: int, generator: torch.Generator) -> list[int]:
+    """One seed for each sample, so that its augmentation does not depend on the others or on the worker."""
+    return torch.randint(2**62, (count,), generator=generator).tolist()
+
+
+class InMemory:
+    """Tensors, normalised for each channel by the training pictures' mean and standard deviation.
+
+    Args:
+        name: of the data set.
+        classes: how many.
+        parts: ``train``, ``validation`` and ``test``: pictures (count, C, H, W), uint8 or float, where 0 is black, and
+            labels (count,).
+        augmentation: one of :data:`examples.paper.augmentations.NAMES`; those beyond ``basic`` need uint8.
+
+    Raises:
+        ValueError: the augmentation is unknown or cannot take the pictures.
+    """
+
+    def __init__(self, name: str, classes: int, parts: Mapping[str, Pictures], augmentation: str = "none") -> None:
+        self.name, self.classes, self.augmentation = name, classes, check(augmentation)
+        self._parts = dict(parts)
+        images = parts["train"][0]
+        channels, height, width = images.shape[1:]
+        self.shape = (int(channels), int(height), int(width))
+        self._scale = 1 / 255 if images.dtype == torch.uint8 else 1.0
+        values = images.transpose(0, 1).flatten(1).double() * self._scale
+        self._mean, self._std = (found.float()[:, None, None] for found in (values.mean(1), values.std(1)))
+        self._transform = None
+        if augmentation not in ("none", "crop", "basic"):
+            if images.dtype != torch.uint8:
+                raise ValueError(f"augmentation={augmentation!r} needs uint8 pictures, not {images.dtype}")
+            mean, std = (tuple(found.flatten().tolist()) for found in (self._mean, self._std))
+            self._transform = training(augmentation, View((height, width), mean, std))
+
+    def train_size(self) -> int:
+        """The number of training samples."""
+        return len(self._parts["train"][1])
+
+    def epoch(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """See :meth:`Data.epoch`."""
+        images, labels = self._parts["train"]
+        for index in batches(len(labels), batch_size, generator):
+            yield self._augmented(images[index], generator), labels[index], index
+
+    def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
+        """See :meth:`Data.fixed`."""
+        images, labels = self._parts[check_part(part)]
+        for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+            yield self._normalised(x), y
+
+    def _augmented(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        if self._transform is not None:
+            seeds = draw_seeds(len(x), generator)
+            return torch.stack([seeded(self._transform, one, seed) for one, seed in zip(x, seeds, strict=True)])
+        if self.augmentation != "none":
+            x = batch_crop(x, generator, flip=self.augmentation == "basic")
+        return self._normalised(x)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return (x.float() * self._scale - self._mean) / self._std

@@ -1,0 +1,55 @@
+"""The training methods that are compared, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from examples.paper.methods.averages import MeanTeacher, WeightAverage
+from examples.paper.methods.base import Method, Setting
+from examples.paper.methods.companion import CompanionLearning, CompanionPrototype
+from examples.paper.methods.ensembles import Bagging, Voting
+from examples.paper.methods.mutual import MutualLearning
+from examples.paper.methods.plain import Plain
+from examples.paper.methods.self_distillation import SelfDistillation
+from examples.paper.methods.sharpness import GradientNormAware, SharpnessAware
+from examples.paper.methods.sharpness_free import SharpnessFree
+from examples.paper.methods.snapshot import Snapshot
+
+METHODS: dict[str, type[Method]] = {
+    "plain": Plain,
+    "dcl": CompanionLearning,
+    "dcp": CompanionPrototype,
+    "sam": SharpnessAware,
+    "gam": GradientNormAware,
+    "saf": SharpnessFree,
+    "dml": MutualLearning,
+    "ps-kd": SelfDistillation,
+    "ema": WeightAverage,
+    "mean-teacher": MeanTeacher,
+    "voting": Voting,
+    "bagging": Bagging,
+    "snapshot": Snapshot,
+}
+NAMES = tuple(METHODS)
+
+__all__ = ["METHODS", "NAMES", "Method", "Setting", "make"]
+
+
+def make(name: str, setting: Setting, **options: Any) -> Method:
+    """Set a method up by name.
+
+    Args:
+        name: one of NAMES.
+        setting: what it trains with.
+        options: the method's own; see its class.
+
+    Raises:
+        ValueError: an unknown name or option, or an option out of range.
+    """
+    if name not in METHODS:
+        raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(NAMES)}")
+    known = METHODS[name].options()
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(f"method {name!r} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+    return METHODS[name](setting, **options)

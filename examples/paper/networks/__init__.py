@@ -1,0 +1,62 @@
+"""The paper's networks, for pictures of any number of channels: :func:`build` makes one by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from examples import models
+from examples.paper.networks import residual, transformer, vision, wide
+from examples.paper.networks.weights import load
+
+Shape = tuple[int, int, int]
+
+SMALLEST = 4  # pixels a side, below which the cnn's pooling has nothing to pool
+
+
+def _cnn(classes: int, shape: Shape) -> nn.Module:
+    return models.cnn(classes, shape[0])
+
+
+_NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
+    "cnn": _cnn,
+    **{name: partial(vision.resnet, name) for name in ("resnet18", "resnet34", "resnet50")},
+    **{name: partial(residual.resnet, name) for name in residual.WIDTHS},
+    "wrn-28-10": partial(wide.wide_resnet, 28, 10),
+    "wrn-28-2": partial(wide.wide_resnet, 28, 2),
+    "shufflenetv2": vision.shufflenet,
+    "efficientnet-b0": vision.efficientnet,
+    "vit-tiny": transformer.vit_tiny,
+    "swin-tiny": transformer.swin_tiny,
+}
+NAMES = tuple(_NETWORKS)
+
+
+def build(name: str, classes: int, shape: Shape, weights: Path | None = None) -> nn.Module:
+    """Build a network; its random weights come from torch's global generator.
+
+    Args:
+        name: one of NAMES.
+        classes: number of logits, at least 2.
+        shape: channels, height and width of one picture; from 1x4x4 on.
+        weights: file with a state dict of this network, by ``torch.save``. A head of another number of classes is
+            left out, so the new head stays random.
+
+    Raises:
+        ValueError: an unknown name, a number or shape that the network cannot take, or weights that do not fit.
+    """
+    if name not in _NETWORKS:
+        raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
+    if classes < 2:
+        raise ValueError(f"classes is {classes}; it must be at least 2")
+    if len(shape) != 3 or shape[0] < 1 or min(shape[1:]) < SMALLEST:
+        raise ValueError(
+            f"shape is {tuple(shape)}; it must be (channels, height, width), at least (1, {SMALLEST}, {SMALLEST})"
+        )
+    model = _NETWORKS[name](classes, shape)
+    if weights is not None:
+        load(model, weights)
+    return model

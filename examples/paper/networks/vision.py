@@ -1,0 +1,40 @@
+"""torchvision's networks with stems for small pictures and any number of channels."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def _stem(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
+    convolution = nn.Conv2d(channels, width, 3, stride, padding=1, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return convolution
+
+
+def resnet(name: str, classes: int, shape: tuple[int, int, int]) -> nn.Module:
+    """ResNet-18, -34 or -50 whose first convolution is 3x3 of stride 1, without pooling after it."""
+    from torchvision import models
+
+    model = getattr(models, name)(num_classes=classes)
+    model.conv1 = _stem(shape[0], 64)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def shufflenet(classes: int, shape: tuple[int, int, int]) -> nn.Module:
+    """ShuffleNetV2 x1.0 whose first convolution has stride 1, without pooling after it."""
+    from torchvision import models
+
+    model = models.shufflenet_v2_x1_0(num_classes=classes)
+    model.conv1[0] = _stem(shape[0], 24)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def efficientnet(classes: int, shape: tuple[int, int, int]) -> nn.Module:
+    """EfficientNet-B0 with its own stem of stride 2: it is there to be fine-tuned from ImageNet's weights."""
+    from torchvision import models
+
+    model = models.efficientnet_b0(num_classes=classes)
+    model.features[0][0] = _stem(shape[0], 32, stride=2)
+    return model

@@ -1,0 +1,36 @@
+"""Weights from a local file, also where the number of classes is another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """Load a state dict into the model, but leave the model's own head where the file's has another number of classes.
+
+    Args:
+        model: one of this package's networks; its last linear layer is the head.
+        path: file that ``torch.save`` wrote, with nothing but the state dict in it.
+
+    Raises:
+        ValueError: something other than the head is missing, left over or of another shape.
+    """
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"weights is {str(path)!r}, which holds a {type(loaded).__name__}; it must hold a state dict")
+    own = model.state_dict()
+    head = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
+    entries = {f"{head}.weight", f"{head}.bias"}
+    if entries <= loaded.keys() and loaded[f"{head}.bias"].shape != own[f"{head}.bias"].shape:
+        loaded = {**loaded, **{entry: own[entry] for entry in entries}}
+    wrong = sorted(own.keys() ^ loaded.keys())
+    wrong += [name for name in own if name in loaded and own[name].shape != loaded[name].shape]
+    if wrong:
+        raise ValueError(
+            f"weights is {str(path)!r}, where {len(wrong)} entries are missing, left over or of another shape: "
+            f"{', '.join(wrong[:5])}; it must be a state dict of the same network, for pictures of the same channels"
+        )
+    model.load_state_dict(loaded)
