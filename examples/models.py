@@ -20,6 +20,17 @@ def cnn(classes: int, channels: int = 1) -> nn.Module:
     )
 
 
+def small_cnn(classes: int, channels: int = 1) -> nn.Module:
+    """Three convolutions with batch norm, the first of stride 2: a tenth of the work of :func:`cnn`."""
+    first = nn.Conv2d(channels, 16, 5, stride=2, padding=2, bias=False)
+    return nn.Sequential(
+        *(first, nn.BatchNorm2d(16), nn.ReLU(inplace=True)),
+        *(*_block(16, 32), nn.MaxPool2d(2)),
+        *(*_block(32, 64), nn.AdaptiveAvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 4, classes)),
+    )
+
+
 def resnet18(classes: int) -> nn.Module:
     """ResNet-18 for small pictures: a 3x3 convolution of stride 1 first, and no pooling after it."""
     from torchvision.models import resnet18 as build

@@ -1,0 +1,68 @@
+"""What one training run is, as data: two runs of the same configuration and seed are the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One training run, but for its seed.
+
+    Attributes:
+        data: a name of :data:`examples.paper.datasets.NAMES`.
+        network: a name of :data:`examples.paper.networks.NAMES`.
+        method: a name of :data:`examples.paper.methods.NAMES`.
+        epochs: passes over the training part.
+        options: the method's own; ``companion`` is the name of a network.
+        train_size: train on so many pictures only; None: all.
+        augmentation: a name of :data:`examples.paper.augmentations.NAMES`; None: the data set's own.
+        batch_size: pictures a step.
+        optimizer: "sgd" (momentum 0.9) or "adamw".
+        lr: the learning rate at the start; it falls to 0 along a cosine, epoch by epoch.
+        weight_decay: of the optimizer.
+    """
+
+    data: str
+    network: str
+    method: str
+    epochs: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    train_size: int | None = None
+    augmentation: str | None = None
+    batch_size: int = 128
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    weight_decay: float = 5e-4
+
+    def as_dict(self) -> dict[str, Any]:
+        """The configuration in types that JSON knows."""
+        return asdict(self)
+
+    def key(self, seed: int) -> str:
+        """A name for the run: it differs where anything differs."""
+        text = json.dumps(self.as_dict() | {"seed": seed}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Runs that are compared, the same seeds for each.
+
+    Attributes:
+        title: what it asks.
+        part: what is measured at the end: "validation" for choices, "test" for what was chosen before.
+        seeds: how many.
+        baseline: the label that the others are compared to.
+        runs: the configurations by their label in the table.
+    """
+
+    title: str
+    part: str
+    seeds: int
+    baseline: str
+    runs: Mapping[str, Configuration]

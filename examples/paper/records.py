@@ -1,0 +1,79 @@
+"""The results file: one line of JSON for each finished run, which is never trained again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "pytorch_optimizer")
+
+Record = dict[str, Any]
+
+
+def read(path: Path) -> list[Record]:
+    """Read a results file; none is an empty one.
+
+    Raises:
+        ValueError: a line is no record, and not the last one, which a crash may have cut.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    if lines and not _is_record(lines[-1]):
+        lines.pop()
+    wrong = next((number for number, line in enumerate(lines, 1) if not _is_record(line)), None)
+    if wrong is not None:
+        raise ValueError(f"{path}, line {wrong}: no record of a run; mend or delete the line")
+    return [json.loads(line) for line in lines]
+
+
+def _is_record(line: str) -> bool:
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def append(record: Record, path: Path) -> None:
+    """Add a record, and drop what a crash has left of the last one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.read_bytes() if path.exists() else b""
+    keep = whole.rfind(b"\n") + 1
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.seek(keep)
+        file.truncate()
+        file.write(json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def circumstances(device: str, threads: int) -> Record:
+    """Where and with what a run was made."""
+    kind = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
+    return {
+        "device": kind,
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "system": platform.platform(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

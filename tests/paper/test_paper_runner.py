@@ -1,0 +1,193 @@
+"""The experiments' runner: runs that resume, results that are read back, tables that are computed by hand here."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from examples.paper import __main__ as command
+from examples.paper import datasets, methods, networks, records
+from examples.paper.configuration import Configuration, Experiment
+from examples.paper.experiments import EXPERIMENTS
+from examples.paper.table import markdown, paired
+from examples.paper.trainer import SCHEDULES, Run, train
+from tests.helpers import assert_same
+
+TINY = Configuration("digits", "small-cnn", "plain", epochs=3, train_size=60, batch_size=20, lr=0.05)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_names_what_there_is(name):
+    experiment = EXPERIMENTS[name]
+    assert experiment.baseline in experiment.runs
+    assert experiment.part in ("validation", "test")
+    for configuration in experiment.runs.values():
+        assert configuration.data in datasets.NAMES
+        assert configuration.network in networks.NAMES
+        known = methods.METHODS[configuration.method].options()
+        assert set(configuration.options) <= set(known)
+        assert configuration.options.get("companion", "cnn") in networks.NAMES
+        assert json.loads(json.dumps(configuration.as_dict())) == configuration.as_dict()
+
+
+def test_choices_are_made_on_validation_pictures():
+    assert {EXPERIMENTS[name].part for name in ("alpha", "distance", "rate", "companion", "fraction")} == {"validation"}
+
+
+@pytest.mark.parametrize("method", ["plain", "dcl", "dcp", "saf"])
+def test_an_interrupted_run_ends_as_the_uninterrupted_one(method, tmp_path):
+    configuration = replace(TINY, method=method, augmentation="crop")
+    whole = Run(configuration, 1, CPU)
+    train(whole, tmp_path / "whole.pt")
+    half = Run(configuration, 1, CPU)
+    for _ in range(2):
+        half.train_epoch()
+    half.save(tmp_path / "half.pt")
+    other = Run(configuration, 1, CPU)
+    torch.manual_seed(99)
+    train(other, tmp_path / "half.pt")
+    assert_same(other.method.state_dict()["parts"], whole.method.state_dict()["parts"])
+    assert other.losses == whole.losses
+    assert len(whole.losses) == 3
+
+
+def test_methods_of_one_seed_start_alike_and_see_the_same_batches():
+    runs = [Run(replace(TINY, method=method, augmentation="crop"), 4, CPU) for method in ("plain", "dcl", "dcp")]
+    first = [next(run.data.epoch(20, run.generator)) for run in runs]
+    for run, batch in zip(runs, first, strict=True):
+        assert_same(run.method.main.network, runs[0].method.main.network)
+        assert_same(list(batch), list(first[0]))
+    other = Run(TINY, 5, CPU)
+    assert not torch.equal(other.method.main.network[0].weight, runs[0].method.main.network[0].weight)
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer='lion' is unknown; choose one of sgd, adamw"):
+        Run(replace(TINY, optimizer="lion"), 0, CPU)
+
+
+def test_a_companion_is_named_and_a_schedule_too():
+    options = {"companion": "cnn", "alpha": "running-average"}
+    run = Run(replace(TINY, method="dcl", options=options), 0, CPU)
+    run.train_epoch()
+    assert sum(p.numel() for p in run.method.networks()["companion"].parameters()) == sum(
+        p.numel() for p in networks.build("cnn", 10, (1, 8, 8)).parameters()
+    )
+    assert run.method.main.optimizer.logs()["alpha"] == SCHEDULES["running-average"](3)
+
+
+def test_figures_are_those_of_the_predictions():
+    run = Run(replace(TINY, method="dcl"), 0, CPU)
+    run.train_epoch()
+    found = run.figures("validation")
+    x, y = (torch.cat(column) for column in zip(*run.data.fixed("validation"), strict=True))
+    for name in ("model", "companion"):
+        network = run.method.networks()[name].eval()
+        with torch.no_grad():
+            assert found["accuracy"][name] == pytest.approx(float((network(x).argmax(1) == y).float().mean()))
+    assert list(found["accuracy"]) == ["model", "companion"]
+    assert 0 < found["consistency"]["model"] <= 1 <= found["perplexity"]["model"]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+SMALL = Experiment("a test", "validation", 2, "CE", {"CE": TINY, "DCL": replace(TINY, method="dcl")})
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    monkeypatch.setitem(EXPERIMENTS, "small", SMALL)
+    folders = ["--results", str(tmp_path / "results"), "--checkpoints", str(tmp_path / "runs"), "--threads", "1"]
+
+    def execute(*arguments):
+        command.main([*arguments, *folders, "--device", "cpu"])
+        return records.read(tmp_path / "results" / "small.jsonl")
+
+    return execute
+
+
+def test_a_finished_run_is_not_made_again(small, monkeypatch):
+    first = small("run", "small", "--only", "CE")
+    assert [(r["label"], r["seed"], r["part"]) for r in first] == [("CE", 0, "validation"), ("CE", 1, "validation")]
+    both = small("run", "small")
+    assert both[:2] == first
+    assert [(r["label"], r["seed"]) for r in both[2:]] == [("DCL", 0), ("DCL", 1)]
+    monkeypatch.setattr(command, "finish", None)
+    assert small("run", "small") == both
+
+
+def test_two_processes_find_what_one_finds(small, tmp_path):
+    one = small("run", "small", "--seeds", "1")
+    (tmp_path / "results" / "small.jsonl").unlink()
+    two = small("run", "small", "--seeds", "1", "--jobs", "2")
+    keep = ("label", "seed", "accuracy", "losses")
+    ordered = [sorted(([r[k] for k in keep] for r in found), key=str) for found in (one, two)]
+    assert ordered[0] == ordered[1]
+
+
+def test_results_of_another_configuration_are_not_mixed_in(small, monkeypatch, capsys):
+    small("run", "small", "--seeds", "1", "--only", "CE")
+    changed = replace(SMALL, runs={"CE": replace(TINY, lr=0.01)})
+    monkeypatch.setitem(EXPERIMENTS, "small", changed)
+    with pytest.raises(SystemExit):
+        small("run", "small")
+    assert "'CE', seed 0, are of another configuration" in capsys.readouterr().err
+
+
+def test_an_experiment_is_needed(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["run"])
+    assert "run needs an experiment" in capsys.readouterr().err
+
+
+def test_the_list_names_all(capsys):
+    command.main(["list"])
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(EXPERIMENTS)
+
+
+# ---- the files and the tables ---------------------------------------------------------------------------------------
+
+
+def test_a_line_cut_by_a_crash_is_dropped(tmp_path):
+    path = tmp_path / "some.jsonl"
+    records.append({"seed": 0}, path)
+    with path.open("a") as file:
+        file.write('{"seed": 1, "acc')
+    assert records.read(path) == [{"seed": 0}]
+    records.append({"seed": 2}, path)
+    assert records.read(path) == [{"seed": 0}, {"seed": 2}]
+
+
+def test_a_broken_line_before_the_last_is_an_error(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"seed": 0}\n{"see\n{"seed": 2}\n')
+    with pytest.raises(ValueError, match="line 2: no record"):
+        records.read(path)
+
+
+def record(label, seed, accuracy, **others):
+    figures = {"accuracy": {"model": accuracy, **others}, "consistency": {"model": 0.5}, "perplexity": {"model": 2.0}}
+    return {"label": label, "seed": seed, "seconds": 10.0 + seed, **figures}
+
+
+def test_the_table_is_the_one_computed_by_hand():
+    """CE 80, 82, 84; DCL 81, 84, 84: differences 1, 2, 0, their mean 1 ± 1/sqrt 3, t = sqrt 3 with 2 degrees."""
+    found = [record("CE", seed, value) for seed, value in enumerate((0.80, 0.82, 0.84))]
+    found += [record("DCL", seed, value, companion=0.5) for seed, value in enumerate((0.81, 0.84, 0.84))]
+    rows = markdown(SMALL, found).splitlines()
+    assert rows[0].split(" | ")[1] == "accuracy, %"
+    assert rows[2] == "| CE | 82.00 ± 1.15 |  |  |  | 0.500 | 2.00 | 11 | 3 |"
+    p = 1 - math.sqrt(3 / 5)  # of a t of sqrt 3 with 2 degrees of freedom, both tails: 1 - t / sqrt(2 + t²)
+    assert rows[3] == f"| DCL | 83.00 ± 1.00 | +1.00 ± 0.58 | {p:.3f} | companion 50.00 | 0.500 | 2.00 | 11 | 3 |"
+
+
+def test_only_common_seeds_are_compared():
+    ours = {seed: record("DCL", seed, 0.5 + seed / 100) for seed in (1, 2, 3)}
+    theirs = {seed: record("CE", seed, 0.5) for seed in (0, 1, 2)}
+    differences, _ = paired(ours, theirs)
+    assert differences == pytest.approx([1.0, 2.0])
