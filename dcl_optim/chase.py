@@ -23,8 +23,7 @@ def ignores_gradient_scale(optimizer: Optimizer) -> bool:
     So it is with Adam and its kin, with sign descent and with orthogonalised updates, and not with SGD.
     """
     try:
-        with random_state.kept(optimizer):
-            once, twice = (_trial_move(optimizer, factor).cpu() for factor in (1.0, 2.0))
+        once, twice = (_trial_move(optimizer, factor).cpu() for factor in (1.0, 2.0))
     except Exception:  # one that cannot be tried (it wants a closure, or parameters of its own kind)
         return False
     return bool(once.abs().sum() > 0) and torch.allclose(once, twice, rtol=SAME, atol=0.0)
@@ -39,25 +38,37 @@ def _trial_move(optimizer: Optimizer, factor: float) -> Tensor:
     options: dict[str, Any] = {key: value for key, value in group.items() if key not in NO_OPTIONS}
     options |= {key: value for key, value in (("lr", TRIAL_LR), ("weight_decay", 0.0)) if key in options}
     trial, before = second(optimizer, [options | {"params": [matrix]}]), matrix.detach()
-    for step in range(TRIAL_STEPS):
-        before = matrix.detach().clone()
-        matrix.grad = factor * gradients[step % 2]
-        trial.step()
+    getattr(trial, "train", _nothing)()  # Schedule-Free
+    with random_state.kept(optimizer):  # an optimizer that draws draws the same numbers for both factors
+        for step in range(TRIAL_STEPS):
+            before = matrix.detach().clone()
+            matrix.grad = factor * gradients[step % 2]
+            trial.step()
     return matrix.detach() - before
+
+
+def _nothing() -> None:
+    return None
 
 
 @contextmanager
 def slowed(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply an optimizer's learning rates inside the block."""
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    values = [rate.clone() if isinstance(rate, Tensor) else rate for _, rate in rates]
-    for group, rate in rates:
+    """Multiply an optimizer's learning rates inside the block; rates that it changes there itself stay its own."""
+    groups = [group for group in optimizer.param_groups if "lr" in group] if factor != 1 else []
+    before = [_value(group["lr"]) for group in groups]
+    for group, rate in zip(groups, before, strict=True):
         _put(group, rate * factor)
+    inside = [_value(group["lr"]) for group in groups]
     try:
         yield
     finally:
-        for (group, _), value in zip(rates, values, strict=True):
-            _put(group, value)
+        for group, rate, slow in zip(groups, before, inside, strict=True):
+            own = group["lr"]
+            _put(group, rate if isinstance(own, Tensor) or own == slow or not factor else own / factor)
+
+
+def _value(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, Tensor) else rate
 
 
 def _put(group: dict[str, Any], rate: Any) -> None:

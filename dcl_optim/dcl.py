@@ -15,6 +15,7 @@ from dcl_optim.companion import Companion
 from dcl_optim.functional import Distance, resolve_distance
 from dcl_optim.mirror import MakeOptimizer
 from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.presets import DCL, chosen, exponent_of, reduction_of
 from dcl_optim.schedules import Schedule
 from dcl_optim.tap import find_logits
 
@@ -37,13 +38,22 @@ class DCLOptimizer(ForecastOptimizer):
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
+        preset: ``"safe"`` (default) or ``"paper"``: the values of weight, alpha, agreement and reduction where they are
+            not given.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 1.0, as in the paper.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. With SGD and mse it
             scales the companion's gradient by :math:`1-\alpha`. An optimizer that divides such a factor out, as Adam
             does, gets the learning rate times :math:`1-\alpha` for the companion's steps instead.
+        agreement: :math:`\gamma \ge 0`: each row's penalty is weighed by
+            :math:`a_i = (\sum_k \sigma(z_i)_k \sigma(c_i)_k)^\gamma`, the probability that model and companion would
+            draw the same class. It holds the penalty back while the two do not know the answer, which is where it does
+            harm, and lets it grow to the paper's. Default 2; 0 under LBFGS, and for the paper, which has none.
+            Pass 0 where the outputs are not the logits of classes (regression, reconstruction).
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
-        reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
+        reduction: for mse and l1: ``"mean"`` over batch and classes, the paper's; ``"padded_mean"`` (default), which
+            counts fewer than 100 classes as 100, since the paper's λ pulls ten times as hard on each of 10 logits as on
+            each of 100; or ``"sum_classes"``.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
         companion: None for a copy of the model, which shares its frozen parameters; a module of any architecture with
             the same output shape; or a callable without arguments that builds one.
@@ -105,10 +115,12 @@ class DCLOptimizer(ForecastOptimizer):
         base_optimizer: Optimizer,
         model: nn.Module,
         *,
-        weight: float | Schedule = 1.0,
-        alpha: float | Schedule = 0.6,
+        preset: str = "safe",
+        weight: float | Schedule | None = None,
+        alpha: float | Schedule | None = None,
+        agreement: float | None = None,
         distance: str | Distance = "mse",
-        reduction: str = "mean",
+        reduction: str | None = None,
         temperature: float | None = None,
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_optimizer: Optimizer | MakeOptimizer | None = None,
@@ -128,12 +140,14 @@ class DCLOptimizer(ForecastOptimizer):
         _check_number("companion_fraction", companion_fraction, 1.0)
         _check_every(companion_every)
         _check_dtype(companion_dtype)
+        settings = chosen(DCL, preset, weight=weight, alpha=alpha, agreement=agreement)
         make = functools.partial(
             Companion,
             model,
             base_optimizer,
             logits or find_logits,
             class_dim,
+            agreement=exponent_of(settings["agreement"], base_optimizer, given=agreement is not None),
             companion=companion,
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
@@ -147,9 +161,9 @@ class DCLOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             make,
-            resolve_distance(distance, reduction, temperature),
-            weight=weight,
-            alpha=alpha,
+            resolve_distance(distance, reduction_of(distance, reduction, DCL[preset]), temperature),
+            weight=settings["weight"],
+            alpha=settings["alpha"],
             criterion=criterion,
             labels=None,
             loss_scale=loss_scale,

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from dcl_optim.functional import Distance, resolve_distance
 from dcl_optim.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.presets import DCP, chosen, exponent_of, reduction_of
 from dcl_optim.prototypes import REDUCTIONS, Prototypes
 from dcl_optim.schedules import Schedule
 
@@ -39,13 +40,17 @@ class DCPOptimizer(ForecastOptimizer):
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains.
         num_classes: K, the number of classes and of logits, at least 1.
-        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 1.0.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6.
+        preset: ``"safe"`` (default) or ``"paper"``: the values of weight, alpha, agreement and reduction where they are
+            not given.
+        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.3; 1 for the preset paper, which names none.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97; the paper's is 0.6, with which logits
+            and prototypes grow without end in long training with few rows of a class in a batch.
+        agreement: as in :class:`~dcl_optim.DCLOptimizer`, between the model and the prototype. Default 2.
         distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
             they get the rows that have a prototype, which has to be looked at.
-        reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, both over the labelled rows of the
-            batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation 5's
-            :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
+        reduction: ``"mean"``, ``"padded_mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
+            rows of the batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation
+            5's :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
         temperature: as in DCLOptimizer.
         criterion: the loss module; gives labels and the factor on the loss.
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
@@ -81,10 +86,12 @@ class DCPOptimizer(ForecastOptimizer):
         model: nn.Module,
         num_classes: int,
         *,
-        weight: float | Schedule = 1.0,
-        alpha: float | Schedule = 0.6,
+        preset: str = "safe",
+        weight: float | Schedule | None = None,
+        alpha: float | Schedule | None = None,
+        agreement: float | None = None,
         distance: str | Distance = "mse",
-        reduction: str = "mean",
+        reduction: str | None = None,
         temperature: float | None = None,
         criterion: nn.Module | None = None,
         targets: Targets | None = None,
@@ -96,6 +103,9 @@ class DCPOptimizer(ForecastOptimizer):
     ) -> None:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r} must be an integer of at least 1")
+        settings = chosen(DCP, preset, weight=weight, alpha=alpha, agreement=agreement)
+        exponent = exponent_of(settings["agreement"], base_optimizer, given=agreement is not None)
+        reduction = reduction_of(distance, reduction, DCP[preset])
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
@@ -104,10 +114,10 @@ class DCPOptimizer(ForecastOptimizer):
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(num_classes, per_class, ignore_index, like=next(model.parameters())),
+            lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters()), exponent),
             resolve_distance(distance, "mean" if per_class else reduction, temperature),
-            weight=weight,
-            alpha=alpha,
+            weight=settings["weight"],
+            alpha=settings["alpha"],
             criterion=criterion,
             labels=Labels(targets),
             loss_scale=loss_scale,

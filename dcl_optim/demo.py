@@ -24,11 +24,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from dcl_optim import DCLOptimizer, DCPOptimizer, __version__
 from dcl_optim.metrics import top_non_target_consistency
 from dcl_optim.plots import training_curves
+from dcl_optim.presets import PRESETS
 from dcl_optim.report import format_table, summarise, verdict
 
 METHODS = ("plain", "DCL", "DCP")
 CLASSES, BATCH_SIZE = 10, 64
-DEFAULT_WEIGHT = {"DCL": 0.3, "DCP": 1.0}
 # Chosen with --validation, before the test images were looked at.
 EPOCHS, SEEDS, TRAIN_SIZE, LEARNING_RATE = 40, 10, 200, 0.05
 TEST_SIZE, VALIDATION_SIZE, POOL_SIZE = 597, 400, 800
@@ -88,10 +88,10 @@ class Run:
         base = SGD(self.model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
         if method == "plain":
             return base
-        weight = DEFAULT_WEIGHT[method] if args.weight is None else args.weight
+        options = {"preset": args.preset, "weight": args.weight, "alpha": args.alpha, "criterion": self.criterion}
         if method == "DCL":
-            return DCLOptimizer(base, self.model, weight=weight, alpha=args.alpha)
-        return DCPOptimizer(base, self.model, CLASSES, weight=weight, alpha=args.alpha, criterion=self.criterion)
+            return DCLOptimizer(base, self.model, **options)
+        return DCPOptimizer(base, self.model, CLASSES, **options)
 
     def epoch(self) -> None:
         """Train one epoch and take its measures."""
@@ -174,7 +174,6 @@ def save_results(args: argparse.Namespace, histories: dict[str, list[History]], 
     """Write results.json; whoever reads it, even after a crash, finds a whole file."""
     results = {
         "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
-        "weights": {m: w if args.weight is None else args.weight for m, w in DEFAULT_WEIGHT.items()},
         "interrupted": interrupted,
         "versions": {"dcl_optim": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
@@ -191,10 +190,11 @@ def report(args: argparse.Namespace, histories: dict[str, list[History]], interr
     save_results(args, histories, interrupted)
     rows, split = summarise(histories), "validation" if args.validation else "test"
     images = VALIDATION_SIZE if args.validation else TEST_SIZE
-    weights = ", ".join(f"{m} {w if args.weight is None else args.weight:g}" for m, w in DEFAULT_WEIGHT.items())
+    given = {"weight": args.weight, "alpha": args.alpha}
+    settings = ", ".join([f"preset {args.preset}", *(f"{name} {v:g}" for name, v in given.items() if v is not None)])
     print(
         f"digits: {args.train_size} training and {images} {split} images, {args.epochs} epochs, "
-        f"{len(histories['plain'])} seeds; weight: {weights}; alpha {args.alpha:g}\n"
+        f"{len(histories['plain'])} seeds; {settings}\n"
     )
     print(format_table(rows, split), "\n")
     for row in rows[1:]:
@@ -220,9 +220,9 @@ def make_parser() -> argparse.ArgumentParser:
     train_help = f"training images of each run, {CLASSES} to {POOL_SIZE} (default: %(default)s)"
     add("--train-size", type=int, default=TRAIN_SIZE, metavar="N", help=train_help)
     add("--lr", type=float, default=LEARNING_RATE, help="learning rate at the start (default: %(default)s)")
-    add("--alpha", type=float, default=0.6, help="share of the past in DCL and DCP, 0 to 1 (default: %(default)s)")
-    weights = ", ".join(f"{weight:g} for {method}" for method, weight in DEFAULT_WEIGHT.items())
-    add("--weight", type=float, help=f"weight of the penalty, for both DCL and DCP (default: {weights})")
+    add("--preset", choices=PRESETS, default="safe", help="settings of DCL and DCP (default: %(default)s)")
+    add("--alpha", type=float, help="share of the past in DCL and DCP, 0 to 1 (default: the preset's)")
+    add("--weight", type=float, help="weight of the penalty in DCL and DCP (default: the preset's)")
     validation_help = "report on the validation split; this is how the defaults were chosen"
     add("--validation", action="store_true", help=validation_help)
     add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="for the results (default: %(default)s)")
@@ -239,7 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--seeds", args.seeds, args.seeds >= 1, "at least 1"),
         ("--train-size", args.train_size, CLASSES <= args.train_size <= POOL_SIZE, f"{CLASSES} to {POOL_SIZE}"),
         ("--lr", args.lr, 0 < args.lr < math.inf, "a positive number"),
-        ("--alpha", args.alpha, 0 <= args.alpha <= 1, "0 to 1"),
+        ("--alpha", args.alpha, args.alpha is None or 0 <= args.alpha <= 1, "0 to 1"),
         ("--weight", args.weight, args.weight is None or 0 <= args.weight < math.inf, "0 or a positive number"),
     )
     for flag, value, good, allowed in checks:

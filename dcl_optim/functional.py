@@ -16,7 +16,8 @@ from torch import Tensor
 Distance = Callable[[Tensor, Tensor], Tensor]
 
 DISTANCES = ("mse", "l1", "kl", "infonce")
-REDUCTIONS = ("mean", "sum_classes")
+REDUCTIONS = ("mean", "padded_mean", "sum_classes")
+PADDED_CLASSES = 100
 DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
 
 
@@ -48,7 +49,9 @@ def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
     Args:
         z: logits, rows of shape (N, K).
         c: forecast, same shape.
-        reduction: ``"mean"`` over rows and classes, or ``"sum_classes"``: sum over classes, mean over rows.
+        reduction: ``"mean"`` over rows and classes; ``"sum_classes"``: sum over classes, mean over rows; or
+            ``"padded_mean"``, ours: the mean with fewer than 100 classes filled up to 100 by ones that agree, so that
+            the pull on a logit is the same for 10 classes as for 100.
 
     Examples:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -56,8 +59,7 @@ def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
         tensor(5.)
     """
-    mean = F.mse_loss(z, c)
-    return mean * z.shape[1] if reduction == "sum_classes" else mean
+    return F.mse_loss(z, c) * (z.shape[1] / _counted_classes(z.shape[1], reduction))
 
 
 def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
@@ -69,8 +71,12 @@ def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(1.5000)
     """
-    mean = F.l1_loss(z, c)
-    return mean * z.shape[1] if reduction == "sum_classes" else mean
+    return F.l1_loss(z, c) * (z.shape[1] / _counted_classes(z.shape[1], reduction))
+
+
+def _counted_classes(classes: int, reduction: str) -> int:
+    """What a sum over the classes is divided by."""
+    return {"mean": classes, "padded_mean": max(classes, PADDED_CLASSES), "sum_classes": 1}[reduction]
 
 
 def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
@@ -118,7 +124,7 @@ def resolve_distance(distance: str | Distance, reduction: str = "mean", temperat
 
     Args:
         distance: one of ``DISTANCES`` or any callable ``(z, c) -> scalar``.
-        reduction: ``"mean"`` or ``"sum_classes"``; the latter for mse and l1 only.
+        reduction: one of ``REDUCTIONS``; others than ``"mean"`` for mse and l1 only.
         temperature: for kl and infonce only; None takes 4 and 0.1.
 
     Raises:
@@ -182,6 +188,29 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     return value.detach(), gradient.contiguous()
 
 
+def agreement(z: Tensor, c: Tensor, exponent: float = 1.0) -> Tensor:
+    r"""How far two predictions agree, :math:`a_i = \big(\sum_k \sigma(z_i)_k\,\sigma(c_i)_k\big)^{\gamma}`.
+
+    The sum is the probability that a class drawn from the one prediction is that drawn from the other: 1 where both are
+    sure of the same class, 1/K where both know nothing, 0 where they are sure of different ones. Ours, not the paper's.
+
+    Args:
+        z: logits, rows of shape (N, K).
+        c: forecast, same shape.
+        exponent: :math:`\gamma \ge 0`, default 1.
+
+    Returns:
+        (N,), in [0, 1], float32 or wider.
+
+    Examples:
+        >>> agreement(torch.tensor([[9.0, 0.0], [0.0, 0.0]]), torch.tensor([[9.0, 0.0], [0.0, 9.0]]))
+        tensor([0.9998, 0.5000])
+    """
+    wide = torch.promote_types(z.dtype, torch.float32)
+    same = (torch.softmax(z.detach().to(wide), 1) * torch.softmax(c.detach().to(wide), 1)).sum(1)
+    return same if exponent == 1 else same**exponent
+
+
 def squared(
     difference: Tensor, rows: float | Tensor, reduction: str = "mean", out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -197,7 +226,7 @@ def squared(
         >>> squared(torch.tensor([[1.0, 2.0]]), rows=1)
         (tensor(2.5000), tensor([[1., 2.]]))
     """
-    count = rows if reduction == "sum_classes" else rows * difference.shape[1]
+    count = rows * _counted_classes(difference.shape[1], reduction)
     flat = difference.flatten()
     return (flat @ flat) / count, torch.mul(difference, 2.0 / count, out=out)
 

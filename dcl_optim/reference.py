@@ -20,10 +20,13 @@ SCALE_FREE = (
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdamWScheduleFree",
+    "AdamWScheduleFreeReference",
     "Adamax",
     "Muon",
     "NAdam",
     "RAdam",
+    "RAdamScheduleFree",
     "RMSprop",
     "Rprop",
 )
@@ -41,6 +44,7 @@ def dcl_step(
     *,
     weight: float = 1.0,
     alpha: float = 0.6,
+    agreement: float = 0.0,
     chase: bool = True,
 ) -> Tensor:
     r"""One pass of the loop of Algorithm 1 (lines 5 to 7).
@@ -57,6 +61,8 @@ def dcl_step(
         distance: :math:`\Delta`, (z, c) -> scalar.
         weight: :math:`\lambda`.
         alpha: :math:`\alpha`.
+        agreement: the power that the probability of drawing the same class from both predictions is taken to; the
+            penalty's gradient is multiplied by it, row by row. The paper has none: 0.
         chase: whether the companion learns in this pass; the paper's always does.
 
     Returns:
@@ -71,7 +77,7 @@ def dcl_step(
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
-    (loss + weight * distance(z, c.detach())).backward()
+    (loss + weight * distance(_held(z, c, agreement), c.detach())).backward()
     optimizer.step()
 
     # Equation 4's alpha c + (1 - alpha) z, in the form that is exactly c where the two agree: under l1 the sign of a
@@ -80,11 +86,12 @@ def dcl_step(
     if chase:
         companion_optimizer.zero_grad()
         distance(c, target).backward()
-        rates = [group["lr"] for group in companion_optimizer.param_groups]
-        for group, rate in zip(companion_optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * (1 - alpha) if type(companion_optimizer).__name__ in SCALE_FREE else rate
+        slowed = companion_optimizer.param_groups if type(companion_optimizer).__name__ in SCALE_FREE else []
+        rates = [group["lr"] for group in slowed]
+        for group in slowed:
+            group["lr"] = group["lr"] * (1 - alpha)
         companion_optimizer.step()
-        for group, rate in zip(companion_optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(slowed, rates, strict=True):
             group["lr"] = rate
     return loss.detach()
 
@@ -100,6 +107,7 @@ def dcp_step(
     *,
     weight: float = 1.0,
     alpha: float = 0.6,
+    agreement: float = 0.0,
     per_class: bool = False,
 ) -> Tensor:
     """One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
@@ -108,7 +116,8 @@ def dcp_step(
         model: the model, updated in place.
         prototypes: the prototype of each class seen so far, (K,) each; updated in place.
         per_class: average the penalty within each class and sum, instead of averaging over the batch.
-        optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices (batch,).
+        optimizer, x, y, loss_function, distance, weight, alpha, agreement: as in :func:`dcl_step`; y are class
+            indices (batch,).
 
     Returns:
         The task loss, detached.
@@ -119,10 +128,11 @@ def dcp_step(
     if per_class:
         for k in sorted({int(y[i]) for i in known}):
             rows = [i for i in known if int(y[i]) == k]
-            penalty = penalty + distance(z[rows], torch.stack([prototypes[k]] * len(rows)))
+            forecast = torch.stack([prototypes[k]] * len(rows))
+            penalty = penalty + distance(_held(z[rows], forecast, agreement), forecast)
     elif known:
         forecast = torch.stack([prototypes[int(y[i])] for i in known])
-        penalty = distance(z[known], forecast) * len(known) / len(y)
+        penalty = distance(_held(z[known], forecast, agreement), forecast) * len(known) / len(y)
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
@@ -133,3 +143,9 @@ def dcp_step(
         mean = torch.stack([z[i].detach() for i in range(len(y)) if int(y[i]) == k]).mean(0)
         prototypes[k] = alpha * prototypes[k] + (1 - alpha) * mean if k in prototypes else mean
     return loss.detach()
+
+
+def _held(z: Tensor, c: Tensor, agreement: float) -> Tensor:
+    """The value of z, and a part of its gradient: the probability that z and c draw the same class, to a power."""
+    same = (z.softmax(1) * c.softmax(1)).sum(1, keepdim=True).detach()
+    return z.detach() + same**agreement * (z - z.detach())

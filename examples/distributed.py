@@ -60,7 +60,7 @@ class Run:
         self.criterion = nn.CrossEntropyLoss()
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         if options.method == "dcl":
-            self.optimizer = DCLOptimizer(self.optimizer, self.model, weight=0.3)
+            self.optimizer = DCLOptimizer(self.optimizer, self.model)
         if options.method == "dcp":
             self.optimizer = DCPOptimizer(self.optimizer, self.model, 10, criterion=self.criterion)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)

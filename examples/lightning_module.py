@@ -47,7 +47,7 @@ class Digits(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         if self.method == "dcl":
-            optimizer = DCLOptimizer(optimizer, self.net, weight=0.3)  # the one line that is new
+            optimizer = DCLOptimizer(optimizer, self.net)  # the one line that is new
         if self.method == "dcp":
             optimizer = DCPOptimizer(optimizer, self.net, data.CLASSES, criterion=self.criterion)  # or this one
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)

@@ -38,7 +38,7 @@ def train(options: argparse.Namespace) -> nn.Module:
 
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     if options.method == "dcl":
-        optimizer = DCLOptimizer(optimizer, model, weight=0.3)  # the one line that is new
+        optimizer = DCLOptimizer(optimizer, model)  # the one line that is new
     if options.method == "dcp":
         optimizer = DCPOptimizer(optimizer, model, num_classes=10, criterion=criterion)  # or this one
 

@@ -81,7 +81,7 @@ def optimizer_for(method: str, model: nn.Module, lr: float) -> torch.optim.Optim
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=lr)
     if method == "dcl":
-        optimizer = DCLOptimizer(optimizer, model, weight=0.3)  # the one line that is new
+        optimizer = DCLOptimizer(optimizer, model)  # the one line that is new
     if method == "dcp":
         optimizer = DCPOptimizer(optimizer, model, len(MODULES), targets="labels")  # or this one
     return optimizer

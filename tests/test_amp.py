@@ -33,9 +33,11 @@ class Script:
         inner = base(self.model.parameters())
         if variant == "dcl":
             companion = self.model_like(seed=3)  # apart from the model: penalty and chase are large from the start
-            self.optimizer = DCLOptimizer(inner, self.model, companion=companion, **options)
+            self.optimizer = DCLOptimizer(inner, self.model, companion=companion, **options, preset="paper")
         else:
-            self.optimizer = DCPOptimizer(inner, self.model, CLASSES, criterion=self.criterion, **options)
+            self.optimizer = DCPOptimizer(
+                inner, self.model, CLASSES, criterion=self.criterion, **options, preset="paper"
+            )
 
     def model_like(self, seed):
         like = next(self.model.parameters())

@@ -21,11 +21,10 @@ SHARED = [
     ({"weight": -1}, ValueError, r"weight=-1.0 at step 1 must be a finite number of at least 0"),
     ({"weight": NAN}, ValueError, r"weight=nan"),
     ({"weight": float("inf")}, ValueError, r"weight=inf"),
-    ({"weight": None}, TypeError, r"weight=None must be a number"),
     ({"weight": True}, TypeError, r"weight=True must be a number"),
     ({"distance": "mes"}, ValueError, r"distance='mes' is unknown; choose one of mse, l1, kl, infonce, or pass a call"),
     ({"distance": 3}, TypeError, r"distance must be a name or a callable \(z, c\) -> scalar, got int"),
-    ({"reduction": "max"}, ValueError, r"reduction='max' is unknown; choose one of mean, sum_classes"),
+    ({"reduction": "max"}, ValueError, r"reduction='max' is unknown; choose one of mean, padded_mean, sum_classes"),
     ({"distance": "kl", "reduction": "sum_classes"}, ValueError, r"applies to distance 'mse' and 'l1' only, not 'kl'"),
     ({"temperature": 2.0}, ValueError, r"temperature=2.0 applies to distance 'kl' and 'infonce' only, not 'mse'"),
     ({"distance": "kl", "temperature": 0.0}, ValueError, r"temperature=0.0 must be a positive finite number"),
@@ -70,32 +69,48 @@ def refused(build, error, message):
 
 @pytest.mark.parametrize(("options", "error", "message"), SHARED + DCL_ONLY, ids=lambda v: str(v)[:40])
 def test_dcl_arguments(options, error, message):
-    refused(lambda model: DCLOptimizer(sgd(model), model, **options), error, message)
+    refused(lambda model: DCLOptimizer(sgd(model), model, **options, preset="paper"), error, message)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), SHARED + DCP_ONLY, ids=lambda v: str(v)[:40])
 def test_dcp_arguments(options, error, message):
     if "reduction" in options and options["reduction"] == "max":
-        message = r"reduction='max' is unknown; choose one of mean, sum_classes, per_class"
-    refused(lambda model: DCPOptimizer(sgd(model), model, **({"num_classes": CLASSES} | options)), error, message)
+        message = r"reduction='max' is unknown; choose one of mean, padded_mean, sum_classes, per_class"
+    refused(
+        lambda model: DCPOptimizer(sgd(model), model, **({"num_classes": CLASSES} | options), preset="paper"),
+        error,
+        message,
+    )
 
 
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
         (
-            lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3)),
+            lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3), preset="paper"),
             ValueError,
             r"model shares no parameters with base_optimizer",
         ),
-        (lambda m: DCLOptimizer(sgd(m), F.relu), TypeError, r"model must be a torch.nn.Module, got function"),
         (
-            lambda m: DCLOptimizer(torch.optim.SGD, m),
+            lambda m: DCLOptimizer(sgd(m), F.relu, preset="paper"),
+            TypeError,
+            r"model must be a torch.nn.Module, got function",
+        ),
+        (
+            lambda m: DCLOptimizer(torch.optim.SGD, m, preset="paper"),
             TypeError,
             r"base_optimizer must be a torch.optim.Optimizer insta",
         ),
-        (lambda m: DCLOptimizer(sgd(m), m, companion=m), ValueError, r"companion shares trained parameters with the"),
-        (lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU()), ValueError, r"companion has no parameter to train"),
+        (
+            lambda m: DCLOptimizer(sgd(m), m, companion=m, preset="paper"),
+            ValueError,
+            r"companion shares trained parameters with the",
+        ),
+        (
+            lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU(), preset="paper"),
+            ValueError,
+            r"companion has no parameter to train",
+        ),
     ],
 )
 def test_model_and_base(build, error, message):
@@ -104,14 +119,14 @@ def test_model_and_base(build, error, message):
 
 def test_wrapper_inside_a_wrapper():
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model)
+    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
     with pytest.raises(TypeError, match=r"base_optimizer is a DCLOptimizer itself; wrap the plain optimizer inside it"):
-        DCLOptimizer(optimizer, model)
+        DCLOptimizer(optimizer, model, preset="paper")
 
 
 def test_bases_that_maximise():
     refused(
-        lambda m: DCLOptimizer(torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), m),
+        lambda m: DCLOptimizer(torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), m, preset="paper"),
         ValueError,
         r"maximize=True.*negate the loss",
     )
@@ -126,7 +141,7 @@ def test_bases_that_maximise():
 )
 def test_schedules_that_leave_their_range(options, message):
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model, **options)
+    optimizer = DCLOptimizer(sgd(model), model, **options, preset="paper")
     data = list(batches(3))
     for x, y in data[:2]:
         optimizer.zero_grad()
@@ -142,7 +157,7 @@ def test_schedules_that_leave_their_range(options, message):
 
 def test_distance_that_is_no_scalar():
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model, distance=lambda z, c: (z - c).square())
+    optimizer = DCLOptimizer(sgd(model), model, distance=lambda z, c: (z - c).square(), preset="paper")
     x, y = next(iter(batches(1)))
     loss = F.cross_entropy(model(x), y)
     with pytest.raises(ValueError, match=r"distance must return a scalar, got shape \(16, 5\); reduce it"):

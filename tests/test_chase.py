@@ -54,7 +54,7 @@ def companions_way(make, alpha, steps=1, **options):
     model = mlp(seed=3)
     other = mlp(seed=4)
     start = {name: value.clone() for name, value in other.state_dict().items()}
-    optimizer = DCLOptimizer(make(model.parameters()), model, alpha=alpha, companion=other, **options)
+    optimizer = DCLOptimizer(make(model.parameters()), model, alpha=alpha, companion=other, **options, preset="paper")
     train(model, optimizer, batches(steps))
     return torch.cat([(value - start[name]).flatten() for name, value in other.state_dict().items()])
 
@@ -88,7 +88,9 @@ def test_with_alpha_one_the_companion_rests():
 def test_a_schedule_is_followed():
     """Alpha 1 but for the third step: the companion moves there only."""
     model = mlp()
-    optimizer = DCLOptimizer(adamw(model.parameters()), model, alpha=lambda step: 0.5 if step == 3 else 1.0)
+    optimizer = DCLOptimizer(
+        adamw(model.parameters()), model, alpha=lambda step: 0.5 if step == 3 else 1.0, preset="paper"
+    )
     moved = []
     for x, y in batches(5):
         before = [p.clone() for p in optimizer.companion.parameters()]
@@ -101,7 +103,7 @@ def test_a_schedule_is_followed():
 
 def test_the_learning_rates_are_those_of_the_base_outside_the_step():
     model = mlp()
-    optimizer = DCLOptimizer(adamw(model.parameters()), model, companion_lr_scale=2.0)
+    optimizer = DCLOptimizer(adamw(model.parameters()), model, companion_lr_scale=2.0, preset="paper")
     seen = []
     optimizer.companion_optimizer.register_step_pre_hook(lambda own, *_: seen.append(own.param_groups[0]["lr"]))
     train(model, optimizer, batches(2))
@@ -131,3 +133,23 @@ def test_without_a_learning_rate_there_is_nothing_to_slow():
     del optimizer.param_groups[0]["lr"]
     with slowed(optimizer, 0.3):
         assert_same(optimizer.param_groups[0]["params"][0].detach(), torch.ones(2))
+
+
+class Adapting(torch.optim.Adam):
+    """Halves its own learning rate at each step, as some optimizers do in their groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] /= 2
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_a_rate_that_the_optimizer_changes_itself_stays_its_own(factor):
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = Adapting([weight], lr=0.5)
+    with slowed(optimizer, factor):
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    torch.testing.assert_close(weight.detach(), torch.full((2,), 1 - 0.25 * factor))

@@ -43,8 +43,8 @@ class InnerCheckpoint(nn.Module):
 def wrap(variant: str, model: nn.Module):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "dcl":
-        return DCLOptimizer(base, model, criterion=nn.CrossEntropyLoss())
-    return DCPOptimizer(base, model, CLASSES, targets=lambda args, kwargs: args[1])
+        return DCLOptimizer(base, model, criterion=nn.CrossEntropyLoss(), preset="paper")
+    return DCPOptimizer(base, model, CLASSES, targets=lambda args, kwargs: args[1], preset="paper")
 
 
 def trained(variant: str, model: nn.Module, call, steps: int = 6):

@@ -14,7 +14,9 @@ from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
 
 
 def wrap(model, **options):
-    return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, CLASSES, **options)
+    return DCPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, CLASSES, **options, preset="paper"
+    )
 
 
 class WithLabels(nn.Module):
@@ -173,7 +175,7 @@ def test_soft_labels_by_hand():
     """t = (3/4, 1/4): the forecast is the mixture of prototypes, and each class's mean weighs the row by its share."""
     model = nn.Linear(1, 2, bias=False).double()
     model.weight.data.copy_(torch.tensor([[4.0], [0.0]]))
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, 2, alpha=0.5)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, 2, alpha=0.5, preset="paper")
     known = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
     optimizer.forecaster.load_state_dict({"values": known, "seen": torch.tensor([True, True])})
     optimizer.set_targets(torch.tensor([[0.75, 0.25], [0.0, 1.0]], dtype=torch.float64))
@@ -261,7 +263,9 @@ def test_dense_labels():
     torch.manual_seed(0)
     model = nn.Conv2d(1, CLASSES, 1).double()
     criterion = nn.CrossEntropyLoss(ignore_index=255)
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CLASSES, criterion=criterion)
+    optimizer = DCPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, CLASSES, criterion=criterion, preset="paper"
+    )
     x, y = torch.randn(2, 1, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (2, 3, 3))
     y[0, 0, 0] = 255
     z = model(x).detach()
@@ -291,7 +295,7 @@ def test_targets_of_a_step_need_a_closure():
 
 def test_wrong_number_of_classes():
     model = mlp()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 7)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 7, preset="paper")
     optimizer.set_targets(torch.tensor([0]))
     with pytest.raises(ValueError, match=r"num_classes=7 but the model gives 5 logits"):
         model(torch.randn(1, FEATURES, dtype=torch.float64)).sum().backward()
@@ -312,9 +316,9 @@ def test_criterion_on_an_auxiliary_head_is_not_taken_for_the_logits(variant, aux
     model, criterion = TwoHeads(), nn.CrossEntropyLoss()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     if variant == "dcl":
-        optimizer = DCLOptimizer(base, model, criterion=criterion)
+        optimizer = DCLOptimizer(base, model, criterion=criterion, preset="paper")
     else:
-        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion)
+        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion, preset="paper")
     x, y = next(iter(batches(1)))
     main, side = model(x)
     calls = [lambda: criterion(main, y), lambda: 0.4 * criterion(side, y.flip(0))]

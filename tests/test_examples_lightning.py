@@ -47,7 +47,7 @@ def by_hand(example: ModuleType, method: str, epochs: int) -> tuple[nn.Module, t
     net, criterion = module.net, module.criterion
     optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if method == "dcl":
-        optimizer = DCLOptimizer(optimizer, net, weight=0.3)
+        optimizer = DCLOptimizer(optimizer, net)
     if method == "dcp":
         optimizer = DCPOptimizer(optimizer, net, 10, criterion=criterion)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)

@@ -17,7 +17,11 @@ from tests.helpers import CLASSES, assert_same, batches, mlp
 
 def wrap(variant, model):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return DCLOptimizer(base, model) if variant == "dcl" else DCPOptimizer(base, model, CLASSES)
+    return (
+        DCLOptimizer(base, model, preset="paper")
+        if variant == "dcl"
+        else DCPOptimizer(base, model, CLASSES, preset="paper")
+    )
 
 
 def press(*_):

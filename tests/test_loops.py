@@ -53,9 +53,11 @@ class Loop:
         self.precision, self.parts = precision, parts
         base, options = BASES[base](self.model.parameters()), METHOD | options
         if variant == "dcl":
-            self.optimizer = DCLOptimizer(base, self.model, companion=other(wide(precision)), **options)
+            self.optimizer = DCLOptimizer(base, self.model, companion=other(wide(precision)), **options, preset="paper")
         else:
-            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, **options)
+            self.optimizer = DCPOptimizer(
+                base, self.model, CLASSES, criterion=self.criterion, **options, preset="paper"
+            )
         half = precision == "float16"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4, enabled=half)
 

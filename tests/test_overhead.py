@@ -34,12 +34,12 @@ from tests.helpers import (
 
 
 def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **options)
+    return DCLOptimizer(sgd(model), model, **options, preset="paper")
 
 
 def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
     criterion = nn.CrossEntropyLoss()
-    return DCPOptimizer(sgd(model), model, **{"num_classes": CLASSES, "criterion": criterion} | options)
+    return DCPOptimizer(sgd(model), model, **{"num_classes": CLASSES, "criterion": criterion} | options, preset="paper")
 
 
 def loss_of(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -102,13 +102,13 @@ def frozen(layers: int) -> Deep:
 
 def head_only(layers: int) -> DCLOptimizer:
     model = frozen(layers)
-    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model)
+    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, preset="paper")
 
 
 def in_groups(layers: int) -> DCLOptimizer:
     model = Deep(layers)
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
-    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model)
+    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, preset="paper")
 
 
 SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {

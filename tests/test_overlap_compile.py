@@ -56,7 +56,9 @@ def trained(order, overlap, backend, dropout=0.0, steps=6, **options):
     counters.clear()
     model, graphs = Network(dropout), []
     call = torch.compile(model, backend=backend) if order == "compiled before" else model
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), call, overlap=overlap, **options)
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), call, overlap=overlap, **options, preset="paper"
+    )
     if order == "compiled after":
         call = torch.compile(model, backend=backend)
     elif order == "compiled in place":

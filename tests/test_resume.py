@@ -28,9 +28,9 @@ def build(variant: str, base: str):
     schedules = {"weight": CosineRamp(1.0, steps=8), "alpha": RunningAverage()}
     inner = BASES[base](model.parameters())
     if variant == "dcl":
-        optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **schedules)
+        optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **schedules, preset="paper")
     else:
-        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion, **schedules)
+        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion, **schedules, preset="paper")
     return model, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
 
 
@@ -83,7 +83,7 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, tmp_path):
 
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
-    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model)
+    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, preset="paper")
     for x, y in batches(3):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -97,17 +97,17 @@ def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
 
 def dcl_and_other():
     model, other = mlp(), mlp()
-    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model)
-    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, CLASSES)
+    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, preset="paper")
+    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, CLASSES, preset="paper")
     return dcl, dcp
 
 
 def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     dcl, dcp = dcl_and_other()
     wide = mlp(width=13)
-    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide)
+    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, preset="paper")
     three = mlp()
-    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3)
+    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3, preset="paper")
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
     for state, message in (

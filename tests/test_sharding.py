@@ -42,16 +42,16 @@ def sharded(seed: int = 0) -> nn.Module:
 def wrap(variant: str, model: nn.Module):
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     if variant == "dcp":
-        return DCPOptimizer(base, model, CLASSES, criterion=CRITERION)
+        return DCPOptimizer(base, model, CLASSES, criterion=CRITERION, preset="paper")
     if not isinstance(next(model.parameters()), DTensor):
-        return DCLOptimizer(base, model)
+        return DCLOptimizer(base, model, preset="paper")
 
     def companion() -> nn.Module:
         twin = sharded(seed=7)
         twin.load_state_dict(model.state_dict())
         return twin
 
-    return DCLOptimizer(base, model, companion=companion)
+    return DCLOptimizer(base, model, companion=companion, preset="paper")
 
 
 def train_rank(rank, model, optimizer, data) -> None:
@@ -98,7 +98,7 @@ def test_sharded_training_equals_one_process_on_the_joint_batch(tmp_path: Path):
 def refusal_worker(rank: int, folder: Path) -> None:
     model = sharded()
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
-        DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
 
 

@@ -36,10 +36,13 @@ def test_a_loss_taken_before_the_logits_were_converted(variant, loss_of):
     """Equal to the plain loop on the body; the factor on the model's own loss is read where cross-entropy's is not."""
     model, plain = Converting(loss_of), mlp(dtype=torch.float32)
     if variant == "dcl":
-        optimizer, expected = DCLOptimizer(sgd(model), model), DCLOptimizer(sgd(plain), plain, loss_scale=0.5)
+        optimizer, expected = (
+            DCLOptimizer(sgd(model), model, preset="paper"),
+            DCLOptimizer(sgd(plain), plain, loss_scale=0.5, preset="paper"),
+        )
     else:
-        optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels")
-        expected = DCPOptimizer(sgd(plain), plain, CLASSES, loss_scale=0.5)
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels", preset="paper")
+        expected = DCPOptimizer(sgd(plain), plain, CLASSES, loss_scale=0.5, preset="paper")
     for x, y in batches(5, dtype=torch.float32):
         optimizer.zero_grad()
         (0.5 * model(x, labels=y)["loss"]).backward()
@@ -55,8 +58,8 @@ def test_a_loss_taken_before_the_logits_were_converted(variant, loss_of):
 
 def test_a_loss_on_the_converted_logits_counts_once():
     model, plain = nn.Sequential(mlp(dtype=torch.float32), ToDouble()), mlp(dtype=torch.float32)
-    train(model, DCLOptimizer(sgd(model), model), batches(4, dtype=torch.float32))
-    train(plain, DCLOptimizer(sgd(plain), plain), batches(4, dtype=torch.float32))
+    train(model, DCLOptimizer(sgd(model), model, preset="paper"), batches(4, dtype=torch.float32))
+    train(plain, DCLOptimizer(sgd(plain), plain, preset="paper"), batches(4, dtype=torch.float32))
     assert_same(model[0], plain, rtol=1e-4, atol=1e-6)
 
 

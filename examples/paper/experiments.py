@@ -7,12 +7,18 @@ from typing import Any
 
 from examples.paper.configuration import Configuration, Experiment
 
-FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=40, train_size=10_000)
-SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40)
+FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
+SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40, train_size=8_000)
 DIGITS = Configuration("digits", "small-cnn", "plain", epochs=100, batch_size=32, lr=0.05)
 CIFAR = Configuration("cifar100", "resnet18", "plain", epochs=200, augmentation="authors")
 
-PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6}  # for DCL and DCP
+SHORT = {
+    "digits": replace(DIGITS, epochs=15, train_size=200),
+    "fashion": replace(FASHION, epochs=10, train_size=2_000, batch_size=64, lr=0.05),
+    "scripts": replace(SCRIPTS, epochs=8),
+}
+
+PAPER: dict[str, Any] = {"preset": "paper"}
 FRACTIONS = (0.1, 0.25, 0.5, 0.75)
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
 
@@ -25,9 +31,9 @@ def _main(plain: Configuration) -> dict[str, Configuration]:
     return {
         "CE": plain,
         "DCL": replace(plain, method="dcl"),
-        "DCL, the paper's λ": _dcl(plain),
+        "DCL, preset paper": _dcl(plain),
         "DCP": replace(plain, method="dcp"),
-        "DCP, the paper's λ and α": replace(plain, method="dcp", options=PAPER),
+        "DCP, preset paper": replace(plain, method="dcp", options=PAPER),
     }
 
 
@@ -52,7 +58,18 @@ def _ablation(title: str, runs: dict[str, Configuration]) -> Experiment:
     return Experiment(title, "validation", 3, "CE", {"CE": SCRIPTS} | runs)
 
 
+def _defaults(length: str, seeds: int, settings: dict[str, Configuration]) -> dict[str, Experiment]:
+    """The defaults against plain training and the paper's settings, on the pictures that they were chosen on."""
+    title = "the defaults in {} training on {}"
+    return {
+        f"defaults-{name}-{length}": Experiment(title.format(length, name), "validation", seeds, "CE", _main(plain))
+        for name, plain in settings.items()
+    }
+
+
 EXPERIMENTS: dict[str, Experiment] = {
+    **_defaults("short", 5, SHORT),
+    **_defaults("long", 3, {"digits": DIGITS, "fashion": FASHION, "scripts": SCRIPTS}),
     "main-fashion": Experiment("CE, DCL and DCP on Fashion-MNIST, 10,000 pictures", "test", 5, "CE", _main(FASHION)),
     "main-scripts": Experiment("CE, DCL and DCP on 100 scripts", "test", 5, "CE", _main(SCRIPTS)),
     "main-cifar100": Experiment(

@@ -35,9 +35,9 @@ def wrap(variant: str, model: nn.Module, criterion: nn.Module, **options):
     if variant == "plain":
         return base
     return (
-        DCLOptimizer(base, model, **options)
+        DCLOptimizer(base, model, **options, preset="paper")
         if variant == "dcl"
-        else DCPOptimizer(base, model, CLASSES, criterion=criterion, **options)
+        else DCPOptimizer(base, model, CLASSES, criterion=criterion, **options, preset="paper")
     )
 
 

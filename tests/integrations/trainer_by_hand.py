@@ -58,9 +58,14 @@ def wrap(method: str, model: nn.Module, classes: int = CLASSES, **options: Any) 
     if method == "plain":
         return sgd(model)
     if method == "dcl":
-        return DCLOptimizer(sgd(model), model, **options)
+        return DCLOptimizer(sgd(model), model, **options, preset="paper")
     return DCPOptimizer(
-        sgd(model), model, classes, **({} if "criterion" in options else {"targets": "labels"}), **options
+        sgd(model),
+        model,
+        classes,
+        **({} if "criterion" in options else {"targets": "labels"}),
+        **options,
+        preset="paper",
     )
 
 

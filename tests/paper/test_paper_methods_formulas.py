@@ -70,8 +70,8 @@ def twin(method: Method, name: str = "model") -> nn.Module:
 
 DEFAULTS = {
     "plain": {"label_smoothing": 0.0},
-    "dcl": {"weight": 1.0, "alpha": 0.6, "distance": "mse"},
-    "dcp": {"weight": 1.0, "alpha": 0.6, "distance": "mse"},
+    "dcl": {"preset": "safe", "weight": 1.0, "alpha": 0.6, "agreement": 2.0, "reduction": "padded_mean"},
+    "dcp": {"preset": "safe", "weight": 0.3, "alpha": 0.97, "agreement": 2.0, "reduction": "padded_mean"},
     "sam": {"rho": 0.05},
     "gam": {"rho": 0.2, "rho_gradient": 0.02, "beta_0": 0.5, "beta_1": 0.6, "gamma": 0.03},
     "saf": {"weight": 0.3, "temperature": 5.0, "lag": 3, "start": 5},
@@ -86,7 +86,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_defaults_are_the_papers(name: str) -> None:
+def test_the_defaults_are_the_papers_and_of_the_wrappers_their_own(name: str) -> None:
     """A run with them written out is the run without them, over the epochs in which all terms are there."""
     losses = []
     for options in ({}, DEFAULTS[name]):
@@ -183,7 +183,8 @@ def test_mutual_learning_updates_both_from_the_same_predictions() -> None:
 
 @pytest.mark.parametrize("own_architecture", [False, True])
 def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: bool) -> None:
-    options: dict[str, Any] = {"weight": 0.5, "alpha": 0.3, "reduction": "sum_classes", "companion_lr_scale": 2.0}
+    options: dict[str, Any] = {"preset": "paper", "weight": 0.5, "alpha": 0.3, "reduction": "sum_classes"}
+    options["companion_lr_scale"] = 2.0
     if own_architecture:
         options["companion"] = functools.partial(smooth, width=3)
     method = started("dcl", by_hand(smooth if own_architecture else normed), **options)
@@ -203,7 +204,7 @@ def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: 
 
 
 def test_companion_prototype_holds_the_model_to_its_class_means() -> None:
-    method = started("dcp", by_hand(), weight=0.5, alpha=0.3)
+    method = started("dcp", by_hand(), preset="paper", weight=0.5, alpha=0.3)
     net, prototypes = twin(method), {}
     for batch in batches():
         epoch, _, x, y, _ = batch
