@@ -11,53 +11,19 @@ runs/paper. Results go to docs/results/<experiment>.jsonl.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from examples.paper import records
-from examples.paper.configuration import Configuration, Experiment
 from examples.paper.experiments import EXPERIMENTS
-from examples.paper.records import Record
+from examples.paper.jobs import Job, finished, pending
 from examples.paper.table import markdown
-from examples.paper.trainer import Run, train
 
 RESULTS, CHECKPOINTS = Path("docs/results"), Path("runs/paper")
-
-Job = tuple[str, Configuration, int, str, str, int, Path]  # label, configuration, seed, part, device, threads, folder
-
-
-def finish(job: Job, quiet: bool = True) -> Record:
-    """Train a run to its end and measure it."""
-    label, configuration, seed, part, device, threads, folder = job
-    torch.set_num_threads(threads)
-    run = Run(configuration, seed, torch.device(device))
-    checkpoint = folder / f"{configuration.key(seed)}.pt"
-    with tqdm(total=configuration.epochs, desc=f"{label}, seed {seed}", leave=False, disable=quiet or None) as bar:
-        train(run, checkpoint, progress=lambda epoch: bar.update(epoch - bar.n) and None)
-    record = {"label": label, "seed": seed, "part": part, "configuration": configuration.as_dict()}
-    record |= run.figures(part) | records.circumstances(device, threads)
-    checkpoint.unlink(missing_ok=True)
-    return record
-
-
-def pending(experiment: Experiment, done: list[Record], seeds: int, only: list[str] | None) -> Iterator[tuple]:
-    """The runs that no record is there for, seed by seed, so that an early end leaves whole comparisons."""
-    known = {(r["label"], r["seed"]): r["configuration"] for r in done}
-    for seed in range(seeds):
-        for label, configuration in experiment.runs.items():
-            if only and label not in only:
-                continue
-            if (label, seed) not in known:
-                yield label, configuration, seed
-            elif known[label, seed] != configuration.as_dict():
-                raise ValueError(f"the results of {label!r}, seed {seed}, are of another configuration; move the file")
 
 
 def run(name: str, options: argparse.Namespace) -> None:
@@ -65,22 +31,16 @@ def run(name: str, options: argparse.Namespace) -> None:
     experiment = EXPERIMENTS[name]
     path = options.results / f"{name}.jsonl"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
-    wanted = pending(experiment, records.read(path), options.seeds or experiment.seeds, options.only)
-    jobs = [(*one, experiment.part, options.device, threads, options.checkpoints) for one in wanted]
-    with tqdm(total=len(jobs), desc=name, unit="run") as bar:
-        for record in _finished(jobs, options.jobs):
+    missing = pending(experiment, records.read(path), options.seeds or experiment.seeds)
+    wanted = [
+        Job(label, configuration, seed, experiment.part, options.device, threads, options.checkpoints)
+        for label, configuration, seed in missing
+        if not options.only or label in options.only
+    ]
+    with tqdm(total=len(wanted), desc=name, unit="run") as bar:
+        for record in finished(wanted, options.jobs):
             records.append(record, path)
             bar.update()
-
-
-def _finished(jobs: list[Job], processes: int) -> Iterator[Record]:
-    if processes == 1:
-        yield from (finish(job, quiet=False) for job in jobs)
-        return
-    context = multiprocessing.get_context("spawn")  # forked processes inherit OpenMP's threads in a broken state
-    with ProcessPoolExecutor(processes, mp_context=context) as executor:
-        for future in as_completed([executor.submit(finish, job) for job in jobs]):
-            yield future.result()
 
 
 def parser() -> argparse.ArgumentParser:

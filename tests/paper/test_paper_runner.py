@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.paper import __main__ as command
-from examples.paper import datasets, methods, networks, records
+from examples.paper import datasets, jobs, methods, networks, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.table import markdown, paired
@@ -117,8 +117,13 @@ def test_a_finished_run_is_not_made_again(small, monkeypatch):
     both = small("run", "small")
     assert both[:2] == first
     assert [(r["label"], r["seed"]) for r in both[2:]] == [("DCL", 0), ("DCL", 1)]
-    monkeypatch.setattr(command, "finish", None)
+    monkeypatch.setattr(jobs, "finish", None)
     assert small("run", "small") == both
+
+
+def test_other_processes_can_import_what_they_run():
+    """They do not import the ``__main__`` of a package, so nothing of theirs may be in it."""
+    assert jobs.finish.__module__ == jobs.Job.__module__ == "examples.paper.jobs"
 
 
 def test_two_processes_find_what_one_finds(small, tmp_path):

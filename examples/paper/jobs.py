@@ -1,0 +1,70 @@
+"""The runs of an experiment that are not made yet, one after the other or in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from examples.paper import records
+from examples.paper.configuration import Configuration, Experiment
+from examples.paper.records import Record
+from examples.paper.trainer import Run, train
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to make: what, where, and the folder of its checkpoint."""
+
+    label: str
+    configuration: Configuration
+    seed: int
+    part: str
+    device: str
+    threads: int
+    folder: Path
+
+
+def pending(experiment: Experiment, done: Sequence[Record], seeds: int) -> Iterator[tuple[str, Configuration, int]]:
+    """The runs that no record is there for, seed by seed, so that an early end leaves whole comparisons.
+
+    Raises:
+        ValueError: a record is of another configuration.
+    """
+    known = {(record["label"], record["seed"]): record["configuration"] for record in done}
+    for seed in range(seeds):
+        for label, configuration in experiment.runs.items():
+            if (label, seed) not in known:
+                yield label, configuration, seed
+            elif known[label, seed] != configuration.as_dict():
+                raise ValueError(f"the results of {label!r}, seed {seed}, are of another configuration; move the file")
+
+
+def finish(job: Job, quiet: bool = True) -> Record:
+    """Train a run to its end and measure it."""
+    torch.set_num_threads(job.threads)
+    run = Run(job.configuration, job.seed, torch.device(job.device))
+    checkpoint = job.folder / f"{job.configuration.key(job.seed)}.pt"
+    title = f"{job.label}, seed {job.seed}"
+    with tqdm(total=job.configuration.epochs, desc=title, leave=False, disable=quiet or None) as bar:
+        train(run, checkpoint, progress=lambda epoch: bar.update(epoch - bar.n) and None)
+    record = {"label": job.label, "seed": job.seed, "part": job.part, "configuration": job.configuration.as_dict()}
+    record |= run.figures(job.part) | records.circumstances(job.device, job.threads)
+    checkpoint.unlink(missing_ok=True)
+    return record
+
+
+def finished(jobs: Sequence[Job], processes: int) -> Iterator[Record]:
+    """The records of jobs, as they come in."""
+    if processes == 1:
+        yield from (finish(job, quiet=False) for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # forked processes inherit OpenMP's threads in a broken state
+    with ProcessPoolExecutor(processes, mp_context=context) as executor:
+        for future in as_completed([executor.submit(finish, job) for job in jobs]):
+            yield future.result()
