@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from examples.paper.configuration import Experiment
 from examples.paper.records import Record
 
+SAME = 1e-9  # points that rounding makes of equal differences
 HEADER = "| | accuracy, % | minus {baseline} | p | other predictors, % | consistency | perplexity | seconds | seeds |"
 
 
@@ -47,7 +48,7 @@ def paired(ours: dict[int, Record], theirs: dict[int, Record]) -> tuple[list[flo
 
 
 def _p(differences: Sequence[float]) -> float:
-    if len(differences) < 2 or len(set(differences)) == 1:
+    if len(differences) < 2 or max(differences) - min(differences) < SAME:  # no spread to compare the mean with
         return math.nan
     from scipy.stats import ttest_1samp
 

@@ -196,3 +196,10 @@ def test_only_common_seeds_are_compared():
     theirs = {seed: record("CE", seed, 0.5) for seed in (0, 1, 2)}
     differences, _ = paired(ours, theirs)
     assert differences == pytest.approx([1.0, 2.0])
+
+
+def test_equal_differences_have_no_p():
+    """0.3 more each time, but for rounding: without a spread the test has nothing to say."""
+    theirs = {seed: record("CE", seed, value) for seed, value in enumerate((0.1, 0.7, 0.9))}
+    ours = {seed: record("DCL", seed, value + 0.003) for seed, value in enumerate((0.1, 0.7, 0.9))}
+    assert math.isnan(paired(ours, theirs)[1])
