@@ -88,6 +88,7 @@ def _growth(axes: Axes, series: Results) -> None:
             lower, upper = [r["lower"] for r in ratios], [r["upper"] for r in ratios]
             axes.fill_between(sizes, lower, upper, color=colour, alpha=0.2)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter("")  # a short axis would have its minor labels run together
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(series["title"])
