@@ -15,7 +15,7 @@ from dcl_optim.companion import Companion
 from dcl_optim.functional import Distance, resolve_distance
 from dcl_optim.mirror import MakeOptimizer
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.presets import DCL, chosen, exponent_of, reduction_of
+from dcl_optim.presets import DCL, settled
 from dcl_optim.schedules import Schedule
 from dcl_optim.tap import find_logits
 
@@ -140,14 +140,15 @@ class DCLOptimizer(ForecastOptimizer):
         _check_number("companion_fraction", companion_fraction, 1.0)
         _check_every(companion_every)
         _check_dtype(companion_dtype)
-        settings = chosen(DCL, preset, weight=weight, alpha=alpha, agreement=agreement)
+        given = {"weight": weight, "alpha": alpha, "agreement": agreement, "reduction": reduction}
+        settings = settled(DCL, preset, base_optimizer, distance, **given)
         make = functools.partial(
             Companion,
             model,
             base_optimizer,
             logits or find_logits,
             class_dim,
-            agreement=exponent_of(settings["agreement"], base_optimizer, given=agreement is not None),
+            agreement=settings["agreement"],
             companion=companion,
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
@@ -161,7 +162,7 @@ class DCLOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             make,
-            resolve_distance(distance, reduction_of(distance, reduction, DCL[preset]), temperature),
+            resolve_distance(distance, settings["reduction"], temperature),
             weight=settings["weight"],
             alpha=settings["alpha"],
             criterion=criterion,

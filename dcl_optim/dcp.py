@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dcl_optim.functional import Distance, resolve_distance
 from dcl_optim.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.presets import DCP, chosen, exponent_of, reduction_of
+from dcl_optim.presets import DCP, settled
 from dcl_optim.prototypes import REDUCTIONS, Prototypes
 from dcl_optim.schedules import Schedule
 
@@ -103,9 +103,9 @@ class DCPOptimizer(ForecastOptimizer):
     ) -> None:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r} must be an integer of at least 1")
-        settings = chosen(DCP, preset, weight=weight, alpha=alpha, agreement=agreement)
-        exponent = exponent_of(settings["agreement"], base_optimizer, given=agreement is not None)
-        reduction = reduction_of(distance, reduction, DCP[preset])
+        given = {"weight": weight, "alpha": alpha, "agreement": agreement, "reduction": reduction}
+        settings = settled(DCP, preset, base_optimizer, distance, **given)
+        reduction = settings["reduction"]
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
@@ -114,7 +114,7 @@ class DCPOptimizer(ForecastOptimizer):
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters()), exponent),
+            lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters()), settings["agreement"]),
             resolve_distance(distance, "mean" if per_class else reduction, temperature),
             weight=settings["weight"],
             alpha=settings["alpha"],

@@ -42,6 +42,30 @@ def top_non_target(logits: Tensor, labels: Tensor) -> Tensor:
     return best + (best >= labels)
 
 
+def top_non_target_counts(logits: Tensor, labels: Tensor) -> Tensor:
+    """Count the pairs of a sample's class and its top non-target.
+
+    Args:
+        logits: floating point, (N, K) with K of at least 2.
+        labels: integer classes in 0..K-1, (N,).
+
+    Returns:
+        (K, K) integers, row c for class c.
+
+    Raises:
+        ValueError: shapes, dtypes or labels other than these.
+
+    Examples:
+        >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
+        >>> top_non_target_counts(logits, torch.tensor([0, 0, 1]))
+        tensor([[0, 1, 1],
+                [1, 0, 0],
+                [0, 0, 0]])
+    """
+    best, classes = top_non_target(logits, labels), logits.shape[1]
+    return torch.bincount(labels.long() * classes + best, minlength=classes * classes).reshape(classes, classes)
+
+
 def non_target_distribution(logits: Tensor, labels: Tensor) -> Tensor:
     r"""Share of each class's samples that rank k highest among the wrong classes.
 
@@ -66,9 +90,7 @@ def non_target_distribution(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Section 3.4 and Figure 3.
     """
-    classes = _check(logits, labels)
-    pairs = torch.bincount(labels.long() * classes + top_non_target(logits, labels), minlength=classes * classes)
-    counts = pairs.reshape(classes, classes).to(torch.promote_types(logits.dtype, torch.float32))
+    counts = top_non_target_counts(logits, labels).to(torch.promote_types(logits.dtype, torch.float32))
     return counts / counts.sum(1, keepdim=True).clamp(min=1)
 
 

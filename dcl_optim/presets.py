@@ -23,35 +23,31 @@ DCP: dict[str, dict[str, Any]] = {
 }
 
 
-def chosen(presets: dict[str, dict[str, Any]], name: str, **given: Any) -> dict[str, Any]:
-    """Fill what is None among the given arguments from a preset.
+def settled(
+    presets: dict[str, dict[str, Any]], name: str, base: Optimizer, distance: Any, **given: Any
+) -> dict[str, Any]:
+    """Fill what is None among weight, alpha, agreement and reduction from a preset, as far as it fits the others.
 
     Raises:
-        ValueError: the preset is unknown.
+        TypeError: the agreement is no number.
+        ValueError: the preset is unknown, or the agreement is out of range or cannot go with the base optimizer.
 
     Examples:
-        >>> chosen(DCP, "paper", weight=0.3, alpha=None, reduction=None)
-        {'weight': 0.3, 'alpha': 0.6, 'reduction': 'mean'}
+        >>> import torch
+        >>> base = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> settled(DCP, "paper", base, "mse", weight=0.3, alpha=None, agreement=None, reduction=None)
+        {'weight': 0.3, 'alpha': 0.6, 'agreement': 0.0, 'reduction': 'mean'}
     """
     if name not in PRESETS:
         raise ValueError(f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}")
-    return {key: presets[name][key] if value is None else value for key, value in given.items()}
+    found = {key: presets[name][key] if value is None else value for key, value in given.items()}
+    if given["reduction"] is None and distance not in ("mse", "l1"):
+        found["reduction"] = "mean"  # the other distances have no reduction of their own
+    return found | {"agreement": _exponent(found["agreement"], base, given=given["agreement"] is not None)}
 
 
-def reduction_of(distance: Any, given: str | None, settings: dict[str, Any]) -> str:
-    """The reduction that was given, or the preset's; the distances that have none are left at their mean."""
-    if given is not None:
-        return given
-    return str(settings["reduction"]) if distance in ("mse", "l1") else "mean"
-
-
-def exponent_of(agreement: Any, base: Optimizer, given: bool) -> float:
-    """The power of the agreement: 0 under LBFGS, which searches along a value that its gradient would not fit.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative or not finite, or was given and cannot go with LBFGS.
-    """
+def _exponent(agreement: Any, base: Optimizer, given: bool) -> float:
+    """The power of the agreement: 0 under LBFGS, which searches along a value that its gradient would not fit."""
     if isinstance(agreement, bool) or not isinstance(agreement, numbers.Real):
         raise TypeError(f"agreement={agreement!r} must be a number, got {type(agreement).__name__}")
     if not 0 <= cast(float, agreement) < float("inf"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dcl_optim.metrics import logit_drift, top_non_target
+from dcl_optim.metrics import logit_drift, top_non_target_counts
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -94,12 +94,10 @@ class _TopNonTargets(Stream):
         return {"counts": counts, "double_batches": torch.tensor(0)}
 
     def summands(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        best = top_non_target(logits, labels)
-        classes = self.num_classes
-        if logits.shape[1] != classes:
-            raise ValueError(f"logits has {logits.shape[1]} classes; it must have num_classes = {classes}")
-        pairs = torch.bincount(labels.long() * classes + best, minlength=classes * classes)
-        return {"counts": pairs.reshape(classes, classes), "double_batches": _is_double(logits)}
+        counts = top_non_target_counts(logits, labels)
+        if len(counts) != self.num_classes:
+            raise ValueError(f"logits has {len(counts)} classes; it must have num_classes = {self.num_classes}")
+        return {"counts": counts, "double_batches": _is_double(logits)}
 
     def value(self, sums: dict[str, Tensor]) -> Tensor:
         counts = sums["counts"].to(_dtype(sums))

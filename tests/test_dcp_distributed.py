@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcl_optim import table
 from tests.dcp_forms import CLASSES, FORMS, all_of, batches, network, wrap
-from tests.helpers import assert_same, on_two_ranks
+from tests.helpers import assert_same
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 12
@@ -83,13 +83,6 @@ def trained_in_parts(rank: int):
             criterion(model(z[rows]), soft).backward()
         optimizer.step()
     return snapshot(model, optimizer)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    on_two_ranks(worker, folder)
-    return folder
 
 
 def both(ranks: Path, name: str):

@@ -71,14 +71,6 @@ def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
     return snapshot(model, optimizer)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Path:
-    """Starting processes takes most of the time: all cases run in the same two."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    on_two_ranks(worker, folder)
-    return folder
-
-
 def trained_alone(variant, steps=STEPS):
     model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
     optimizer = optimize(variant, model, criterion)

@@ -21,7 +21,6 @@ from tests.helpers import (
     batch_norm_net,
     batches,
     mlp,
-    on_two_ranks,
     one,
     snapshot,
     threads_of_forwards,
@@ -71,14 +70,6 @@ def refuse_what_talks_to_other_processes() -> None:
     with pytest.raises(RuntimeError, match=message):
         model(one()[0])
     optimizer.detach()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Path:
-    """Starting processes takes most of the time: everything runs in the same two."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    on_two_ranks(worker, folder)
-    return folder
 
 
 @pytest.mark.parametrize(("order", "accumulate"), CASES)

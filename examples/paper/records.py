@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import processor
+
 PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "pytorch_optimizer")
 
 Record = dict[str, Any]
@@ -54,7 +56,7 @@ def append(record: Record, path: Path) -> None:
 
 def circumstances(device: str, threads: int) -> Record:
     """Where and with what a run was made."""
-    kind = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
+    kind = torch.cuda.get_device_name(device) if device.startswith("cuda") else processor()
     return {
         "device": kind,
         "cores": os.cpu_count(),
@@ -69,11 +71,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from dcl_optim.report import mean_and_error
 from examples.paper.configuration import Experiment
 from examples.paper.records import Record
 
@@ -33,12 +34,6 @@ def by_label(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
 def accuracy(record: Record) -> float:
     """What the method deploys, in per cent."""
     return 100 * float(next(iter(record["accuracy"].values())))
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard error; the error of a single value is nan."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.fmean(values), error
 
 
 def paired(ours: dict[int, Record], theirs: dict[int, Record]) -> tuple[list[float], float]:
@@ -74,8 +69,8 @@ def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> st
     return "| " + " | ".join((*cells, f"{seconds:.0f}", str(len(some)))) + " |"
 
 
-def _plus_minus(mean: float, error: float, sign: str = "") -> str:
-    return f"{mean:{sign}.2f}" + ("" if math.isnan(error) else f" ± {error:.2f}")
+def _plus_minus(mean: float, error: float | None, sign: str = "") -> str:
+    return f"{mean:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 def _number(value: float, form: str) -> str:
