@@ -12,6 +12,9 @@ SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40, train_s
 DIGITS = Configuration("digits", "small-cnn", "plain", epochs=100, batch_size=32, lr=0.05)
 CIFAR = Configuration("cifar100", "resnet18", "plain", epochs=200, augmentation="authors")
 
+# The learning rate and decay of AdamW's own defaults, with which it is mostly used.
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 1e-2}
+
 SHORT = {
     "digits": replace(DIGITS, epochs=15, train_size=200),
     "fashion": replace(FASHION, epochs=10, train_size=2_000, batch_size=64, lr=0.05),
@@ -19,8 +22,31 @@ SHORT = {
 }
 
 PAPER: dict[str, Any] = {"preset": "paper"}
-FRACTIONS = (0.1, 0.25, 0.5, 0.75)
-ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
+# What the paper's preset has already (α = 0.6, mse, a learning rate of the model's, the whole batch) is named by {}, so
+# that it is one run for all ablations.
+ALPHAS: dict[str, dict[str, Any]] = {
+    f"α = {alpha:g}": {} if alpha == 0.6 else {"alpha": alpha}
+    for alpha in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
+} | {"α = (t-1)/t": {"alpha": "running-average"}}
+DISTANCES: dict[str, dict[str, Any]] = {"mse": {}} | {name: {"distance": name} for name in ("l1", "kl", "infonce")}
+RATES: dict[str, dict[str, Any]] = {
+    f"η_ω = {scale:g} η_θ": {} if scale == 1 else {"companion_lr_scale": scale} for scale in (0.5, 1.0, 2.0)
+}
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "the model's twin": {},
+    "half as wide": {"companion": "small-cnn-half"},
+    "a quarter as wide": {"companion": "small-cnn-quarter"},
+}
+# Ways to keep the paper's penalty from doing harm, each alone; "DCL" has the last two together.
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "λ = 0.1": {"weight": 0.1},
+    "λ grows over half of the training": {"weight": "warm-up"},
+    "fewer than 100 classes count as 100": {"reduction": "padded_mean"},
+    "agreement": {"agreement": 2.0},
+}
+FRACTIONS: dict[str, dict[str, Any]] = {
+    f"{100 * part:g} %": {"companion_fraction": part} for part in (0.1, 0.2, 0.5, 0.8)
+} | {"100 %": {}}
 
 
 def _dcl(plain: Configuration, **options: Any) -> Configuration:
@@ -54,47 +80,46 @@ def _baselines(plain: Configuration) -> dict[str, Configuration]:
     return _main(plain) | twice | {label: replace(plain, method=method) for label, method in names.items()}
 
 
-def _ablation(title: str, runs: dict[str, Configuration]) -> Experiment:
-    return Experiment(title, "validation", 3, "CE", {"CE": SCRIPTS} | runs)
+def _ablation(title: str, options: dict[str, dict[str, Any]]) -> Experiment:
+    runs = {label: _dcl(SCRIPTS, **chosen) for label, chosen in options.items()}
+    return Experiment(f"{title}, on 100 scripts", "validation", 3, "CE", {"CE": SCRIPTS} | runs)
 
 
-def _defaults(length: str, seeds: int, settings: dict[str, Configuration]) -> dict[str, Experiment]:
+def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict[str, Experiment]:
     """The defaults against plain training and the paper's settings, on the pictures that they were chosen on."""
-    title = "the defaults in {} training on {}"
     return {
-        f"defaults-{name}-{length}": Experiment(title.format(length, name), "validation", seeds, "CE", _main(plain))
+        f"defaults-{name}-{kind}": Experiment(
+            f"the defaults on {name}, {kind}", "validation", seeds, "CE", _main(plain)
+        )
         for name, plain in settings.items()
     }
+
+
+def _candidates(settings: dict[str, Configuration]) -> dict[str, Experiment]:
+    """What the defaults were chosen from."""
+    found = {}
+    for name, plain in settings.items():
+        runs = {"CE": plain, "DCL, preset paper": _dcl(plain)}
+        runs |= {label: _dcl(plain, **options) for label, options in CANDIDATES.items()}
+        runs |= {"DCL": replace(plain, method="dcl")}
+        found[f"candidates-{name}-short"] = Experiment(f"λ in short training on {name}", "validation", 5, "CE", runs)
+    return found
 
 
 EXPERIMENTS: dict[str, Experiment] = {
     **_defaults("short", 5, SHORT),
     **_defaults("long", 3, {"digits": DIGITS, "fashion": FASHION, "scripts": SCRIPTS}),
+    **_defaults("adamw", 3, {"fashion": replace(FASHION, **ADAMW), "scripts": replace(SCRIPTS, **ADAMW)}),
+    **_candidates(SHORT),
     "main-fashion": Experiment("CE, DCL and DCP on Fashion-MNIST, 10,000 pictures", "test", 5, "CE", _main(FASHION)),
     "main-scripts": Experiment("CE, DCL and DCP on 100 scripts", "test", 5, "CE", _main(SCRIPTS)),
     "main-cifar100": Experiment(
         "CE, DCL and DCP as in the paper's Table 1; wants a GPU", "test", 3, "CE", _main(CIFAR)
     ),
     "baselines": Experiment("what else costs as much, on 100 scripts", "test", 3, "CE", _baselines(SCRIPTS)),
-    "alpha": _ablation(
-        "α on 100 scripts (Tables 11 and 12)",
-        {f"α = {alpha:g}": _dcl(SCRIPTS, alpha=alpha) for alpha in ALPHAS}
-        | {"α = (t-1)/t": _dcl(SCRIPTS, alpha="running-average")},
-    ),
-    "distance": _ablation(
-        "the distance on 100 scripts (Table 6)",
-        {distance: _dcl(SCRIPTS, distance=distance) for distance in ("mse", "l1", "kl", "infonce")},
-    ),
-    "rate": _ablation(
-        "the companion's learning rate on 100 scripts",
-        {f"η_ω = {scale:g} η_θ": _dcl(SCRIPTS, companion_lr_scale=scale) for scale in (0.5, 1.0, 2.0)},
-    ),
-    "companion": _ablation(
-        "smaller companions on 100 scripts (Table 9)",
-        {name: _dcl(replace(SCRIPTS, network="resnet10-s"), companion=name) for name in ("resnet10-s", "resnet10-xs")},
-    ),
-    "fraction": _ablation(
-        "the companion's part of the batch on 100 scripts (Table 10)",
-        {f"{100 * part:g} %": _dcl(SCRIPTS, companion_fraction=part) for part in FRACTIONS} | {"100 %": _dcl(SCRIPTS)},
-    ),
+    "alpha": _ablation("α (Tables 11 and 12)", ALPHAS),
+    "distance": _ablation("the distance (Table 6)", DISTANCES),
+    "rate": _ablation("the companion's learning rate", RATES),
+    "companion": _ablation("smaller companions (Table 9)", COMPANIONS),
+    "fraction": _ablation("the companion's part of the batch (Table 10)", FRACTIONS),
 }

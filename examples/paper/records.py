@@ -41,6 +41,17 @@ def _is_record(line: str) -> bool:
     return True
 
 
+def identity(configuration: Record, seed: int, part: str) -> str:
+    """What was run and measured, whatever a table calls it."""
+    return json.dumps([configuration, seed, part], sort_keys=True)
+
+
+def everywhere(folder: Path) -> dict[str, Record]:
+    """The records of all results files of a folder by their identity: experiments have runs in common."""
+    found = [record for path in sorted(folder.glob("*.jsonl")) for record in read(path)]
+    return {identity(record["configuration"], record["seed"], record["part"]): record for record in found}
+
+
 def append(record: Record, path: Path) -> None:
     """Add a record, and drop what a crash has left of the last one."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 
@@ -36,28 +35,26 @@ def accuracy(record: Record) -> float:
     return 100 * float(next(iter(record["accuracy"].values())))
 
 
-def paired(ours: dict[int, Record], theirs: dict[int, Record]) -> tuple[list[float], float]:
-    """The differences in accuracy, seed by seed, and the p of the paired t-test that they are noise."""
-    differences = [accuracy(ours[seed]) - accuracy(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
-    return differences, _p(differences)
+def paired(ours: dict[int, Record], theirs: dict[int, Record]) -> list[float]:
+    """The differences in accuracy, seed by seed."""
+    return [accuracy(ours[seed]) - accuracy(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
 
 
-def _p(differences: Sequence[float]) -> float:
-    if len(differences) < 2 or max(differences) - min(differences) < SAME:  # no spread to compare the mean with
-        return math.nan
+def probability(differences: Sequence[float]) -> str:
+    """The p of the paired t-test that differences are noise; empty without a spread to compare their mean with."""
+    if len(differences) < 2 or max(differences) - min(differences) < SAME:
+        return ""
     from scipy.stats import ttest_1samp
 
-    return float(ttest_1samp(differences, 0.0).pvalue)
+    return f"{ttest_1samp(differences, 0.0).pvalue:.3f}"
 
 
 def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> str:
     some = list(runs.values())
     first, *others = some[0]["accuracy"]
     mean, error = mean_and_error([accuracy(record) for record in some])
-    difference, p = "", ""
-    differences, probability = paired(runs, baseline)
-    if differences and runs is not baseline:
-        difference, p = _plus_minus(*mean_and_error(differences), sign="+"), _number(probability, ".3f")
+    differences = [] if runs is baseline else paired(runs, baseline)
+    difference = plus_minus(*mean_and_error(differences), sign="+") if differences else ""
     more = ", ".join(
         f"{name} {statistics.fmean(100 * record['accuracy'][name] for record in some):.2f}" for name in others
     )
@@ -65,13 +62,18 @@ def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> st
         statistics.fmean(record[key][first] for record in some) for key in ("consistency", "perplexity")
     )
     seconds = statistics.median(record["seconds"] for record in some)
-    cells = (label, _plus_minus(mean, error), difference, p, more, f"{consistency:.3f}", f"{perplexity:.2f}")
+    cells = (
+        label,
+        plus_minus(mean, error),
+        difference,
+        probability(differences),
+        more,
+        f"{consistency:.3f}",
+        f"{perplexity:.2f}",
+    )
     return "| " + " | ".join((*cells, f"{seconds:.0f}", str(len(some)))) + " |"
 
 
-def _plus_minus(mean: float, error: float | None, sign: str = "") -> str:
+def plus_minus(mean: float, error: float | None, sign: str = "") -> str:
+    """A mean and its standard error; the sign "+" is for differences."""
     return f"{mean:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
-
-
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import metrics
-from dcl_optim.schedules import RunningAverage
+from dcl_optim.schedules import LinearWarmup, RunningAverage
 from examples.checkpoint import save_atomically
 from examples.paper import datasets, methods, networks
 from examples.paper.configuration import Configuration
@@ -24,7 +24,11 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
     "adamw": torch.optim.AdamW,
 }
-SCHEDULES = {"running-average": RunningAverage()}  # what JSON has no value for, by the name that a configuration gives
+# What JSON has no value for, by the name that a configuration gives, from the number of steps in the training.
+SCHEDULES: dict[str, Callable[[int], Callable[[int], float]]] = {
+    "running-average": lambda steps: RunningAverage(),
+    "warm-up": lambda steps: LinearWarmup(1.0, max(1, steps // 2)),
+}
 
 
 class Run:
@@ -58,7 +62,7 @@ class Run:
         return model.to(memory_format=torch.channels_last)
 
     def _setting(self) -> methods.Setting:
-        chosen, samples = self.configuration, self.data.train_size()
+        chosen = self.configuration
 
         def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
             return OPTIMIZERS[chosen.optimizer](parameters, lr=chosen.lr, weight_decay=chosen.weight_decay)
@@ -67,20 +71,26 @@ class Run:
             build=lambda: self._build(chosen.network),
             optimizer=optimizer,
             epochs=chosen.epochs,
-            steps_per_epoch=math.ceil((samples - (samples % chosen.batch_size == 1)) / chosen.batch_size),
-            samples=samples,
+            steps_per_epoch=self._steps_per_epoch(),
+            samples=self.data.train_size(),
             classes=self.data.classes,
             device=self.device,
             scheduler=lambda stepped: CosineAnnealingLR(stepped, chosen.epochs),
         )
+
+    def _steps_per_epoch(self) -> int:
+        samples, batch_size = self.data.train_size(), self.configuration.batch_size
+        return math.ceil((samples - (samples % batch_size == 1)) / batch_size)
 
     def _options(self) -> dict[str, Any]:
         options = dict(self.configuration.options)
         if isinstance(options.get("companion"), str):
             name = options["companion"]
             options["companion"] = lambda: self._build(name)
-        if options.get("alpha") in SCHEDULES:
-            options["alpha"] = SCHEDULES[options["alpha"]]
+        for argument in ("weight", "alpha"):
+            if options.get(argument) in SCHEDULES:
+                steps = self._steps_per_epoch() * self.configuration.epochs
+                options[argument] = SCHEDULES[options[argument]](steps)
         return options
 
     def train_epoch(self) -> None:

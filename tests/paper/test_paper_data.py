@@ -24,7 +24,7 @@ def seeded_generator(seed=0):
 def in_memory(augmentation="none", dtype=torch.uint8, count=21, channels=1, side=18):
     x = torch.randint(256, (count, channels, side, side), generator=seeded_generator()).to(dtype)
     parts = {"train": (x, torch.arange(count) % 3), "validation": (x[:4], torch.tensor([0, 1, 2, 0]))}
-    return InMemory("some", 3, {**parts, "test": (x[4:7], torch.tensor([1, 2, 0]))}, augmentation)
+    return InMemory("some", "abc", {**parts, "test": (x[4:7], torch.tensor([1, 2, 0]))}, augmentation)
 
 
 def everything(data, part):

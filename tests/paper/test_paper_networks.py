@@ -241,7 +241,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("resnet19", 10, COLOUR), "name is 'resnet19'; it must be one of cnn, small-cnn, resnet18, "),
+        (("resnet19", 10, COLOUR), "name is 'resnet19'; it must be one of cnn, small-cnn, small-cnn-half, "),
         (("cnn", 1, COLOUR), "classes is 1; it must be at least 2"),
         (("cnn", 10, (32, 32)), r"shape is \(32, 32\); it must be \(channels, height, width\)"),
         (("cnn", 10, (0, 32, 32)), r"shape is \(0, 32, 32\); .* at least \(1, 4, 4\)"),

@@ -13,8 +13,8 @@ from examples.paper import __main__ as command
 from examples.paper import datasets, jobs, methods, networks, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.experiments import EXPERIMENTS
-from examples.paper.table import markdown, paired
-from examples.paper.trainer import SCHEDULES, Run, train
+from examples.paper.table import markdown, paired, probability
+from examples.paper.trainer import Run, train
 from tests.helpers import assert_same
 
 TINY = Configuration("digits", "small-cnn", "plain", epochs=3, train_size=60, batch_size=20, lr=0.05)
@@ -78,7 +78,16 @@ def test_a_companion_is_named_and_a_schedule_too():
     assert sum(p.numel() for p in run.method.networks()["companion"].parameters()) == sum(
         p.numel() for p in networks.build("cnn", 10, (1, 8, 8)).parameters()
     )
-    assert run.method.main.optimizer.logs()["alpha"] == SCHEDULES["running-average"](3)
+    assert run.method.main.optimizer.logs()["alpha"] == 2 / 3  # (t-1)/t of the third step
+
+
+def test_the_weight_grows_over_half_of_the_training():
+    run = Run(replace(TINY, method="dcl", options={"preset": "paper", "weight": "warm-up"}), 0, CPU)
+    seen = []
+    for _ in range(3):  # epochs of three steps
+        run.train_epoch()
+        seen.append(run.method.main.optimizer.logs()["weight"])
+    assert seen == [3 / 4, 1.0, 1.0]
 
 
 def test_figures_are_those_of_the_predictions():
@@ -106,7 +115,7 @@ def small(monkeypatch, tmp_path):
 
     def execute(*arguments):
         command.main([*arguments, *folders, "--device", "cpu"])
-        return records.read(tmp_path / "results" / "small.jsonl")
+        return records.read(tmp_path / "results" / f"{arguments[1]}.jsonl")
 
     return execute
 
@@ -119,6 +128,26 @@ def test_a_finished_run_is_not_made_again(small, monkeypatch):
     assert [(r["label"], r["seed"]) for r in both[2:]] == [("DCL", 0), ("DCL", 1)]
     monkeypatch.setattr(jobs, "finish", None)
     assert small("run", "small") == both
+
+
+def test_what_another_experiment_has_run_is_taken_from_there(small, monkeypatch):
+    first = small("run", "small", "--only", "DCL")
+    runs = {"plain": TINY, "the same": replace(TINY, method="dcl"), "other": replace(TINY, method="dcl", lr=0.01)}
+    monkeypatch.setitem(EXPERIMENTS, "second", replace(SMALL, runs=runs))
+    monkeypatch.setitem(EXPERIMENTS, "tested", replace(SMALL, part="test", runs=runs))
+    made = []
+
+    def finish(job, quiet):
+        made.append((job.label, job.seed))
+        return {"label": job.label, "seed": job.seed, "part": job.part, "configuration": job.configuration.as_dict()}
+
+    monkeypatch.setattr(jobs, "finish", finish)
+    found = small("run", "second")
+    assert made == [("plain", 0), ("other", 0), ("plain", 1), ("other", 1)]
+    assert [r for r in found if r["label"] == "the same"] == [r | {"label": "the same"} for r in first]
+    made.clear()
+    small("run", "tested")
+    assert len(made) == 6
 
 
 def test_other_processes_can_import_what_they_run():
@@ -194,12 +223,11 @@ def test_the_table_is_the_one_computed_by_hand():
 def test_only_common_seeds_are_compared():
     ours = {seed: record("DCL", seed, 0.5 + seed / 100) for seed in (1, 2, 3)}
     theirs = {seed: record("CE", seed, 0.5) for seed in (0, 1, 2)}
-    differences, _ = paired(ours, theirs)
-    assert differences == pytest.approx([1.0, 2.0])
+    assert paired(ours, theirs) == pytest.approx([1.0, 2.0])
 
 
 def test_equal_differences_have_no_p():
     """0.3 more each time, but for rounding: without a spread the test has nothing to say."""
     theirs = {seed: record("CE", seed, value) for seed, value in enumerate((0.1, 0.7, 0.9))}
     ours = {seed: record("DCL", seed, value + 0.003) for seed, value in enumerate((0.1, 0.7, 0.9))}
-    assert math.isnan(paired(ours, theirs)[1])
+    assert probability(paired(ours, theirs)) == ""

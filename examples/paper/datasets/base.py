@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ class Data(Protocol):
 
     name: str
     classes: int
+    class_names: Sequence[str]
     shape: tuple[int, int, int]
 
     def train_size(self) -> int:
@@ -52,7 +53,7 @@ class InMemory:
 
     Args:
         name: of the data set.
-        classes: how many.
+        class_names: what the labels 0, 1, ... mean.
         parts: ``train``, ``validation`` and ``test``: pictures (count, C, H, W), uint8 or float, where 0 is black, and
             labels (count,).
         augmentation: one of :data:`examples.paper.augmentations.NAMES`; those beyond ``basic`` need uint8.
@@ -61,8 +62,11 @@ class InMemory:
         ValueError: the augmentation is unknown or cannot take the pictures.
     """
 
-    def __init__(self, name: str, classes: int, parts: Mapping[str, Pictures], augmentation: str = "none") -> None:
-        self.name, self.classes, self.augmentation = name, classes, check(augmentation)
+    def __init__(
+        self, name: str, class_names: Sequence[str], parts: Mapping[str, Pictures], augmentation: str = "none"
+    ) -> None:
+        self.name, self.class_names, self.augmentation = name, tuple(class_names), check(augmentation)
+        self.classes = len(self.class_names)
         self._parts = dict(parts)
         images = parts["train"][0]
         channels, height, width = images.shape[1:]

@@ -75,7 +75,8 @@ class Folders:
     ) -> None:
         source, view = SOURCES[name]
         train, test = _found(name, source, folder, download)
-        self.name, self.classes, self.shape = name, train.classes, (len(view.mean), *view.size)
+        self.name, self.class_names = name, tuple(train.names)
+        self.classes, self.shape = len(self.class_names), (len(view.mean), *view.size)
         self._workers = workers
         self._augmented = Transformed(train, training(augmentation, view))
         held_out = round(VALIDATION * len(train.labels))

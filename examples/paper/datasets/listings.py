@@ -16,11 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Listing:
-    """``pictures[i][0]`` is a PIL picture in RGB, ``labels`` (count,) int64 are below ``classes``."""
+    """``pictures[i][0]`` is a PIL picture in RGB, ``labels`` (count,) int64 say which of ``names``."""
 
     pictures: Any
     labels: Tensor
-    classes: int
+    names: Sequence[str]
 
 
 class Files:
@@ -40,7 +40,7 @@ def cifar100(folder: Path, download: bool) -> tuple[Listing, Listing]:
     from torchvision.datasets import CIFAR100
 
     parts = [CIFAR100(str(folder), train=train, download=download) for train in (True, False)]
-    return _pair([(part, part.targets) for part in parts], len(parts[0].classes))
+    return _pair([(part, part.targets) for part in parts], parts[0].classes)
 
 
 def tiny_imagenet(folder: Path, download: bool) -> tuple[Listing, Listing]:
@@ -53,7 +53,7 @@ def tiny_imagenet(folder: Path, download: bool) -> tuple[Listing, Listing]:
     rows = [line.split("\t") for line in (root / "val" / "val_annotations.txt").read_text().splitlines()]
     labels = [train.class_to_idx[row[1]] for row in rows]
     test = Files([root / "val" / "images" / row[0] for row in rows], labels)
-    return _pair([(train, train.targets), (test, labels)], len(train.classes))
+    return _pair([(train, train.targets), (test, labels)], train.classes)
 
 
 def imagenet(folder: Path, download: bool) -> tuple[Listing, Listing]:
@@ -64,7 +64,7 @@ def imagenet(folder: Path, download: bool) -> tuple[Listing, Listing]:
     train, test = (ImageFolder(str(folder / part)) for part in ("train", "val"))
     if train.classes != test.classes:
         raise ValueError(f"folder={folder} has other classes in train/ than in val/: sort val/ into folders of classes")
-    return _pair([(train, train.targets), (test, test.targets)], len(train.classes))
+    return _pair([(train, train.targets), (test, test.targets)], train.classes)
 
 
 def cub200(folder: Path, download: bool) -> tuple[Listing, Listing]:
@@ -78,7 +78,7 @@ def cub200(folder: Path, download: bool) -> tuple[Listing, Listing]:
         numbers = [number for number in paths if training[number] == wanted]
         found = [int(labels[number]) - 1 for number in numbers]
         parts.append((Files([root / "images" / paths[number] for number in numbers], found), found))
-    return _pair(parts, len(names))
+    return _pair(parts, list(names.values()))
 
 
 def pets(folder: Path, download: bool) -> tuple[Listing, Listing]:
@@ -86,7 +86,7 @@ def pets(folder: Path, download: bool) -> tuple[Listing, Listing]:
     from torchvision.datasets import OxfordIIITPet
 
     parts = [OxfordIIITPet(str(folder), split=split, download=download) for split in ("trainval", "test")]
-    return _pair([(part, part._labels) for part in parts], len(parts[0].classes))
+    return _pair([(part, part._labels) for part in parts], parts[0].classes)
 
 
 def food101(folder: Path, download: bool) -> tuple[Listing, Listing]:
@@ -94,7 +94,7 @@ def food101(folder: Path, download: bool) -> tuple[Listing, Listing]:
     from torchvision.datasets import Food101
 
     parts = [Food101(str(folder), split=split, download=download) for split in ("train", "test")]
-    return _pair([(part, part._labels) for part in parts], len(parts[0].classes))
+    return _pair([(part, part._labels) for part in parts], parts[0].classes)
 
 
 def cars(folder: Path, download: bool) -> tuple[Listing, Listing]:
@@ -103,11 +103,11 @@ def cars(folder: Path, download: bool) -> tuple[Listing, Listing]:
 
     _refuse_download(download, "its makers' page is gone; torchvision's StanfordCars describes the layout")
     parts = [StanfordCars(str(folder), split=split) for split in ("train", "test")]
-    return _pair([(part, [int(label) for _, label in part._samples]) for part in parts], len(parts[0].classes))
+    return _pair([(part, [int(label) for _, label in part._samples]) for part in parts], parts[0].classes)
 
 
-def _pair(parts: Sequence[tuple[Any, Sequence[int]]], classes: int) -> tuple[Listing, Listing]:
-    train, test = (Listing(pictures, torch.tensor(labels, dtype=torch.int64), classes) for pictures, labels in parts)
+def _pair(parts: Sequence[tuple[Any, Sequence[int]]], names: Sequence[str]) -> tuple[Listing, Listing]:
+    train, test = (Listing(pictures, torch.tensor(labels, dtype=torch.int64), names) for pictures, labels in parts)
     return train, test
 
 

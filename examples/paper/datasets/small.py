@@ -13,6 +13,9 @@ from examples.paper.datasets.splits import PARTS, others, stratified, subset, tr
 
 FASHION_VALIDATION = 10_000  # of the 60,000 training pictures
 IDX_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+FASHION_NAMES = (
+    "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
 
 
 def digits(train_size: int | None, augmentation: str) -> InMemory:
@@ -29,7 +32,7 @@ def digits(train_size: int | None, augmentation: str) -> InMemory:
     validation, train = rest[held_out], rest[others(len(rest), held_out)]
     train = train[subset(y[train], train_size)]
     parts = {name: (x[part], y[part]) for name, part in zip(PARTS, (train, validation, test), strict=True)}
-    return InMemory("digits", 10, parts, augmentation)
+    return InMemory("digits", [str(digit) for digit in range(10)], parts, augmentation)
 
 
 def fashion_mnist(
@@ -54,7 +57,7 @@ def fashion_mnist(
     train, held_out = train_and_validation(y, validation, train_size, seed)
     found = ((x[train], y[train]), (x[held_out], y[held_out]), (x_test, y_test))
     parts = {name: (images.unsqueeze(1), labels) for name, (images, labels) in zip(PARTS, found, strict=True)}
-    return InMemory("fashion-mnist", 10, parts, augmentation)
+    return InMemory("fashion-mnist", FASHION_NAMES, parts, augmentation)
 
 
 def _downloaded(folder: Path) -> list[torch.Tensor]:
@@ -79,4 +82,4 @@ def noto_scripts(file: Path | None, train_size: int | None, augmentation: str) -
         images, labels = (torch.from_numpy(arrays[f"{part}_{what}"]) for what in ("images", "labels"))
         kept = subset(labels, train_size if part == "train" else None)
         parts[part] = (images[kept].unsqueeze(1), labels[kept])
-    return InMemory("noto-scripts", len(arrays["scripts"]), parts, augmentation)
+    return InMemory("noto-scripts", arrays["scripts"].tolist(), parts, augmentation)

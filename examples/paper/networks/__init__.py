@@ -21,13 +21,15 @@ def _cnn(classes: int, shape: Shape) -> nn.Module:
     return models.cnn(classes, shape[0])
 
 
-def _small_cnn(classes: int, shape: Shape) -> nn.Module:
-    return models.small_cnn(classes, shape[0])
+def _small_cnn(width: int, classes: int, shape: Shape) -> nn.Module:
+    return models.small_cnn(classes, shape[0], width)
 
 
 _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "cnn": _cnn,
-    "small-cnn": _small_cnn,
+    "small-cnn": partial(_small_cnn, 16),
+    "small-cnn-half": partial(_small_cnn, 8),
+    "small-cnn-quarter": partial(_small_cnn, 4),
     **{name: partial(vision.resnet, name) for name in ("resnet18", "resnet34", "resnet50")},
     **{name: partial(residual.resnet, name) for name in residual.WIDTHS},
     "wrn-28-10": partial(wide.wide_resnet, 28, 10),
