@@ -1,0 +1,76 @@
+"""The figures' command: what it sees after every epoch, and that its pictures and its file hold just that."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dcl_optim import metrics
+from examples.paper import __main__ as command
+from examples.paper.configuration import Configuration, Experiment
+from examples.paper.experiments import EXPERIMENTS
+from examples.paper.figures import most_errors, stages, watch
+from examples.paper.trainer import Run
+
+TINY = Configuration("digits", "small-cnn", "plain", epochs=4, train_size=60, batch_size=20, lr=0.05)
+CPU = torch.device("cpu")
+
+
+def test_each_stage_has_an_epoch_before_it():
+    assert stages(50) == {"early": 5, "middle": 25, "end": 50}
+    assert stages(4) == {"early": 2, "middle": 2, "end": 4}
+
+
+def test_a_watched_run_is_the_run_that_nobody_watches():
+    watched = watch(Run(TINY, 3, CPU), "validation")
+    run, logits = Run(TINY, 3, CPU), []
+    for epoch in range(4):
+        run.train_epoch()
+        _, z, y = next(run.logits("validation"))
+        logits.append(z)
+        assert watched.accuracy[epoch] == pytest.approx(float((z.argmax(1) == y).float().mean()))
+        assert watched.accuracy[epoch] == pytest.approx(run.figures("validation")["accuracy"]["model"])
+        assert watched.consistency[epoch] == pytest.approx(run.figures("validation")["consistency"]["model"])
+    distances = [(after - before).norm(dim=1).mean() for before, after in itertools.pairwise(logits)]
+    assert watched.drift == pytest.approx([float(d) for d in distances], rel=1e-5)
+    assert sorted(watched.kept) == [1, 2, 3, 4]
+    assert all(torch.equal(watched.kept[epoch], logits[epoch - 1]) for epoch in watched.kept)
+    assert torch.equal(watched.train[1], torch.cat([y for _, y in run.data.fixed("train")]))
+
+
+def test_the_hardest_class_is_the_one_with_most_errors_of_all_methods():
+    labels = torch.tensor([0, 1, 1, 2, 2])
+    right = torch.eye(3)[labels]
+    one, other = right.clone(), right.clone()
+    one[0], other[4], other[3] = right[1], right[0], right[0]
+    assert most_errors({"CE": one, "DCL": other}, labels) == 2
+    assert most_errors({"CE": one}, labels) == 0
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    experiment = Experiment("a test", "validation", 1, "CE", {"CE": TINY, "DCL": replace(TINY, method="dcl")})
+    monkeypatch.setitem(EXPERIMENTS, "small", experiment)
+    monkeypatch.setattr("examples.paper.figures.CLUSTERED", 60)
+    folders = ["--results", str(tmp_path / "results"), "--images", str(tmp_path / "images"), "--device", "cpu"]
+    command.main(["figures", "small", "--threads", "1", *folders])
+    return tmp_path
+
+
+def test_the_command_draws_all_and_writes_the_figures_by_epoch(drawn, capsys):
+    names = ("classes", "curves", "drift", "perplexity", "top-non-target")
+    assert sorted(path.name for path in (drawn / "images").iterdir()) == [f"small-{name}.png" for name in names]
+    assert all((drawn / "images" / f"small-{name}.png").read_bytes()[:4] == b"\x89PNG" for name in names)
+    found = json.loads((drawn / "results" / "figures-small.json").read_text())
+    run = Run(replace(TINY, method="dcl"), 0, CPU)
+    for _ in range(4):
+        run.train_epoch()
+    _, z, y = next(run.logits("train"))
+    last = found["runs"]["DCL"][0]["consistency"][-1]
+    assert last == pytest.approx(float(metrics.top_non_target_consistency(z, y).nanmean()))
+    assert {len(history["drift"]) for history in found["runs"]["CE"]} == {3}
+    assert found["versions"]["torch"]
