@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import growth, knobs, measure, plot, second_device, table, threads
+from benchmarks.allocator import freed_memory_kept
 from benchmarks.machine import machine, versions
 from benchmarks.measure import say
 from benchmarks.methods import METHODS, Row, missing
@@ -130,9 +131,10 @@ def _measure_all(options: argparse.Namespace, setting: Setting) -> dict[str, Any
     if "overlap" in options.parts:
         parts["overlap"] = [_overlap(WORKLOADS[model], options, setting) for model in options.of_part["overlap"]]
     if "growth" in options.parts:
-        parts["growth"] = [
-            growth.measure(name, setting, options.rounds, options.slot) for name in dict.fromkeys(options.series)
-        ]
+        with freed_memory_kept() as parts["freed_memory_kept"]:
+            parts["growth"] = [
+                growth.measure(name, setting, options.rounds, options.slot) for name in dict.fromkeys(options.series)
+            ]
     return parts
 
 

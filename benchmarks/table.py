@@ -140,7 +140,9 @@ def growth(results: Figures) -> list[str]:
         for point in series["points"]:
             first = series["title"] if point is series["points"][0] else ""
             rows.append([first, f"{point['size']:,}", *_point(point)])
-    return ["### Growth", "", *grid(head, rows, 1)]
+    kept = "kept" if results.get("freed_memory_kept") else "gave back"
+    notes = [f"The process {kept} the memory that it freed."]
+    return ["### Growth", "", *grid(head, rows, 1), "", *notes]
 
 
 def _point(point: Figures) -> list[str]:

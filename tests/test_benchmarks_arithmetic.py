@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import resource
+import sys
 
 import pytest
 import torch
 
-from benchmarks import growth, networks, plot, second_device, table, threads, timing
+from benchmarks import allocator, growth, networks, plot, second_device, table, threads, timing
 from benchmarks.setting import Setting
 from benchmarks.workloads import ON_CPU, Workload
 
@@ -79,6 +81,20 @@ def test_a_ratio_is_taken_within_each_round():
     assert more == {"median": 1e6, "lower": 1e6, "upper": 5.5e6}
     assert timing.quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "lower": 2.0, "upper": 4.0}
     assert timing.quartiles([7.0]) == {"median": 7.0, "lower": 7.0, "upper": 7.0}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator only")
+def test_memory_of_megabytes_comes_without_page_faults_and_only_there():
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MiB: 16,384 pages
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with allocator.freed_memory_kept() as kept:
+        assert kept
+        inside = [faults() for _ in range(6)]
+    assert min(inside) < 100  # small things in between may take a corner of the block that was freed
+    assert max(faults() for _ in range(6)) > 10_000
 
 
 # ---- growth and threads ---------------------------------------------------------------------------------------------
@@ -224,6 +240,7 @@ def results():
             | {"second_device": {"serial": spread(2.25), "beside": spread(1.25)}}
         ],
         "growth": [{"title": "classes", "points": points}],
+        "freed_memory_kept": True,
         "machine": {"cpu": "chip", "cores": 8, "threads": 4, "os": "Linux", "device": "H200"},
         "versions": {"python": "3.11", "torch": "2.6", "dcl_optim": "0.1.0"},
         "setting": {"device": "cuda", "precision": "float32", "compiled": True},
@@ -251,6 +268,7 @@ def test_every_cell_of_the_tables_is_a_figure_of_the_file(results):
     both = "2.25 (2.12–2.38) | 1.12 (1.00–1.25) | -8 (-8 to -8) | 37 (37 to 37)"
     assert f"| classes | 1,000 | 4.00 | {both} |" in lines
     assert f"|  | 100,000 | 4.00 | {both} |" in lines
+    assert "The process kept the memory that it freed." in lines
     assert "9 interleaved rounds" in lines[-1]
     assert "H200, chip, 8 cores, 4 threads, float32, compiled, Linux; Python 3.11, torch 2.6" in lines[-1]
     assert "2026-11-21; `python -m benchmarks --rounds 9`, 1.5 minutes." in lines[-1]
