@@ -1,0 +1,99 @@
+"""The tables of the pages, from the committed results files: cog puts them where the pages ask for them.
+
+python docs/results_tables.py           writes them
+python docs/results_tables.py --check   says whether they are as they should be; the tests run it
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+PAGES = ("README.md", "docs/performance.md", "docs/results.md")
+
+
+def demo(name: str = "demo") -> str:
+    """The demo's table, as it prints it."""
+    from dcl_optim.report import Row, format_table
+
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return "```text\n" + format_table([Row(**row) for row in found["table"]], "test") + "\n```"
+
+
+def experiment(name: str) -> str:
+    """The table of an experiment of examples/paper."""
+    from examples.paper.experiments import EXPERIMENTS
+    from examples.paper.table import markdown
+
+    return markdown(EXPERIMENTS[name], _records(name))
+
+
+def side_by_side(names: Sequence[str]) -> str:
+    """Experiments with the same rows: the baseline's accuracy, and each other row's difference to it."""
+    from dcl_optim.report import mean_and_error
+    from examples.paper.experiments import EXPERIMENTS
+    from examples.paper.table import accuracy, by_label, paired, plus_minus
+
+    columns = []
+    for name in names:
+        found, baseline = by_label(_records(name)), EXPERIMENTS[name].baseline
+        cells = [plus_minus(*mean_and_error([accuracy(record) for record in found[baseline].values()]))]
+        others = [label for label in EXPERIMENTS[name].runs if label != baseline]
+        cells += [plus_minus(*mean_and_error(paired(found[o], found[baseline])), sign="+") for o in others]
+        columns.append(cells)
+    titles = [", ".join(name.split("-")[1:]) for name in names]
+    heads = [f"{baseline}, %", *(f"{label}, minus {baseline}" for label in others)]
+    lines = [["", *titles], ["---", *["--:"] * len(names)]]
+    lines += [[head, *cells] for head, *cells in zip(heads, *columns, strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def benchmark(part: str, name: str = "cpu-2-threads") -> str:
+    """One of the tables that ``python -m benchmarks table`` prints, without its heading."""
+    from benchmarks import table
+
+    results = _benchmark(name)
+    lines = table.summary(results) if part == "summary" else table.SECTIONS[part](results)
+    return "\n".join(lines[2:])
+
+
+def benchmark_source(name: str = "cpu-2-threads") -> str:
+    """Where a benchmark's figures come from."""
+    from benchmarks import table
+
+    return table.source(_benchmark(name))
+
+
+def _records(name: str) -> list[Any]:
+    from examples.paper import records
+
+    return records.read(RESULTS / f"{name}.jsonl")
+
+
+def _benchmark(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def show(text: str) -> None:
+    """Put a text into a page; the empty lines around it keep the markers from being taken for a part of it."""
+    import cog
+
+    cog.outl(f"\n{text}\n")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the tables into the pages, or with --check only compare; cog's exit code, 0 if all is well."""
+    from cogapp import Cog
+
+    mode = ["--check"] if "--check" in arguments else ["-r"]
+    prologue = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from results_tables import *"
+    return int(Cog().main(["cog", *mode, "-I", str(ROOT / "docs"), "-p", prologue, *(str(ROOT / p) for p in PAGES)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
