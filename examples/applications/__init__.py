@@ -1,0 +1,1 @@
+"""The paper's applications beyond classification from scratch; each module is a command."""

@@ -1,0 +1,138 @@
+"""What the applications share: rows over the same seeds, a results file, a table, a command line."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dcl_optim.report import mean_and_error
+from examples.paper import records
+from examples.paper.records import Record
+from examples.paper.table import plus_minus, probability
+
+RESULTS = Path("docs/results")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        options: what ``train`` gets beside the settings.
+        against: the label of the row that it is compared to; None: none.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    against: str | None = None
+
+
+@dataclass(frozen=True)
+class Application:
+    """A training and the ways to run it.
+
+    Attributes:
+        name: of the results file, application-<name>.jsonl.
+        score: what ``train`` returns, in per cent; more is better.
+        train: called with the settings, a row's options, ``seed``, ``device`` and ``progress``, which it calls with a
+            text after each epoch. It seeds itself, so that the rows of a seed start alike and see the same batches.
+        rows: by label.
+        settings: names and default values of what the command line can change.
+    """
+
+    name: str
+    score: str
+    train: Callable[..., float]
+    rows: Mapping[str, Row]
+    settings: Mapping[str, Any]
+
+
+def missing(application: Application, options: argparse.Namespace) -> list[tuple[str, int, Record]]:
+    """The runs that the results file does not have: label, seed and configuration."""
+    settings = {name: getattr(options, name) for name in application.settings}
+    done = {_identity(record) for record in records.read(_path(application, options))}
+    wanted = [
+        (label, seed, settings | dict(row.options))
+        for seed in range(options.seeds)
+        for label, row in application.rows.items()
+        if not options.only or label in options.only
+    ]
+    return [run for run in wanted if records.identity(run[2], run[1], run[0]) not in done]
+
+
+def run(application: Application, options: argparse.Namespace) -> list[Record]:
+    """Make the runs that are missing; give all that the table shows."""
+    wanted, path = missing(application, options), _path(application, options)
+    with tqdm(wanted, desc=application.name, unit="run", disable=None) as bar:
+        for label, seed, configuration in bar:
+            begin = time.perf_counter()
+
+            def progress(text: str, label: str = label, seed: int = seed) -> None:
+                bar.set_postfix_str(f"{label}, seed {seed}: {text}")
+
+            score = application.train(
+                **configuration, seed=seed, device=torch.device(options.device), progress=progress
+            )
+            record = {"label": label, "seed": seed, "configuration": configuration, "score": score}
+            record |= {"seconds": time.perf_counter() - begin}
+            records.append(record | records.circumstances(options.device, torch.get_num_threads()), path)
+    settings = {name: getattr(options, name) for name in application.settings}
+    return [r for r in records.read(path) if settings.items() <= r["configuration"].items()]
+
+
+def table(application: Application, found: Sequence[Record]) -> str:
+    """The rows in Markdown: mean and standard error, and the paired difference to the row that each is held against."""
+    scores = {label: {r["seed"]: r["score"] for r in found if r["label"] == label} for label in application.rows}
+    lines = [f"| | {application.score} | difference | p | seconds | seeds |", "|---|--:|--:|--:|--:|--:|"]
+    for label, row in application.rows.items():
+        if not scores[label]:
+            continue
+        ours, theirs = scores[label], scores.get(row.against or "", {})
+        differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        shown = plus_minus(*mean_and_error(differences), sign="+") if differences else ""
+        seconds = statistics.median(r["seconds"] for r in found if r["label"] == label)
+        cells = (label, plus_minus(*mean_and_error(list(ours.values()))), shown, probability(differences))
+        lines.append(f"| {' | '.join(cells)} | {seconds:.0f} | {len(ours)} |")
+    return "\n".join(lines)
+
+
+def parser(application: Application, description: str | None) -> argparse.ArgumentParser:
+    """The command line: the application's settings, and what all have."""
+    made = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    for name, value in application.settings.items():
+        kind = str if value is None else type(value)
+        made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"(default {value})")
+    made.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+    made.add_argument("--only", nargs="+", metavar="ROW", choices=tuple(application.rows), help="these rows only")
+    made.add_argument("--threads", type=int, help="of torch (default: torch's own)")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default {RESULTS})")
+    return made
+
+
+def main(application: Application, description: str | None, arguments: Sequence[str] | None = None) -> None:
+    """Run an application from the command line and print its table."""
+    made = parser(application, description)
+    options = made.parse_args(arguments)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        print(table(application, run(application, options)))
+    except (ValueError, ImportError) as error:
+        made.error(str(error))
+
+
+def _path(application: Application, options: argparse.Namespace) -> Path:
+    path: Path = options.results / f"application-{application.name}.jsonl"
+    return path
+
+
+def _identity(record: Record) -> str:
+    return records.identity(record["configuration"], record["seed"], record["label"])

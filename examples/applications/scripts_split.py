@@ -1,0 +1,58 @@
+"""The 100 Noto scripts in two: ten to fine-tune on with a few pictures of each, and the others to pretrain on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from examples.paper import datasets
+from examples.paper.datasets import archive
+from examples.paper.datasets.base import InMemory, Pictures
+from examples.paper.datasets.splits import PARTS
+
+NAME = "noto-scripts"
+HELD_OUT = slice(9, None, 10)  # the 10th, 20th, ... script in alphabetical order: fixed before anything was trained
+Arrays = dict[str, np.ndarray]
+
+
+def read(folder: str | None) -> Arrays:
+    """All pictures of the 100 scripts; the folder is of their file, None: the usual one."""
+    return archive.read(Path(folder or archive.FILE.parent) / archive.FILE.name)
+
+
+def split(arrays: Arrays, held_out: bool, shots: int | None = None, seed: int = 0) -> InMemory:
+    """The ten scripts to fine-tune on, or the others to pretrain on, labelled 0, 1, ... in their order.
+
+    Args:
+        arrays: what :func:`read` gives.
+        held_out: whether the ten are wanted.
+        shots: training pictures of each; None: all.
+        seed: of their choice.
+
+    Raises:
+        ValueError: ``shots`` is below 1.
+    """
+    names = arrays["scripts"].tolist()
+    ten = set(names[HELD_OUT])
+    kept = [number for number, name in enumerate(names) if (name in ten) == held_out]
+    relabelled = torch.full((len(names),), -1)
+    relabelled[kept] = torch.arange(len(kept))
+    parts = {}
+    for part in PARTS:
+        images, labels = torch.from_numpy(arrays[f"{part}_images"]), relabelled[arrays[f"{part}_labels"]]
+        parts[part] = (images[labels >= 0].unsqueeze(1), labels[labels >= 0])
+    if shots is not None:
+        parts["train"] = few(*parts["train"], shots, seed)
+    return InMemory(NAME, [names[number] for number in kept], parts, datasets.AUGMENTATIONS[NAME])
+
+
+def few(images: Tensor, labels: Tensor, shots: int, seed: int) -> Pictures:
+    """So many random pictures of each class; all of a class that has fewer."""
+    if shots < 1:
+        raise ValueError(f"shots={shots} must be at least 1")
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    chosen = torch.cat([order[labels[order] == label][:shots] for label in labels.unique()])
+    return images[chosen], labels[chosen]

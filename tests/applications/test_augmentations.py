@@ -1,0 +1,151 @@
+"""Mixed labels, the closure's step by hand, and the whole application on a made Fashion-MNIST."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.applications import augmentations
+from examples.applications.augmentations import APPLICATION, ROWS, accuracy, main, mixing, step
+from examples.paper import records
+from examples.paper.augmentations import seeded
+
+CPU = torch.device("cpu")
+
+
+def idx(path, values):
+    header = struct.pack(f">4B{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    path.write_bytes(gzip.compress(header + bytes(values.flatten().tolist())))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", 72), ("t10k", 20)):
+        labels = torch.arange(count) % 10
+        noise = torch.randint(120, (count, 28, 28), generator=generator)
+        idx(tmp_path / f"{name}-images-idx3-ubyte.gz", noise + 12 * labels[:, None, None])
+        idx(tmp_path / f"{name}-labels-idx1-ubyte.gz", labels)
+    return tmp_path
+
+
+@pytest.fixture
+def trained(folder):
+    def score(label, **settings):
+        small = {"folder": str(folder), "train_size": 40, "epochs": 2, "batch_size": 20, "part": "train"}
+        options = dict(APPLICATION.settings) | small | dict(ROWS[label].options) | settings
+        losses = []
+        return APPLICATION.train(**options, seed=3, device=CPU, progress=losses.append), losses
+
+    return score
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_labels_are_mixed_as_the_pictures_are(name):
+    """Picture i is constant i: its mixture with the one before it says the shares."""
+    y = torch.tensor([2, 0, 1, 1])
+    x = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 8, 8)
+    mixed, soft = seeded(mixing(name, 3, 1.0), (x, y), 5)
+    own = F.one_hot(y, 3).double()
+    mean = mixed.double().mean((1, 2, 3))
+    share = 1 - (torch.arange(1, 4.0) - mean[1:])  # of the picture's own; the first is mixed with the last
+    assert 0.02 < share[0] < 0.98
+    torch.testing.assert_close(share, share[:1].expand(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(soft.double(), share[0] * own + (1 - share[0]) * own.roll(1, 0), atol=1e-5, rtol=0)
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(ValueError, match="mix='cutout' is unknown; choose one of none, mixup, cutmix"):
+        mixing("cutout", 3, 1.0)
+    with pytest.raises(ValueError, match="method='DCL' is unknown; choose one of plain, dcl, dcp"):
+        APPLICATION.train(
+            **dict(APPLICATION.settings) | dict(ROWS["basic"].options) | {"method": "DCL"},
+            seed=0, device=CPU, progress=print,
+        )  # fmt: skip
+
+
+def test_a_step_with_soft_labels_by_hand():
+    """DCP's second step: cross-entropy and the distance to the labels' mixture of the first step's prototypes."""
+    torch.manual_seed(0)
+    model, criterion = nn.Linear(4, 3).double(), nn.CrossEntropyLoss()
+    by_hand = nn.Linear(4, 3).double()
+    by_hand.load_state_dict(model.state_dict())
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DCPOptimizer(base, model, 3, preset="paper", criterion=criterion)
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    soft = torch.softmax(torch.randn(2, 6, 3, dtype=torch.float64), 2)
+    found = [step(optimizer, model, criterion, x[number], soft[number]) for number in range(2)]
+
+    prototypes = None
+    for number in range(2):
+        z = by_hand(x[number])
+        loss = -(soft[number] * z.log_softmax(1)).sum(1).mean()
+        forecast = z.detach() if prototypes is None else soft[number] @ prototypes
+        gradients = torch.autograd.grad(loss + F.mse_loss(z, forecast), list(by_hand.parameters()))
+        if prototypes is None:
+            prototypes = (soft[number].T @ z.detach()) / soft[number].sum(0)[:, None]
+        with torch.no_grad():
+            for parameter, gradient in zip(by_hand.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+        assert found[number] == pytest.approx(loss.item(), rel=1e-12)
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_accuracy_counts_what_is_right():
+    batches = [(torch.eye(3), torch.tensor([0, 1, 0])), (torch.eye(3)[:1], torch.tensor([2]))]
+    assert accuracy(nn.Identity(), batches, CPU) == 0.5
+
+
+def test_each_row_is_held_against_the_one_without():
+    assert [(label, row.against) for label, row in ROWS.items()] == [
+        ("basic", None), ("basic, DCL", "basic"),
+        ("TrivialAugment", "basic"), ("TrivialAugment, DCL", "TrivialAugment"),
+        ("mixup", "basic"), ("mixup, DCL", "mixup"), ("mixup, DCP", "mixup"),
+        ("CutMix", "basic"), ("CutMix, DCL", "CutMix"), ("CutMix, DCP", "CutMix"),
+    ]  # fmt: skip
+    for row in ROWS.values():
+        without = {**row.options, "method": "plain"}
+        assert row.options["method"] == "plain" or without == ROWS[row.against].options
+
+
+@pytest.mark.parametrize("label", ["TrivialAugment, DCL", "mixup, DCL", "CutMix, DCP"])
+def test_without_weight_the_rows_are_equal(label, trained, monkeypatch):
+    """The same initial weights, batches, augmentations and mixtures: with λ = 0 the runs agree to the last bit."""
+    monkeypatch.setattr(augmentations, "DCLOptimizer", partial(DCLOptimizer, weight=0.0))
+    monkeypatch.setattr(augmentations, "DCPOptimizer", partial(DCPOptimizer, weight=0.0))
+    assert trained(label) == trained(ROWS[label].against)
+
+
+def test_pictures_and_mixtures_do_not_depend_on_the_network(trained, monkeypatch):
+    """Other networks draw other numbers for their weights: what is mixed comes from the data's own generator."""
+    seen = []
+    monkeypatch.setattr(augmentations, "step", lambda *args: seen.append(args[3:]) or step(*args))
+    trained("mixup", network="small-cnn")
+    trained("mixup", network="small-cnn-half")
+    assert len(seen) == 8
+    for (x, y), (other_x, other_y) in zip(seen[:4], seen[4:], strict=True):
+        assert torch.equal(x, other_x)
+        assert torch.equal(y, other_y)
+
+
+def test_rows_differ(trained):
+    losses = [tuple(trained(label)[1]) for label in ("basic", "basic, DCL", "TrivialAugment", "mixup", "CutMix")]
+    assert len(set(losses)) == len(losses)
+    assert trained("basic")[1] == list(losses[0])
+
+
+def test_the_command(folder, tmp_path, capsys):
+    small = ["--train-size", "40", "--epochs", "1", "--seeds", "1", "--device", "cpu", "--only", "mixup", "mixup, DCP"]
+    main(APPLICATION, "A test.", [*small, "--folder", str(folder), "--results", str(tmp_path)])
+    plain, dcp = records.read(tmp_path / "application-augmentations.jsonl")
+    assert (plain["label"], dcp["label"]) == ("mixup", "mixup, DCP")
+    shown = f"| mixup, DCP | {dcp['score']:.2f} | {dcp['score'] - plain['score']:+.2f} |"
+    assert shown in capsys.readouterr().out

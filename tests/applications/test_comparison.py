@@ -1,0 +1,79 @@
+"""The applications' runner: what is run, what is not run again, and the table by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.applications.comparison import Application, Row, main, parser, run, table
+from examples.paper import records
+
+CALLS: list[tuple[str, int]] = []
+SCORES = {"KD": (60.0, 62.0, 64.0), "KD, DCL": (61.0, 64.0, 64.0), "CE": (50.0, 50.0, 50.0)}
+
+
+def pretend(*, seed, device, progress, method, epochs):
+    """A training of no time."""
+    progress("epoch 1")
+    CALLS.append((method, seed))
+    return SCORES[method][seed] + epochs
+
+
+ROWS = {
+    "CE": Row({"method": "CE"}),
+    "KD": Row({"method": "KD"}, against="CE"),
+    "KD, DCL": Row({"method": "KD, DCL"}, against="KD"),
+}
+PRETENDED = Application("pretended", "accuracy, %", pretend, ROWS, {"epochs": 0})
+
+
+@pytest.fixture
+def options(tmp_path):
+    CALLS.clear()
+
+    def parsed(*arguments):
+        return parser(PRETENDED, "A test.\nMore.").parse_args([*arguments, "--results", str(tmp_path)])
+
+    return parsed
+
+
+def test_rows_of_a_seed_come_together_and_are_made_once(options):
+    found = run(PRETENDED, options("--seeds", "2"))
+    assert [(label, seed) for seed in (0, 1) for label in ROWS] == CALLS
+    assert [r["score"] for r in found] == [50.0, 60.0, 61.0, 50.0, 62.0, 64.0]
+    assert run(PRETENDED, options("--seeds", "3"))[:6] == found
+    assert len(CALLS) == 9
+
+
+def test_other_settings_are_other_runs(options):
+    run(PRETENDED, options("--seeds", "1"))
+    found = run(PRETENDED, options("--seeds", "1", "--epochs", "5", "--only", "KD"))
+    assert [(r["label"], r["configuration"], r["score"]) for r in found] == [
+        ("KD", {"epochs": 5, "method": "KD"}, 65.0)
+    ]
+
+
+def test_the_table_is_the_one_computed_by_hand(options):
+    """KD, DCL minus KD: 1, 2, 0; their mean 1 ± 1/sqrt 3, t = sqrt 3 with 2 degrees of freedom: p = 0.225."""
+    found = [r | {"seconds": 2.0 + r["seed"]} for r in run(PRETENDED, options())]
+    assert table(PRETENDED, found).splitlines()[2:] == [
+        "| CE | 50.00 ± 0.00 |  |  | 3 | 3 |",
+        "| KD | 62.00 ± 1.15 | +12.00 ± 1.15 | 0.009 | 3 | 3 |",
+        "| KD, DCL | 63.00 ± 1.00 | +1.00 ± 0.58 | 0.225 | 3 | 3 |",
+    ]
+
+
+def test_a_row_that_was_not_run_is_left_out(options):
+    assert "KD, DCL" not in table(PRETENDED, run(PRETENDED, options("--only", "CE", "KD")))
+
+
+def test_the_command_prints_the_table_and_names_errors(tmp_path, capsys):
+    main(PRETENDED, "A test.", ["--seeds", "1", "--results", str(tmp_path)])
+    assert "| KD, DCL | 61.00 | +1.00 |  |" in capsys.readouterr().out
+    assert {r["torch"] for r in (r["versions"] for r in records.read(tmp_path / "application-pretended.jsonl"))}
+
+    def fail(**_):
+        raise ValueError("folder=/nowhere has no pictures")
+
+    with pytest.raises(SystemExit):
+        main(Application("failing", "accuracy, %", fail, ROWS, {}), "A test.", ["--results", str(tmp_path)])
+    assert "folder=/nowhere has no pictures" in capsys.readouterr().err
