@@ -20,7 +20,7 @@ prototypes. The step takes a closure, with the wrappers as without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torchvision.transforms import v2
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, Row, main
 from examples.paper import networks
 from examples.paper.augmentations import seeded
@@ -66,14 +67,6 @@ def step(optimizer: Optimizer, model: nn.Module, criterion: nn.Module, x: Tensor
     return optimizer.step(closure).item()  # type: ignore[attr-defined,arg-type,no-any-return]
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> float:
-    """The part of the pictures that the model gets right."""
-    model.eval()
-    right = torch.cat([model(x.to(device)).argmax(1).cpu() == y for x, y in batches])
-    return float(right.double().mean())
-
-
 def train(
     *, method: str, augmentation: str | None, mix: str, data: str, folder: str | None, network: str, train_size: int,
     epochs: int, batch_size: int, lr: float, weight_decay: float, mix_alpha: float, preset: str, workers: int,
@@ -105,7 +98,7 @@ def train(
             loss = step(optimizer, model, criterion, x.to(device), y.to(device))
         scheduler.step()
         progress(f"epoch {epoch}, loss {loss:.3f}")
-    return 100 * accuracy(model, pictures.fixed(part), device)
+    return accuracy(model, pictures.fixed(part), device)
 
 
 AUGMENTATIONS: dict[str, dict[str, Any]] = {

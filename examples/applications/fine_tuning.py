@@ -29,8 +29,9 @@ from torch.optim import SGD, Optimizer
 
 from dcl_optim import DCLOptimizer
 from examples.applications import adapters, pretrained, scripts_split
+from examples.applications.classification import accuracy, placed
 from examples.applications.comparison import Application, Row, main
-from examples.applications.loop import Progress, fit, placed
+from examples.applications.loop import Progress, fit
 from examples.paper import datasets, networks
 from examples.paper.datasets import Data
 
@@ -104,15 +105,6 @@ def prepare(settings: Settings, method: str, data: Data, weights: Path, seed: in
     return adapters.adapt(model, method, settings.rank)
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, data: Data, part: str) -> float:
-    """Per cent of a part's pictures whose class is found."""
-    device = next(model.parameters()).device
-    model.eval()
-    hits = [model(x.to(device)).argmax(1).cpu() == y for x, y in data.fixed(part)]
-    return 100 * float(torch.cat(hits).double().mean())
-
-
 def fine_tune(
     settings: Settings,
     method: str,
@@ -138,7 +130,8 @@ def train(*, method: str, dcl: bool, seed: int, device: torch.device, progress: 
     """One run: pretrained weights, fine-tuning, the score."""
     chosen = Settings(**settings)
     data, weights = load_data(chosen, seed), load_weights(chosen, device, progress)
-    return accuracy(fine_tune(chosen, method, dcl, data, weights, seed, device, progress), data, chosen.part)
+    model = fine_tune(chosen, method, dcl, data, weights, seed, device, progress)
+    return accuracy(model, data.fixed(chosen.part), device)
 
 
 ROWS = {

@@ -11,14 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from examples.applications import adapters
+from examples.applications.classification import moved
 from examples.paper.datasets import Data
 
 Progress = Callable[[str], None]
-
-
-def placed(model: nn.Module, device: torch.device) -> nn.Module:
-    """On the device; convolutions over few channels are faster with the channels last."""
-    return model.to(device).to(memory_format=torch.channels_last)
 
 
 def fit(
@@ -31,7 +27,7 @@ def fit(
         adapters.to_training_mode(model)
         for x, y, _ in data.epoch(batch_size, generator):
             optimizer.zero_grad()
-            logits = model(x.to(device, memory_format=torch.channels_last))
+            logits = model(moved(x, device))
             F.cross_entropy(logits, y.to(device)).backward()
             optimizer.step()
         scheduler.step()

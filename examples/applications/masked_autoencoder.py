@@ -24,7 +24,7 @@ mixup, CutMix and RandAugment, which are not here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -39,6 +39,7 @@ from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViT
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
 from dcl_optim import DCLOptimizer
+from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, Row, main
 from examples.checkpoint import random_states, restore_random_states, save_atomically
 from examples.paper import datasets
@@ -236,14 +237,6 @@ def fine_tune(
         progress(f"fine-tuning epoch {len(trainer.losses)}, loss {loss:.3f}")
 
 
-@torch.no_grad()
-def accuracy(model: ViTForImageClassification, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Top-1 accuracy in per cent."""
-    model.eval()
-    right = [model(pixel_values=x.to(model.device)).logits.argmax(1).cpu() == y for x, y in batches]
-    return 100 * float(torch.cat(right).double().mean())
-
-
 def train(
     *,
     method: str,
@@ -282,7 +275,7 @@ def train(
     torch.manual_seed(seed)  # of the new head
     model = classifier(encoder, labelled.classes).to(device)
     fine_tune(model, labelled, after, seed, progress)
-    return accuracy(model, labelled.fixed("test"))
+    return accuracy(model, labelled.fixed("test"), device, logits=attrgetter("logits"))
 
 
 ROWS = {

@@ -11,7 +11,8 @@ import torch
 from torch.optim import SGD
 
 from examples.applications import scripts_split
-from examples.applications.loop import Progress, fit, placed
+from examples.applications.classification import placed
+from examples.applications.loop import Progress, fit
 from examples.checkpoint import save_atomically
 from examples.paper import networks
 from examples.paper.datasets import archive

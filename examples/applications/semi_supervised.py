@@ -27,6 +27,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dcl_optim import DCLOptimizer
+from examples.applications.classification import accuracy, moved, placed
 from examples.applications.comparison import Application, Row, main
 from examples.applications.fixmatch import Views, batches, cosine, fixmatch_loss
 from examples.paper import networks
@@ -97,7 +98,7 @@ def train(
     data = load_data(chosen.data, chosen.folder, chosen.train_size or None, seed)
     stream = training_batches(chosen, data, seed)
     torch.manual_seed(seed)
-    model = networks.build(chosen.network, data.classes, data.shape).to(device, memory_format=torch.channels_last)
+    model = placed(networks.build(chosen.network, data.classes, data.shape), device)
     deployed = moving_average(model, chosen.average, warm_up=True)
     optimizer: Optimizer = SGD(groups(model, chosen.weight_decay), lr=chosen.lr, momentum=0.9, nesterov=True)
     if preset:
@@ -105,7 +106,7 @@ def train(
     scheduler = LambdaLR(optimizer, lambda step: cosine(step, chosen.steps))
     parts = [chosen.batch_size, chosen.ratio * chosen.batch_size, chosen.ratio * chosen.batch_size]
     for step, (x, y) in zip(range(1, chosen.steps + 1), stream, strict=False):
-        z, weak, strong = model(x.to(device, memory_format=torch.channels_last)).split(parts)
+        z, weak, strong = model(moved(x, device)).split(parts)
         loss, counted = fixmatch_loss(z, y.to(device), weak, strong, chosen.threshold, chosen.unlabelled_weight)
         optimizer.zero_grad()
         loss.backward()
@@ -168,14 +169,6 @@ def groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     kernels = [weight for weight in weights if weight.ndim > 1]
     rest = [weight for weight in weights if weight.ndim <= 1]
     return [{"params": kernels, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, parts: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> float:
-    """The share of right answers, in per cent."""
-    model.eval()
-    right = torch.cat([model(x.to(device)).argmax(1).cpu() == y for x, y in parts])
-    return 100 * right.double().mean().item()
 
 
 APPLICATION = Application(

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, Row, main
 from examples.applications.corpora import CORPORA, Corpus
 from examples.paper.datasets.base import batches
@@ -72,14 +73,6 @@ class Classifier(nn.Module):
         return self.head(self.dropout(found))
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """The part of the texts that the model gets right."""
-    model.eval()
-    z = torch.cat([model(some) for some in x.split(500)])
-    return float((z.argmax(1) == y).double().mean())
-
-
 def train(
     *, method: str, data: str, folder: str | None, vocabulary: int, length: int, width: int, layers: int,
     dropout: float, epochs: int, batch_size: int, lr: float, weight_decay: float, preset: str, part: str,
@@ -113,7 +106,8 @@ def train(
         scheduler.step()
         progress(f"epoch {epoch}, loss {loss.item():.3f}")
     texts, labels = corpus.parts[check_part(part)]
-    return 100 * accuracy(model, words.encode(texts).to(device), torch.tensor(labels, device=device))
+    x, y = words.encode(texts), torch.tensor(labels)
+    return accuracy(model, zip(x.split(500), y.split(500), strict=True), device)
 
 
 ROWS = {

@@ -13,7 +13,7 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications import augmentations
-from examples.applications.augmentations import APPLICATION, ROWS, accuracy, main, mixing, step
+from examples.applications.augmentations import APPLICATION, ROWS, main, mixing, step
 from examples.paper import records
 from examples.paper.augmentations import seeded
 
@@ -97,11 +97,6 @@ def test_a_step_with_soft_labels_by_hand():
         assert found[number] == pytest.approx(loss.item(), rel=1e-12)
     for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_accuracy_counts_what_is_right():
-    batches = [(torch.eye(3), torch.tensor([0, 1, 0])), (torch.eye(3)[:1], torch.tensor([2]))]
-    assert accuracy(nn.Identity(), batches, CPU) == 0.5
 
 
 def test_each_row_is_held_against_the_one_without():

@@ -9,7 +9,6 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from examples.applications import adapters, pretrained
 from examples.applications import fine_tuning as module
@@ -209,21 +208,6 @@ def test_weights_that_cannot_be_fetched_are_asked_for(settings, tmp_path, monkey
 def test_each_method_has_its_learning_rate():
     rates = Settings(full_lr=1.0, probe_lr=2.0, lora_lr=3.0)
     assert [rates.lr(method) for method in METHODS] == [1.0, 2.0, 3.0]
-
-
-def test_accuracy_by_hand():
-    """Logits that say class 0 for all: two of three right in the test part; evaluation mode."""
-    parts = {
-        part: (torch.rand(3, 1, 4, 4), torch.tensor(labels))
-        for part, labels in zip(("train", "validation", "test"), ([0, 1, 1], [1, 1, 1], [0, 1, 0]), strict=True)
-    }
-    model = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(16, 2))
-    model[2].weight.data.zero_()
-    model[2].bias.data = torch.tensor([1.0, 0.0])
-    data = InMemory("three", "ab", parts)
-    assert module.accuracy(model, data, "test") == pytest.approx(200 / 3)
-    assert module.accuracy(model, data, "validation") == 0
-    assert not model.training
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -261,17 +261,6 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_accuracy_counts_the_right_ones():
-    class Echo(nn.Module):
-        device = CPU
-
-        def forward(self, pixel_values):
-            return type("Output", (), {"logits": pixel_values})
-
-    batches = [(torch.eye(3), torch.tensor([0, 1, 0])), (torch.eye(3)[:2], torch.tensor([1, 0]))]
-    assert application.accuracy(Echo(), batches) == pytest.approx(100 * 2 / 5)
-
-
 def test_the_command_prints_the_rows(tmp_path, capsys):
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TOGETHER.items()]
     main(APPLICATION, application.__doc__, [*arguments, "--seeds=1", "--device=cpu", f"--results={tmp_path}"])

@@ -13,15 +13,18 @@ FILE holds the teacher's state dict; without ``--teacher-weights`` it is trained
 from __future__ import annotations
 
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer
+from examples.applications import classification
 from examples.applications.comparison import Application, Row, main
 from examples.applications.distillation import methods, stages, training
 from examples.applications.distillation.training import Progress, Settings
+from examples.paper.datasets import Data
 
 
 def train(*, method: str, dcl: bool, seed: int, device: torch.device, progress: Progress, **options: Any) -> float:
@@ -39,16 +42,21 @@ def train(*, method: str, dcl: bool, seed: int, device: torch.device, progress: 
     data = training.load_data(settings)
     teacher = None if method == "plain" else training.teacher(settings, data, device, progress)
     if method == "teacher" and teacher is not None:
-        return training.accuracy(training.placed(teacher, device), data)
+        return score(classification.placed(teacher, device), data, device)
     torch.manual_seed(seed)
     student = stages.cut(stages.build(settings.student, data.classes, data.shape))
     distilled = methods.make(method, student, teacher, data.shape)
-    training.placed(distilled, device)
+    classification.placed(distilled, device)
     optimizer = training.sgd(distilled, settings)
     if dcl:
         optimizer = with_dcl(optimizer, distilled, settings)
     training.fit(distilled, optimizer, data, settings, settings.epochs, seed, progress)
-    return training.accuracy(distilled.model, data)
+    return score(distilled.model, data, device)
+
+
+def score(network: stages.Staged, data: Data, device: torch.device) -> float:
+    """Test accuracy in per cent of a network in pieces."""
+    return classification.accuracy(network, data.fixed("test"), device, logits=attrgetter("logits"))
 
 
 def with_dcl(optimizer: Optimizer, method: methods.Plain, settings: Settings) -> DCLOptimizer:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
+from examples.applications.classification import moved, placed
 from examples.applications.distillation import stages
 from examples.applications.distillation.methods import Plain
 from examples.checkpoint import save_atomically
@@ -93,16 +93,6 @@ def scheduled(optimizer: Optimizer, name: str, epochs: int) -> LRScheduler:
     raise ValueError(f"schedule={name!r} is unknown; choose one of cosine, steps")
 
 
-def placed(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move a network; convolutions over few channels are faster with the channels last, on a CPU too."""
-    return module.to(device).to(memory_format=torch.channels_last)
-
-
-def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Move pictures to where :func:`placed` put the network."""
-    return x.to(device).to(memory_format=torch.channels_last)
-
-
 def fit(
     method: Plain, optimizer: Optimizer, data: Data, settings: Settings, epochs: int, seed: int, progress: Progress
 ) -> None:
@@ -121,15 +111,6 @@ def fit(
             optimizer.step()
         scheduler.step()
         progress(f"epoch {epoch} of {epochs}, loss {loss.item():.3f}")
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, data: Data, part: str = "test") -> float:
-    """Per cent of a part's pictures that a network in pieces names rightly."""
-    device = next(model.parameters()).device
-    model.eval()
-    hits = [(model(moved(x, device)).logits.argmax(1).cpu() == y) for x, y in data.fixed(part)]
-    return 100 * float(torch.cat(hits).double().mean())
 
 
 def teacher(settings: Settings, data: Data, device: torch.device, progress: Progress) -> stages.Staged:
