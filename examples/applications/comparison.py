@@ -54,37 +54,29 @@ class Application:
     settings: Mapping[str, Any]
 
 
-def missing(application: Application, options: argparse.Namespace) -> list[tuple[str, int, Record]]:
-    """The runs that the results file does not have: label, seed and configuration."""
-    settings = {name: getattr(options, name) for name in application.settings}
-    done = {_identity(record) for record in records.read(_path(application, options))}
-    wanted = [
-        (label, seed, settings | dict(row.options))
-        for seed in range(options.seeds)
-        for label, row in application.rows.items()
-        if not options.only or label in options.only
-    ]
-    return [run for run in wanted if records.identity(run[2], run[1], run[0]) not in done]
-
-
 def run(application: Application, options: argparse.Namespace) -> list[Record]:
-    """Make the runs that are missing; give all that the table shows."""
-    wanted, path = missing(application, options), _path(application, options)
+    """Make the runs that the results file does not have; give all that the table shows."""
+    settings, path = {name: getattr(options, name) for name in application.settings}, _path(application, options)
+    configurations = {label: settings | dict(row.options) for label, row in application.rows.items()}
+    done = {records.identity(r["configuration"], r["seed"], r["label"]) for r in records.read(path)}
+    wanted = [
+        (label, seed)
+        for seed in range(options.seeds)
+        for label in options.only or application.rows
+        if records.identity(configurations[label], seed, label) not in done
+    ]
     with tqdm(wanted, desc=application.name, unit="run", disable=None) as bar:
-        for label, seed, configuration in bar:
-            begin = time.perf_counter()
+        for label, seed in bar:
+            begin, device = time.perf_counter(), torch.device(options.device)
 
             def progress(text: str, label: str = label, seed: int = seed) -> None:
                 bar.set_postfix_str(f"{label}, seed {seed}: {text}")
 
-            score = application.train(
-                **configuration, seed=seed, device=torch.device(options.device), progress=progress
-            )
-            record = {"label": label, "seed": seed, "configuration": configuration, "score": score}
+            score = application.train(**configurations[label], seed=seed, device=device, progress=progress)
+            record = {"label": label, "seed": seed, "configuration": configurations[label], "score": score}
             record |= {"seconds": time.perf_counter() - begin}
             records.append(record | records.circumstances(options.device, torch.get_num_threads()), path)
-    settings = {name: getattr(options, name) for name in application.settings}
-    return [r for r in records.read(path) if settings.items() <= r["configuration"].items()]
+    return [r for r in records.read(path) if r["configuration"] == configurations.get(r["label"])]
 
 
 def table(application: Application, found: Sequence[Record]) -> str:
@@ -132,7 +124,3 @@ def main(application: Application, description: str | None, arguments: Sequence[
 def _path(application: Application, options: argparse.Namespace) -> Path:
     path: Path = options.results / f"application-{application.name}.jsonl"
     return path
-
-
-def _identity(record: Record) -> str:
-    return records.identity(record["configuration"], record["seed"], record["label"])

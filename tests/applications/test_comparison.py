@@ -52,6 +52,12 @@ def test_other_settings_are_other_runs(options):
     ]
 
 
+def test_a_row_may_have_another_value_of_a_setting(options):
+    rows = ROWS | {"long KD": Row({"method": "KD", "epochs": 7})}
+    found = run(Application("pretended", "accuracy, %", pretend, rows, {"epochs": 0}), options("--seeds", "1"))
+    assert [(r["label"], r["score"]) for r in found][-1] == ("long KD", 67.0)
+
+
 def test_the_table_is_the_one_computed_by_hand(options):
     """KD, DCL minus KD: 1, 2, 0; their mean 1 ± 1/sqrt 3, t = sqrt 3 with 2 degrees of freedom: p = 0.225."""
     found = [r | {"seconds": 2.0 + r["seed"]} for r in run(PRETENDED, options())]

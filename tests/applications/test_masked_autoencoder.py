@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from examples.applications import masked_autoencoder as application
-from examples.applications.masked_autoencoder import APPLICATION, ROWS, SETTINGS, FineTuning, Pretraining, Trainer, main
+from examples.applications.masked_autoencoder import __main__ as application
+from examples.applications.masked_autoencoder import networks
+from examples.applications.masked_autoencoder.__main__ import APPLICATION, ROWS, SETTINGS, main
+from examples.applications.masked_autoencoder.settings import SIZES, TARGETS, FineTuning, Pretraining
+from examples.applications.masked_autoencoder.trainer import Trainer
 from examples.paper import datasets
 
 CPU = torch.device("cpu")
@@ -24,12 +27,12 @@ NETWORK |= {"num_hidden_layers": 2, "decoder_num_hidden_layers": 1}
 
 @pytest.fixture(autouse=True)
 def tiny_is_tinier(monkeypatch):
-    monkeypatch.setitem(application.SIZES, "tiny", NETWORK)
+    monkeypatch.setitem(SIZES, "tiny", NETWORK)
 
 
 def autoencoder(setting=SMALL, seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
-    return application.autoencoder(setting, SHAPE).to(dtype)
+    return networks.autoencoder(setting, SHAPE).to(dtype)
 
 
 def pictures(count=3, seed=1, dtype=torch.float64):
@@ -101,7 +104,7 @@ def test_the_decoder_knows_which_patch_it_is_to_fill_in():
     torch.testing.assert_close(model.decoder.decoder_pos_embed[0, 1 + 2 * 4 + 3], wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("target", application.TARGETS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_loss_is_the_squared_error_on_the_hidden_patches(target):
     model, x = autoencoder(replace(SMALL, target=target), dtype=torch.float64), pictures()
     output = model(pixel_values=x)
@@ -141,7 +144,7 @@ def test_the_penalty_is_the_mean_squared_difference_of_the_reconstructions():
 
 def test_the_classifier_computes_what_the_encoder_computes_of_all_patches():
     encoder, x = autoencoder(seed=5, dtype=torch.float64), pictures()
-    model = application.classifier(encoder, classes=10).double().eval()
+    model = networks.classifier(encoder, classes=10).double().eval()
     encoder.config.mask_ratio = 0.0
     in_order = torch.arange(16.0).expand(3, 16)
     wanted = encoder.eval().vit(x, noise=in_order).last_hidden_state
@@ -221,7 +224,7 @@ def test_an_encoder_is_made_once_for_all_fine_tunings_but_not_for_other_settings
 
 
 def test_the_learning_rates_are_smaller_near_the_pixels_and_vectors_do_not_decay():
-    model = application.classifier(autoencoder(), classes=10)
+    model = networks.classifier(autoencoder(), classes=10)
     optimizer = application.fine_tuning_optimizer(model, replace(FEW, lr=1.0, layer_decay=0.5))
     found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     factors = {"vit.embeddings": 0.125, "vit.layers.0": 0.25, "vit.layers.1": 0.5}
@@ -233,7 +236,7 @@ def test_the_learning_rates_are_smaller_near_the_pixels_and_vectors_do_not_decay
 
 def test_pretraining_has_the_settings_of_he_et_al():
     with torch.device("meta"):
-        base = application.autoencoder(replace(SMALL, size="base", patch=4), SHAPE)
+        base = networks.autoencoder(replace(SMALL, size="base", patch=4), SHAPE)
     assert (base.config.hidden_size, len(base.vit.layers), base.config.decoder_hidden_size) == (768, 12, 512)
     model = autoencoder()
     optimizer = application.pretraining_optimizer(model, SMALL, "mae")

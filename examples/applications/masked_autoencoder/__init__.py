@@ -1,0 +1,1 @@
+"""Masked autoencoders, pre-trained with and without Deep Companion Learning."""
