@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +52,22 @@ def side_by_side(names: Sequence[str]) -> str:
     heads = [f"{baseline}, %", *(f"{label}, minus {baseline}" for label in others)]
     lines = [["", *titles], ["---", *["--:"] * len(names)]]
     lines += [[head, *cells] for head, *cells in zip(heads, *columns, strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def variation(name: str) -> str:
+    """How far logits and accuracy move from epoch to epoch, from the figures' file of an experiment."""
+    found = json.loads((RESULTS / f"figures-{name}.json").read_text())["runs"]
+    epochs = len(next(iter(found.values()))[0]["accuracy"])
+    fifth = epochs // 5
+    parts = {f"epochs 2 to {fifth}": slice(0, fifth - 1), "the middle": slice(fifth - 1, -fifth)}
+    parts |= {f"the last {fifth}": slice(-fifth, None)}
+    lines = [["", *(f"d, {part}" for part in parts), "change of accuracy, points"], ["---", *["--:"] * 4]]
+    for label, runs in found.items():
+        cells = [f"{fmean(d for run in runs for d in run['drift'][part]):.2f}" for part in parts.values()]
+        late = [run["accuracy"][fifth - 1 :] for run in runs]
+        cells.append(f"{fmean(100 * abs(b - a) for accuracy in late for a, b in pairwise(accuracy)):.2f}")
+        lines.append([label, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -55,7 +55,8 @@ def draw(name: str, options: argparse.Namespace) -> None:
     labels, seeds = options.only or list(experiment.runs), options.seeds or experiment.seeds
     if options.threads:
         torch.set_num_threads(options.threads)
-    for path in figures.make(name, experiment, labels, seeds, options.device, options.results, options.images):
+    folders = figures.Folders(options.results, options.images, options.checkpoints)
+    for path in figures.make(name, experiment, labels, seeds, options.device, folders):
         print(path)
 
 

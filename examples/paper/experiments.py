@@ -111,7 +111,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     **_defaults("long", 3, {"digits": DIGITS, "fashion": FASHION, "scripts": SCRIPTS}),
     **_defaults("adamw", 3, {"fashion": replace(FASHION, **ADAMW), "scripts": replace(SCRIPTS, **ADAMW)}),
     **_candidates(SHORT),
-    "main-fashion": Experiment("CE, DCL and DCP on Fashion-MNIST, 10,000 pictures", "test", 5, "CE", _main(FASHION)),
+    "main-fashion": Experiment(
+        "CE, DCL and DCP on Fashion-MNIST, 5,000 training pictures", "test", 5, "CE", _main(FASHION)
+    ),
     "main-scripts": Experiment("CE, DCL and DCP on 100 scripts", "test", 5, "CE", _main(SCRIPTS)),
     "main-cifar100": Experiment(
         "CE, DCL and DCP as in the paper's Table 1; wants a GPU", "test", 3, "CE", _main(CIFAR)

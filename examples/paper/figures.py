@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dcl_optim import metrics, plots
+from examples.checkpoint import save_atomically
 from examples.paper import records
-from examples.paper.configuration import Experiment
+from examples.paper.configuration import Configuration, Experiment
 from examples.paper.trainer import Run, load_data
 
 STAGES = {"early": 0.1, "middle": 0.5, "end": 1.0}  # shares of the training
@@ -88,8 +89,8 @@ def draw(title: str, part: str, names: Sequence[str], found: Mapping[str, Sequen
     def panels(offset: int) -> dict[str, Tensor]:
         return {
             f"{label}, epoch {epoch}": run.kept[epoch + offset][few]
-            for epoch in at.values()
             for label, run in first.items()
+            for epoch in at.values()
         }
 
     paths = {
@@ -111,8 +112,25 @@ def most_errors(logits: Mapping[str, Tensor], labels: Tensor) -> int:
     return int(torch.zeros(int(labels.max()) + 1, dtype=torch.long).index_add(0, labels, wrong).argmax())
 
 
+def watched(configuration: Configuration, seed: int, part: str, device: str, folder: Path) -> Watched:
+    """Watch a run, or read what the folder keeps of it from before: figures can be drawn again at no cost."""
+    path = folder / f"figures-{configuration.key(seed)}-{part}.pt"
+    if not path.exists():
+        save_atomically(asdict(watch(Run(configuration, seed, torch.device(device)), part)), path)
+    return Watched(**torch.load(path, weights_only=True))
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where things go: the JSON file, the figures, and what the watched runs have shown."""
+
+    results: Path
+    images: Path
+    checkpoints: Path
+
+
 def make(
-    name: str, experiment: Experiment, labels: Sequence[str], seeds: int, device: str, results: Path, images: Path
+    name: str, experiment: Experiment, labels: Sequence[str], seeds: int, device: str, folders: Folders
 ) -> list[Path]:
     """Train the runs, write what they showed by epoch to ``figures-<name>.json``, and draw.
 
@@ -122,14 +140,15 @@ def make(
         labels: the rows.
         seeds: how many runs of each.
         device: where to train.
-        results: folder of the JSON file.
-        images: folder of the figures.
+        folders: of all that is written.
     """
+    results, images = folders.results, folders.images
     found: dict[str, list[Watched]] = {label: [] for label in labels}
     with tqdm(total=seeds * len(labels), desc=f"figures of {name}", unit="run") as bar:
         for seed in range(seeds):
             for label in labels:
-                found[label].append(watch(Run(experiment.runs[label], seed, torch.device(device)), experiment.part))
+                run = experiment.runs[label]
+                found[label].append(watched(run, seed, experiment.part, device, folders.checkpoints))
                 bar.update()
     results.mkdir(parents=True, exist_ok=True)
     images.mkdir(parents=True, exist_ok=True)

@@ -56,12 +56,12 @@ def drawn(tmp_path, monkeypatch):
     experiment = Experiment("a test", "validation", 1, "CE", {"CE": TINY, "DCL": replace(TINY, method="dcl")})
     monkeypatch.setitem(EXPERIMENTS, "small", experiment)
     monkeypatch.setattr("examples.paper.figures.CLUSTERED", 60)
-    folders = ["--results", str(tmp_path / "results"), "--images", str(tmp_path / "images"), "--device", "cpu"]
-    command.main(["figures", "small", "--threads", "1", *folders])
+    folders = [f"--{name}={tmp_path / name}" for name in ("results", "images", "checkpoints")]
+    command.main(["figures", "small", "--threads", "1", "--device", "cpu", *folders])
     return tmp_path
 
 
-def test_the_command_draws_all_and_writes_the_figures_by_epoch(drawn, capsys):
+def test_the_command_draws_all_and_writes_the_figures_by_epoch(drawn, monkeypatch):
     names = ("classes", "curves", "drift", "perplexity", "top-non-target")
     assert sorted(path.name for path in (drawn / "images").iterdir()) == [f"small-{name}.png" for name in names]
     assert all((drawn / "images" / f"small-{name}.png").read_bytes()[:4] == b"\x89PNG" for name in names)
@@ -72,5 +72,11 @@ def test_the_command_draws_all_and_writes_the_figures_by_epoch(drawn, capsys):
     _, z, y = next(run.logits("train"))
     last = found["runs"]["DCL"][0]["consistency"][-1]
     assert last == pytest.approx(float(metrics.top_non_target_consistency(z, y).nanmean()))
+    monkeypatch.setattr("examples.paper.figures.watch", None)  # a second time nothing is trained
+    for path in (drawn / "images").iterdir():
+        path.unlink()
+    folders = [f"--{name}={drawn / name}" for name in ("results", "images", "checkpoints")]
+    command.main(["figures", "small", "--threads", "1", "--device", "cpu", *folders])
+    assert len(list((drawn / "images").iterdir())) == len(names)
     assert {len(history["drift"]) for history in found["runs"]["CE"]} == {3}
     assert found["versions"]["torch"]
