@@ -15,6 +15,7 @@ CIFAR = Configuration("cifar100", "resnet18", "plain", epochs=200, augmentation=
 # The learning rate and decay of AdamW's own defaults, with which it is mostly used.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 1e-2}
 
+LONG = {"digits": DIGITS, "fashion": FASHION, "scripts": SCRIPTS}
 SHORT = {
     "digits": replace(DIGITS, epochs=15, train_size=200),
     "fashion": replace(FASHION, epochs=10, train_size=2_000, batch_size=64, lr=0.05),
@@ -37,9 +38,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "half as wide": {"companion": "small-cnn-half"},
     "a quarter as wide": {"companion": "small-cnn-quarter"},
 }
-# Ways to keep the paper's penalty from doing harm, each alone; "DCL" has the last two together.
+# Ways to keep the paper's penalty from doing harm, each alone; the last two together are the preset "safe".
 CANDIDATES: dict[str, dict[str, Any]] = {
-    "λ = 0.1": {"weight": 0.1},
     "λ grows over half of the training": {"weight": "warm-up"},
     "fewer than 100 classes count as 100": {"reduction": "padded_mean"},
     "agreement": {"agreement": 2.0},
@@ -53,13 +53,19 @@ def _dcl(plain: Configuration, **options: Any) -> Configuration:
     return replace(plain, method="dcl", options=PAPER | options)
 
 
+def _dcp(plain: Configuration, **options: Any) -> Configuration:
+    return replace(plain, method="dcp", options=PAPER | options)
+
+
 def _main(plain: Configuration) -> dict[str, Configuration]:
     return {
         "CE": plain,
         "DCL": replace(plain, method="dcl"),
         "DCL, preset paper": _dcl(plain),
+        "DCL, λ = 0.1": _dcl(plain, weight=0.1),
         "DCP": replace(plain, method="dcp"),
-        "DCP, preset paper": replace(plain, method="dcp", options=PAPER),
+        "DCP, preset paper": _dcp(plain),
+        "DCP, λ = 0.1, α = 0.97": _dcp(plain, weight=0.1, alpha=0.97),
     }
 
 
@@ -95,22 +101,25 @@ def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict
     }
 
 
-def _candidates(settings: dict[str, Configuration]) -> dict[str, Experiment]:
+def _candidates(
+    length: str, seeds: int, settings: dict[str, Configuration], options: dict[str, dict[str, Any]]
+) -> dict[str, Experiment]:
     """What the defaults were chosen from."""
     found = {}
     for name, plain in settings.items():
-        runs = {"CE": plain, "DCL, preset paper": _dcl(plain)}
-        runs |= {label: _dcl(plain, **options) for label, options in CANDIDATES.items()}
-        runs |= {"DCL": replace(plain, method="dcl")}
-        found[f"candidates-{name}-short"] = Experiment(f"λ in short training on {name}", "validation", 5, "CE", runs)
+        runs = _main(plain) | {f"DCL, {label}": _dcl(plain, **chosen) for label, chosen in options.items()}
+        runs |= {"DCP, λ = 0.3, α = 0.97": _dcp(plain, weight=0.3, alpha=0.97)}
+        title = f"λ in {length} training on {name}"
+        found[f"candidates-{name}-{length}"] = Experiment(title, "validation", seeds, "CE", runs)
     return found
 
 
 EXPERIMENTS: dict[str, Experiment] = {
     **_defaults("short", 5, SHORT),
-    **_defaults("long", 3, {"digits": DIGITS, "fashion": FASHION, "scripts": SCRIPTS}),
+    **_defaults("long", 3, LONG),
     **_defaults("adamw", 3, {"fashion": replace(FASHION, **ADAMW), "scripts": replace(SCRIPTS, **ADAMW)}),
-    **_candidates(SHORT),
+    **_candidates("short", 5, SHORT, CANDIDATES),
+    **_candidates("long", 3, LONG, {}),
     "main-fashion": Experiment(
         "CE, DCL and DCP on Fashion-MNIST, 5,000 training pictures", "test", 5, "CE", _main(FASHION)
     ),
