@@ -128,7 +128,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "CE, DCL and DCP as in the paper's Table 1; wants a GPU", "test", 3, "CE", _main(CIFAR)
     ),
     "baselines": Experiment("what else costs as much, on 100 scripts", "test", 3, "CE", _baselines(SCRIPTS)),
-    "alpha": _ablation("α (Tables 11 and 12)", ALPHAS),
+    "alpha": _ablation("α (Table 11)", ALPHAS),
     "distance": _ablation("the distance (Table 6)", DISTANCES),
     "rate": _ablation("the companion's learning rate", RATES),
     "companion": _ablation("smaller companions (Table 9)", COMPANIONS),
