@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from examples.applications.loop import Progress, fit
 from examples.checkpoint import save_atomically
 from examples.paper import networks
 from examples.paper.datasets import archive
+from examples.paper.records import fingerprint
 
 FOLDER = Path("runs/applications")
 RECIPE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
@@ -53,8 +52,7 @@ def on_scripts(folder: str | None, network: str, epochs: int, device: torch.devi
     arrays = scripts_split.read(folder)
     recipe: dict[str, Any] = {"network": network, "epochs": epochs, "batch": BATCH_SIZE}
     recipe |= RECIPE | {"pictures": archive.checksum(arrays), "held out": str(scripts_split.HELD_OUT)}
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
-    path = FOLDER / f"{network}-{digest}.pt"
+    path = FOLDER / f"{network}-{fingerprint(recipe)}.pt"
     if not path.exists():
         data = scripts_split.split(arrays, held_out=False)
         torch.manual_seed(0)

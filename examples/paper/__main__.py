@@ -32,7 +32,7 @@ def run(name: str, options: argparse.Namespace) -> None:
     experiment = EXPERIMENTS[name]
     path = options.results / f"{name}.jsonl"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
-    wanted, known = [], records.everywhere(options.results)
+    wanted, known = [], records.by_identity(options.results / f"{other}.jsonl" for other in EXPERIMENTS)
     for label, configuration, seed in pending(experiment, records.read(path), options.seeds or experiment.seeds):
         if options.only and label not in options.only:
             continue

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from examples.paper.records import fingerprint
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Configuration:
 
     def key(self, seed: int) -> str:
         """A name for the run: it differs where anything differs."""
-        text = json.dumps(self.as_dict() | {"seed": seed}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return fingerprint(self.as_dict() | {"seed": seed})
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,14 +43,19 @@ def _is_record(line: str) -> bool:
     return True
 
 
+def fingerprint(contents: Any) -> str:
+    """A name for what JSON can hold: another one where anything differs."""
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def identity(configuration: Record, seed: int, part: str) -> str:
     """What was run and measured, whatever a table calls it."""
     return json.dumps([configuration, seed, part], sort_keys=True)
 
 
-def everywhere(folder: Path) -> dict[str, Record]:
-    """The records of all results files of a folder by their identity: experiments have runs in common."""
-    found = [record for path in sorted(folder.glob("*.jsonl")) for record in read(path)]
+def by_identity(paths: Iterable[Path]) -> dict[str, Record]:
+    """The records of some experiments' files by their identity: experiments have runs in common."""
+    found = [record for path in paths for record in read(path)]
     return {identity(record["configuration"], record["seed"], record["part"]): record for record in found}
 
 

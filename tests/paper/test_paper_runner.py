@@ -130,7 +130,7 @@ def test_a_finished_run_is_not_made_again(small, monkeypatch):
     assert small("run", "small") == both
 
 
-def test_what_another_experiment_has_run_is_taken_from_there(small, monkeypatch):
+def test_what_another_experiment_has_run_is_taken_from_there(small, tmp_path, monkeypatch):
     first = small("run", "small", "--only", "DCL")
     runs = {"plain": TINY, "the same": replace(TINY, method="dcl"), "other": replace(TINY, method="dcl", lr=0.01)}
     monkeypatch.setitem(EXPERIMENTS, "second", replace(SMALL, runs=runs))
@@ -146,6 +146,7 @@ def test_what_another_experiment_has_run_is_taken_from_there(small, monkeypatch)
     assert made == [("plain", 0), ("other", 0), ("plain", 1), ("other", 1)]
     assert [r for r in found if r["label"] == "the same"] == [r | {"label": "the same"} for r in first]
     made.clear()
+    (tmp_path / "results" / "application-some.jsonl").write_text('{"label": "of no experiment"}\n')
     small("run", "tested")
     assert len(made) == 6
 

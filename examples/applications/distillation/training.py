@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from examples.checkpoint import save_atomically
 from examples.paper import datasets
 from examples.paper.datasets import Data
 from examples.paper.networks.weights import load
+from examples.paper.records import fingerprint
 
 FOLDER = Path("runs/distillation")  # of the teachers' weights
 SHARED = ("data", "folder", "train_size", "augmentation", "batch_size", "lr", "weight_decay", "schedule")
@@ -134,8 +133,7 @@ def teacher(settings: Settings, data: Data, device: torch.device, progress: Prog
 def weights_file(settings: Settings) -> Path:
     """Where a teacher of these settings is kept: all that decides on its weights is in the name."""
     chosen = {name: value for name, value in asdict(settings).items() if name in SHARED or name == "teacher_epochs"}
-    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
-    return FOLDER / f"{settings.data}-{settings.teacher}-{digest}.pt"
+    return FOLDER / f"{settings.data}-{settings.teacher}-{fingerprint(chosen)}.pt"
 
 
 def _train_teacher(settings: Settings, data: Data, device: torch.device, progress: Progress) -> None:
