@@ -29,6 +29,11 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), error
 
 
+def plus_minus(mean: float, error: float | None, sign: str = "") -> str:
+    """A mean and its standard error in words; the sign "+" is for differences."""
+    return f"{mean:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
+
+
 def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
     """Compute the table from the last epoch of every run."""
     final = {method: [100 * run["accuracy"][-1] for run in runs] for method, runs in histories.items()}
@@ -55,8 +60,8 @@ def format_table(rows: Sequence[Row], split: str) -> str:
     body = [
         (
             row.method,
-            f"{row.accuracy:.2f}{_plus_minus(row.accuracy_error)} %",
-            "" if row.method == "plain" else f"{row.minus_plain:+.2f}{_plus_minus(row.minus_plain_error)}",
+            f"{plus_minus(row.accuracy, row.accuracy_error)} %",
+            "" if row.method == "plain" else plus_minus(row.minus_plain, row.minus_plain_error, sign="+"),
             f"{row.relative_time:.2f} x",
             f"+{row.parameters_added:,}",
             f"+{_size(row.bytes_added)}",
@@ -69,10 +74,6 @@ def format_table(rows: Sequence[Row], split: str) -> str:
         for line in (head, *body)
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _plus_minus(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.2f}"
 
 
 def _size(count: int) -> str:

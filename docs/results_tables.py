@@ -37,9 +37,10 @@ def experiment(name: str) -> str:
 
 def side_by_side(names: Sequence[str]) -> str:
     """Experiments with the same rows: the baseline's accuracy, and each other row's difference to it."""
-    from dcl_optim.report import mean_and_error
+    from benchmarks.table import grid
+    from dcl_optim.report import mean_and_error, plus_minus
     from examples.paper.experiments import EXPERIMENTS
-    from examples.paper.table import accuracy, by_label, paired, plus_minus
+    from examples.paper.table import accuracy, by_label, paired
 
     columns = []
     for name in names:
@@ -50,25 +51,25 @@ def side_by_side(names: Sequence[str]) -> str:
         columns.append(cells)
     titles = [", ".join(name.split("-")[1:]) for name in names]
     heads = [f"{baseline}, %", *(f"{label}, minus {baseline}" for label in others)]
-    lines = [["", *titles], ["---", *["--:"] * len(names)]]
-    lines += [[head, *cells] for head, *cells in zip(heads, *columns, strict=True)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(grid(["", *titles], list(zip(heads, *columns, strict=True)), words=1))
 
 
 def variation(name: str) -> str:
     """How far logits and accuracy move from epoch to epoch, from the figures' file of an experiment."""
+    from benchmarks.table import grid
+
     found = json.loads((RESULTS / f"figures-{name}.json").read_text())["runs"]
     epochs = len(next(iter(found.values()))[0]["accuracy"])
     fifth = epochs // 5
     parts = {f"epochs 2 to {fifth}": slice(0, fifth - 1), "the middle": slice(fifth - 1, -fifth)}
     parts |= {f"the last {fifth}": slice(-fifth, None)}
-    lines = [["", *(f"d, {part}" for part in parts), "change of accuracy, points"], ["---", *["--:"] * 4]]
+    head, lines = ["", *(f"d, {part}" for part in parts), "change of accuracy, points"], []
     for label, runs in found.items():
         cells = [f"{fmean(d for run in runs for d in run['drift'][part]):.2f}" for part in parts.values()]
         late = [run["accuracy"][fifth - 1 :] for run in runs]
         cells.append(f"{fmean(100 * abs(b - a) for accuracy in late for a, b in pairwise(accuracy)):.2f}")
         lines.append([label, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(grid(head, lines, words=1))
 
 
 def benchmark(part: str, name: str = "cpu-2-threads") -> str:

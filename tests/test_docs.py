@@ -19,7 +19,7 @@ def tables():
     return module
 
 
-def test_every_table_is_the_one_of_its_results_file(tables, monkeypatch):
+def test_every_table_is_the_one_of_its_results_file(tables):
     assert tables.main(["--check"]) == 0
 
 

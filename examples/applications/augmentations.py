@@ -33,11 +33,11 @@ from torchvision.transforms import v2
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, Row, main
+from examples.applications.three_methods import METHODS, check_method
 from examples.paper import networks
 from examples.paper.augmentations import seeded
 from examples.paper.datasets import load
 
-METHODS = ("plain", "dcl", "dcp")
 MIXES = {"mixup": v2.MixUp, "cutmix": v2.CutMix}
 Mix = Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
 
@@ -73,8 +73,7 @@ def train(
     part: str, seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its accuracy in per cent on ``part`` after the last epoch."""
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
+    check_method(method)
     place = None if folder is None else Path(folder)
     pictures = load(
         data, folder=place, train_size=train_size or None, augmentation=augmentation, workers=workers, seed=seed

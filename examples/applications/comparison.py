@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dcl_optim.report import mean_and_error
+from dcl_optim.report import mean_and_error, plus_minus
 from examples.paper import records
 from examples.paper.records import Record
-from examples.paper.table import plus_minus, probability
+from examples.paper.table import probability
 
 RESULTS = Path("docs/results")
 
@@ -58,13 +58,13 @@ def run(application: Application, options: argparse.Namespace) -> list[Record]:
     """Make the runs that the results file does not have; give all that the table shows."""
     settings, path = {name: getattr(options, name) for name in application.settings}, _path(application, options)
     configurations = {label: settings | dict(row.options) for label, row in application.rows.items()}
-    done = {records.identity(r["configuration"], r["seed"], r["label"]) for r in records.read(path)}
-    wanted = [
-        (label, seed)
-        for seed in range(options.seeds)
-        for label in options.only or application.rows
-        if records.identity(configurations[label], seed, label) not in done
-    ]
+
+    def made() -> list[Record]:
+        return [r for r in records.read(path) if r["configuration"] == configurations.get(r["label"])]
+
+    done = {(r["label"], r["seed"]) for r in made()}
+    runs = [(label, seed) for seed in range(options.seeds) for label in options.only or application.rows]
+    wanted = [run for run in runs if run not in done]
     with tqdm(wanted, desc=application.name, unit="run", disable=None) as bar:
         for label, seed in bar:
             begin, device = time.perf_counter(), torch.device(options.device)
@@ -76,7 +76,7 @@ def run(application: Application, options: argparse.Namespace) -> list[Record]:
             record = {"label": label, "seed": seed, "configuration": configurations[label], "score": score}
             record |= {"seconds": time.perf_counter() - begin}
             records.append(record | records.circumstances(options.device, torch.get_num_threads()), path)
-    return [r for r in records.read(path) if r["configuration"] == configurations.get(r["label"])]
+    return made()
 
 
 def table(application: Application, found: Sequence[Record]) -> str:

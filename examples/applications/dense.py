@@ -11,21 +11,20 @@ labels; DCP leaves them out. The paper has no experiment of this kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications import scenes
-from examples.applications.comparison import Application, Row, main
+from examples.applications.comparison import Application, main
+from examples.applications.loop import train_epochs
+from examples.applications.three_methods import ROWS, check_method
 from examples.paper.datasets.base import batches
 from examples.paper.datasets.splits import check_part
-
-METHODS = ("plain", "dcl", "dcp")
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
@@ -97,8 +96,7 @@ def train(
     seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its mean intersection over union in per cent on ``part`` after the last epoch."""
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
+    check_method(method)
     found = scenes.read(data, folder=folder, train_size=train_size, articles=articles, size=size)
     x, y = found.parts["train"]
     torch.manual_seed(seed)
@@ -109,26 +107,17 @@ def train(
         optimizer = DCLOptimizer(optimizer, model, preset=preset, criterion=criterion)  # the one line that is new
     if method == "dcp":
         optimizer = DCPOptimizer(optimizer, model, found.classes, preset=preset, criterion=criterion)  # or this one
-    scheduler = CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(seed)
-    for epoch in range(1, epochs + 1):
-        model.train()
-        for index in batches(len(y), batch_size, generator):
-            optimizer.zero_grad()
-            loss = criterion(logits(model, x[index].to(device)), y[index].to(device))
-            loss.backward()
-            optimizer.step()
-        scheduler.step()
+
+    def shuffled() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x[index].to(device), y[index].to(device)) for index in batches(len(y), batch_size, generator))
+
+    for epoch, loss in train_epochs(model, optimizer, epochs, shuffled, lambda x, y: criterion(logits(model, x), y)):
         progress(f"epoch {epoch}, loss {loss.item():.3f}")
     x, y = found.parts[check_part(part)]
     return 100 * mean_intersection_over_union(predictions(model, x, device), y, found.classes)
 
 
-ROWS = {
-    "plain": Row({"method": "plain"}),
-    "DCL": Row({"method": "dcl"}, against="plain"),
-    "DCP": Row({"method": "dcp"}, against="plain"),
-}
 SETTINGS = {
     "data": "fashion-mnist",
     "folder": None,

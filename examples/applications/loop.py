@@ -1,12 +1,12 @@
-"""The loop of fine-tuning and of its pretraining, the same with and without DCL."""
+"""The plain loop, the same with and without DCL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -17,18 +17,42 @@ from examples.paper.datasets import Data
 Progress = Callable[[str], None]
 
 
+def train_epochs(
+    model: nn.Module,
+    optimizer: Optimizer,
+    epochs: int,
+    batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Iterator[tuple[int, Tensor]]:
+    """Train what is not frozen, the learning rate falling to 0 along a cosine; gives each epoch's number and last loss.
+
+    Args:
+        model: what is put into training mode.
+        optimizer: of its weights.
+        epochs: how many.
+        batches: begins a pass over inputs and labels.
+        loss: of one of them.
+    """
+    scheduler = CosineAnnealingLR(optimizer, epochs)
+    for epoch in range(1, epochs + 1):
+        adapters.to_training_mode(model)
+        for x, y in batches():
+            optimizer.zero_grad()
+            last = loss(x, y)
+            last.backward()
+            optimizer.step()
+        scheduler.step()
+        yield epoch, last
+
+
 def fit(
     model: nn.Module, optimizer: Optimizer, data: Data, epochs: int, batch_size: int, seed: int, progress: Progress
 ) -> None:
-    """Train what is not frozen; the seed decides on the batches and their augmentation."""
+    """Train on labelled pictures; the seed decides on the batches and their augmentation."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
-    scheduler = CosineAnnealingLR(optimizer, epochs)
-    for epoch in range(epochs):
-        adapters.to_training_mode(model)
-        for x, y, _ in data.epoch(batch_size, generator):
-            optimizer.zero_grad()
-            logits = model(moved(x, device))
-            F.cross_entropy(logits, y.to(device)).backward()
-            optimizer.step()
-        scheduler.step()
-        progress(f"epoch {epoch + 1}/{epochs}")
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((moved(x, device), y.to(device)) for x, y, _ in data.epoch(batch_size, generator))
+
+    for epoch, _ in train_epochs(model, optimizer, epochs, batches, lambda x, y: F.cross_entropy(model(x), y)):
+        progress(f"epoch {epoch}/{epochs}")

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications.classification import accuracy
-from examples.applications.comparison import Application, Row, main
+from examples.applications.comparison import Application, main
 from examples.applications.corpora import CORPORA, Corpus
+from examples.applications.loop import train_epochs
+from examples.applications.three_methods import ROWS, check_method
 from examples.paper.datasets.base import batches
 from examples.paper.datasets.splits import check_part
 
-METHODS = ("plain", "dcl", "dcp")
 PADDING, UNKNOWN = 0, 1
 WORD = re.compile(r"[a-z]+|[0-9]+|[^\sa-z0-9]")
 
@@ -79,9 +79,9 @@ def train(
     seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its accuracy in per cent on ``part`` after the last epoch."""
-    for name, value, known in (("method", method, METHODS), ("data", data, tuple(CORPORA))):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+    check_method(method)
+    if data not in CORPORA:
+        raise ValueError(f"data={data!r} is unknown; choose one of {', '.join(CORPORA)}")
     corpus: Corpus = CORPORA[data](folder)
     texts, labels = corpus.parts["train"]
     words = Vocabulary(texts, vocabulary, length)
@@ -94,27 +94,18 @@ def train(
         optimizer = DCLOptimizer(optimizer, model, preset=preset)  # the one line that is new
     if method == "dcp":
         optimizer = DCPOptimizer(optimizer, model, len(corpus.names), preset=preset, criterion=criterion)  # or this one
-    scheduler = CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(seed)
-    for epoch in range(1, epochs + 1):
-        model.train()
-        for index in batches(len(y), batch_size, generator):
-            optimizer.zero_grad()
-            loss = criterion(model(x[index]), y[index])
-            loss.backward()
-            optimizer.step()
-        scheduler.step()
+
+    def shuffled() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((x[index], y[index]) for index in batches(len(y), batch_size, generator))
+
+    for epoch, loss in train_epochs(model, optimizer, epochs, shuffled, lambda x, y: criterion(model(x), y)):
         progress(f"epoch {epoch}, loss {loss.item():.3f}")
     texts, labels = corpus.parts[check_part(part)]
     x, y = words.encode(texts), torch.tensor(labels)
     return accuracy(model, zip(x.split(500), y.split(500), strict=True), device)
 
 
-ROWS = {
-    "plain": Row({"method": "plain"}),
-    "DCL": Row({"method": "dcl"}, against="plain"),
-    "DCP": Row({"method": "dcp"}, against="plain"),
-}
 SETTINGS = {
     "data": "docstrings",
     "folder": None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from dcl_optim.report import mean_and_error
+from dcl_optim.report import mean_and_error, plus_minus
 from examples.paper.configuration import Experiment
 from examples.paper.records import Record
 
@@ -72,8 +72,3 @@ def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> st
         f"{perplexity:.2f}",
     )
     return "| " + " | ".join((*cells, f"{seconds:.0f}", str(len(some)))) + " |"
-
-
-def plus_minus(mean: float, error: float | None, sign: str = "") -> str:
-    """A mean and its standard error; the sign "+" is for differences."""
-    return f"{mean:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")

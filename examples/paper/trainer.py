@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from examples.checkpoint import save_atomically
 from examples.paper import datasets, methods, networks
 from examples.paper.configuration import Configuration
 from examples.paper.datasets import Data
+from examples.paper.datasets.base import steps_per_epoch
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
@@ -79,8 +79,7 @@ class Run:
         )
 
     def _steps_per_epoch(self) -> int:
-        samples, batch_size = self.data.train_size(), self.configuration.batch_size
-        return math.ceil((samples - (samples % batch_size == 1)) / batch_size)
+        return steps_per_epoch(self.data.train_size(), self.configuration.batch_size)
 
     def _options(self) -> dict[str, Any]:
         options = dict(self.configuration.options)

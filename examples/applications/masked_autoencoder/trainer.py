@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 from examples.applications.masked_autoencoder.settings import Pretraining
 from examples.checkpoint import random_states, restore_random_states, save_atomically
 from examples.paper.datasets import Data
+from examples.paper.datasets.base import steps_per_epoch
 
 WARMUP = 0.05  # He et al., Tables 8 and 9: of both trainings, 40 of 800 epochs being as large a part as 5 of 100
 
@@ -34,8 +34,7 @@ class Trainer:
         self, model: nn.Module, optimizer: Optimizer, data: Data, batch_size: int, epochs: int, seed: int
     ) -> None:
         self.model, self.optimizer, self.data, self.batch_size = model, optimizer, data, batch_size
-        samples = data.train_size()
-        steps = epochs * math.ceil((samples - (samples % batch_size == 1)) / batch_size)
+        steps = epochs * steps_per_epoch(data.train_size(), batch_size)
         self.scheduler: LRScheduler = cosine_with_warmup(optimizer, round(WARMUP * steps), steps)
         self.generator = torch.Generator().manual_seed(seed)
         self.losses: list[float] = []

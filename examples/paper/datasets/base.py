@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -41,6 +42,11 @@ def batches(count: int, batch_size: int, generator: torch.Generator) -> list[Ten
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     order = torch.randperm(count, generator=generator)
     return list(order[: count - (count % batch_size == 1)].split(batch_size))
+
+
+def steps_per_epoch(count: int, batch_size: int) -> int:
+    """How many :func:`batches` there are."""
+    return math.ceil((count - (count % batch_size == 1)) / batch_size)
 
 
 def draw_seeds(count: int, generator: torch.Generator) -> list[int]:
