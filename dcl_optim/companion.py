@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import distributed, functional, random_state, twin
+from dcl_optim import distributed, random_state, twin
 from dcl_optim.chase import ignores_gradient_scale, slowed
 from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.follower import Follower
@@ -36,7 +36,6 @@ class Companion(Forecaster):
         base: its optimizer.
         find_logits: function of a module's output that gives the logits.
         class_dim: the dimension of the logits that holds the classes.
-        agreement: the power of :func:`~dcl_optim.functional.agreement` that weighs a row's penalty; 0 for none.
         companion: None (a copy of the model), a module, or a callable without arguments that builds one.
         companion_optimizer: None (mirrors the base), an optimizer, or a callable that builds one from parameters.
         lr_scale: the companion's learning rate divided by the base's.
@@ -58,7 +57,6 @@ class Companion(Forecaster):
         find_logits: Callable[[Any], Tensor],
         class_dim: int,
         *,
-        agreement: float = 0.0,
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_optimizer: Optimizer | MakeOptimizer | None = None,
         lr_scale: float = 1.0,
@@ -68,7 +66,7 @@ class Companion(Forecaster):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._find_logits, self._class_dim, self._agreement = find_logits, class_dim, agreement
+        self._find_logits, self._class_dim = find_logits, class_dim
         self._fraction, self._every, self._place = fraction, every, (device, dtype)
         own = twin.unwrapped(model)
         self.module = twin.build(own, companion, device, dtype)
@@ -127,12 +125,6 @@ class Companion(Forecaster):
         args, kwargs = inputs
         logits = self._find_logits(self.module(*args, **kwargs))
         return to_rows(logits, self._class_dim), logits.shape
-
-    def penalty(self, forward: Forward, distance: Distance) -> tuple[Tensor, Tensor]:
-        value, slope = super().penalty(forward, distance)
-        if self._agreement and forward.forecast is not None:
-            slope.mul_(functional.agreement(forward.logits, forward.forecast, self._agreement)[:, None])
-        return value, slope
 
     # ---- learning ------------------------------------------------------------------------------------------------
 

@@ -38,22 +38,14 @@ class DCLOptimizer(ForecastOptimizer):
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
-        preset: ``"safe"`` (default) or ``"paper"``: the values of weight, alpha, agreement and reduction where they are
-            not given.
-        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 1.0, as in the paper.
+        preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
+        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1; the paper's is 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. With SGD and mse it
             scales the companion's gradient by :math:`1-\alpha`. An optimizer that divides such a factor out, as Adam
             does, gets the learning rate times :math:`1-\alpha` for the companion's steps instead.
-        agreement: :math:`\gamma \ge 0`: each row's penalty is weighed by
-            :math:`a_i = (\sum_k \sigma(z_i)_k \sigma(c_i)_k)^\gamma`, the probability that model and companion would
-            draw the same class. It holds the penalty back while the two do not know the answer, which is where it does
-            harm, and lets it grow to the paper's. Default 2; 0 under LBFGS, and for the paper, which has none.
-            Pass 0 where the outputs are not the logits of classes (regression, reconstruction).
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
-        reduction: for mse and l1: ``"mean"`` over batch and classes, the paper's; ``"padded_mean"`` (default), which
-            counts fewer than 100 classes as 100, since the paper's λ pulls ten times as hard on each of 10 logits as on
-            each of 100; or ``"sum_classes"``.
+        reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
         companion: None for a copy of the model, which shares its frozen parameters; a module of any architecture with
             the same output shape; or a callable without arguments that builds one.
@@ -115,12 +107,11 @@ class DCLOptimizer(ForecastOptimizer):
         base_optimizer: Optimizer,
         model: nn.Module,
         *,
-        preset: str = "safe",
+        preset: str = "default",
         weight: float | Schedule | None = None,
         alpha: float | Schedule | None = None,
-        agreement: float | None = None,
         distance: str | Distance = "mse",
-        reduction: str | None = None,
+        reduction: str = "mean",
         temperature: float | None = None,
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_optimizer: Optimizer | MakeOptimizer | None = None,
@@ -140,15 +131,13 @@ class DCLOptimizer(ForecastOptimizer):
         _check_number("companion_fraction", companion_fraction, 1.0)
         _check_every(companion_every)
         _check_dtype(companion_dtype)
-        given = {"weight": weight, "alpha": alpha, "agreement": agreement, "reduction": reduction}
-        settings = settled(DCL, preset, base_optimizer, distance, **given)
+        settings = settled(DCL, preset, weight=weight, alpha=alpha)
         make = functools.partial(
             Companion,
             model,
             base_optimizer,
             logits or find_logits,
             class_dim,
-            agreement=settings["agreement"],
             companion=companion,
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
@@ -162,9 +151,8 @@ class DCLOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             make,
-            resolve_distance(distance, settings["reduction"], temperature),
-            weight=settings["weight"],
-            alpha=settings["alpha"],
+            resolve_distance(distance, reduction, temperature),
+            **settings,
             criterion=criterion,
             labels=None,
             loss_scale=loss_scale,

@@ -40,15 +40,13 @@ class DCPOptimizer(ForecastOptimizer):
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains.
         num_classes: K, the number of classes and of logits, at least 1.
-        preset: ``"safe"`` (default) or ``"paper"``: the values of weight, alpha, agreement and reduction where they are
-            not given.
-        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.3; 1 for the preset paper, which names none.
+        preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
+        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1; 1 for the preset paper, which names none.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97; the paper's is 0.6, with which logits
             and prototypes grow without end in long training with few rows of a class in a batch.
-        agreement: as in :class:`~dcl_optim.DCLOptimizer`, between the model and the prototype. Default 2.
         distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
             they get the rows that have a prototype, which has to be looked at.
-        reduction: ``"mean"``, ``"padded_mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
+        reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
             rows of the batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation
             5's :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
         temperature: as in DCLOptimizer.
@@ -86,12 +84,11 @@ class DCPOptimizer(ForecastOptimizer):
         model: nn.Module,
         num_classes: int,
         *,
-        preset: str = "safe",
+        preset: str = "default",
         weight: float | Schedule | None = None,
         alpha: float | Schedule | None = None,
-        agreement: float | None = None,
         distance: str | Distance = "mse",
-        reduction: str | None = None,
+        reduction: str = "mean",
         temperature: float | None = None,
         criterion: nn.Module | None = None,
         targets: Targets | None = None,
@@ -103,9 +100,7 @@ class DCPOptimizer(ForecastOptimizer):
     ) -> None:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
             raise ValueError(f"num_classes={num_classes!r} must be an integer of at least 1")
-        given = {"weight": weight, "alpha": alpha, "agreement": agreement, "reduction": reduction}
-        settings = settled(DCP, preset, base_optimizer, distance, **given)
-        reduction = settings["reduction"]
+        settings = settled(DCP, preset, weight=weight, alpha=alpha)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
@@ -114,10 +109,9 @@ class DCPOptimizer(ForecastOptimizer):
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters()), settings["agreement"]),
+            lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters())),
             resolve_distance(distance, "mean" if per_class else reduction, temperature),
-            weight=settings["weight"],
-            alpha=settings["alpha"],
+            **settings,
             criterion=criterion,
             labels=Labels(targets),
             loss_scale=loss_scale,

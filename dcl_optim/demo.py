@@ -220,7 +220,7 @@ def make_parser() -> argparse.ArgumentParser:
     train_help = f"training images of each run, {CLASSES} to {POOL_SIZE} (default: %(default)s)"
     add("--train-size", type=int, default=TRAIN_SIZE, metavar="N", help=train_help)
     add("--lr", type=float, default=LEARNING_RATE, help="learning rate at the start (default: %(default)s)")
-    add("--preset", choices=PRESETS, default="safe", help="settings of DCL and DCP (default: %(default)s)")
+    add("--preset", choices=PRESETS, default="default", help="settings of DCL and DCP (default: %(default)s)")
     add("--alpha", type=float, help="share of the past in DCL and DCP, 0 to 1 (default: the preset's)")
     add("--weight", type=float, help="weight of the penalty in DCL and DCP (default: the preset's)")
     validation_help = "report on the validation split; this is how the defaults were chosen"

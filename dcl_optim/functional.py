@@ -16,8 +16,7 @@ from torch import Tensor
 Distance = Callable[[Tensor, Tensor], Tensor]
 
 DISTANCES = ("mse", "l1", "kl", "infonce")
-REDUCTIONS = ("mean", "padded_mean", "sum_classes")
-PADDED_CLASSES = 100
+REDUCTIONS = ("mean", "sum_classes")
 DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
 
 
@@ -49,9 +48,7 @@ def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
     Args:
         z: logits, rows of shape (N, K).
         c: forecast, same shape.
-        reduction: ``"mean"`` over rows and classes; ``"sum_classes"``: sum over classes, mean over rows; or
-            ``"padded_mean"``, ours: the mean with fewer than 100 classes filled up to 100 by ones that agree, so that
-            the pull on a logit is the same for 10 classes as for 100.
+        reduction: ``"mean"`` over rows and classes, or ``"sum_classes"``: sum over classes, mean over rows.
 
     Examples:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -76,7 +73,7 @@ def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
 
 def _counted_classes(classes: int, reduction: str) -> int:
     """What a sum over the classes is divided by."""
-    return {"mean": classes, "padded_mean": max(classes, PADDED_CLASSES), "sum_classes": 1}[reduction]
+    return {"mean": classes, "sum_classes": 1}[reduction]
 
 
 def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
@@ -186,29 +183,6 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
             raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
         (gradient,) = torch.autograd.grad(value, leaf)
     return value.detach(), gradient.contiguous()
-
-
-def agreement(z: Tensor, c: Tensor, exponent: float = 1.0) -> Tensor:
-    r"""How far two predictions agree, :math:`a_i = \big(\sum_k \sigma(z_i)_k\,\sigma(c_i)_k\big)^{\gamma}`.
-
-    The sum is the probability that a class drawn from the one prediction is that drawn from the other: 1 where both are
-    sure of the same class, 1/K where both know nothing, 0 where they are sure of different ones. Ours, not the paper's.
-
-    Args:
-        z: logits, rows of shape (N, K).
-        c: forecast, same shape.
-        exponent: :math:`\gamma \ge 0`, default 1.
-
-    Returns:
-        (N,), in [0, 1], float32 or wider.
-
-    Examples:
-        >>> agreement(torch.tensor([[9.0, 0.0], [0.0, 0.0]]), torch.tensor([[9.0, 0.0], [0.0, 9.0]]))
-        tensor([0.9998, 0.5000])
-    """
-    wide = torch.promote_types(z.dtype, torch.float32)
-    same = (torch.softmax(z.detach().to(wide), 1) * torch.softmax(c.detach().to(wide), 1)).sum(1)
-    return same if exponent == 1 else same**exponent
 
 
 def squared(

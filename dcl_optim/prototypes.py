@@ -35,7 +35,6 @@ class Prototypes(Forecaster):
             instead of averaging over the batch.
         ignore_index: the label of rows to leave out.
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
-        agreement: the power of :func:`~dcl_optim.functional.agreement` that weighs a row's penalty; 0 for none.
 
     Examples:
         >>> prototypes = Prototypes(3, per_class=False, ignore_index=-100, like=torch.zeros(()))
@@ -45,10 +44,8 @@ class Prototypes(Forecaster):
 
     draws = False
 
-    def __init__(
-        self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor, agreement: float = 0.0
-    ) -> None:
-        self._per_class, self._ignore_index, self._agreement = per_class, ignore_index, agreement
+    def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor) -> None:
+        self._per_class, self._ignore_index = per_class, ignore_index
         wide = torch.promote_types(like.dtype, torch.float32)
         self._table = Table(num_classes, torch.empty(0, dtype=wide, device=like.device))
         self._observed: list[Departures] = []  # since the last step
@@ -106,18 +103,11 @@ class Prototypes(Forecaster):
         forecast, known = self._forecast(membership, self._take_spare(z) if squared else None)
         self._all_known = known is None
         labelled = self._count_labelled(z, membership)
-        held = self._held(z, forecast)  # before they are written over
         if squared:
-            value, slope = self._squared_penalty(forward, z, forecast, known, labelled, **distance.keywords)  # type: ignore[attr-defined]
-        elif known is None:
-            value, slope = functional.value_and_gradient(distance, z, forecast)
-        else:
-            value, slope = _penalty_of_some(z, forecast, known, labelled, distance)
-        return value, slope if held is None else slope.mul_(held)
-
-    def _held(self, z: Tensor, forecast: Tensor) -> Tensor | None:
-        """The part of each row's penalty that is wanted, (N, 1); None for all."""
-        return functional.agreement(z, forecast, self._agreement)[:, None] if self._agreement else None
+            return self._squared_penalty(forward, z, forecast, known, labelled, **distance.keywords)  # type: ignore[attr-defined]
+        if known is None:
+            return functional.value_and_gradient(distance, z, forecast)
+        return _penalty_of_some(z, forecast, known, labelled, distance)
 
     def _forecast(self, membership: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Forecast rows, in memory of their own, and which rows have one; None for all."""
@@ -190,8 +180,6 @@ class Prototypes(Forecaster):
 
         forecast = self._table.look_up(classes)
         value, gradient = functional.value_and_gradient(summed, z[rows], forecast)
-        held = self._held(z[rows], forecast)
-        gradient = gradient if held is None else gradient * held
         return value, torch.zeros_like(z).index_copy_(0, rows, gradient)
 
     # ---- learning ------------------------------------------------------------------------------------------------

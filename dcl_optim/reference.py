@@ -44,7 +44,6 @@ def dcl_step(
     *,
     weight: float = 1.0,
     alpha: float = 0.6,
-    agreement: float = 0.0,
     chase: bool = True,
 ) -> Tensor:
     r"""One pass of the loop of Algorithm 1 (lines 5 to 7).
@@ -61,8 +60,6 @@ def dcl_step(
         distance: :math:`\Delta`, (z, c) -> scalar.
         weight: :math:`\lambda`.
         alpha: :math:`\alpha`.
-        agreement: the power that the probability of drawing the same class from both predictions is taken to; the
-            penalty's gradient is multiplied by it, row by row. The paper has none: 0.
         chase: whether the companion learns in this pass; the paper's always does.
 
     Returns:
@@ -77,7 +74,7 @@ def dcl_step(
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
-    (loss + weight * distance(_held(z, c, agreement), c.detach())).backward()
+    (loss + weight * distance(z, c.detach())).backward()
     optimizer.step()
 
     # Equation 4's alpha c + (1 - alpha) z, in the form that is exactly c where the two agree: under l1 the sign of a
@@ -107,7 +104,6 @@ def dcp_step(
     *,
     weight: float = 1.0,
     alpha: float = 0.6,
-    agreement: float = 0.0,
     per_class: bool = False,
 ) -> Tensor:
     """One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
@@ -116,7 +112,7 @@ def dcp_step(
         model: the model, updated in place.
         prototypes: the prototype of each class seen so far, (K,) each; updated in place.
         per_class: average the penalty within each class and sum, instead of averaging over the batch.
-        optimizer, x, y, loss_function, distance, weight, alpha, agreement: as in :func:`dcl_step`; y are class
+        optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class
             indices (batch,).
 
     Returns:
@@ -129,10 +125,10 @@ def dcp_step(
         for k in sorted({int(y[i]) for i in known}):
             rows = [i for i in known if int(y[i]) == k]
             forecast = torch.stack([prototypes[k]] * len(rows))
-            penalty = penalty + distance(_held(z[rows], forecast, agreement), forecast)
+            penalty = penalty + distance(z[rows], forecast)
     elif known:
         forecast = torch.stack([prototypes[int(y[i])] for i in known])
-        penalty = distance(_held(z[known], forecast, agreement), forecast) * len(known) / len(y)
+        penalty = distance(z[known], forecast) * len(known) / len(y)
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
@@ -143,9 +139,3 @@ def dcp_step(
         mean = torch.stack([z[i].detach() for i in range(len(y)) if int(y[i]) == k]).mean(0)
         prototypes[k] = alpha * prototypes[k] + (1 - alpha) * mean if k in prototypes else mean
     return loss.detach()
-
-
-def _held(z: Tensor, c: Tensor, agreement: float) -> Tensor:
-    """The value of z, and a part of its gradient: the probability that z and c draw the same class, to a power."""
-    same = (z.softmax(1) * c.softmax(1)).sum(1, keepdim=True).detach()
-    return z.detach() + same**agreement * (z - z.detach())

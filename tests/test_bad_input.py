@@ -24,7 +24,7 @@ SHARED = [
     ({"weight": True}, TypeError, r"weight=True must be a number"),
     ({"distance": "mes"}, ValueError, r"distance='mes' is unknown; choose one of mse, l1, kl, infonce, or pass a call"),
     ({"distance": 3}, TypeError, r"distance must be a name or a callable \(z, c\) -> scalar, got int"),
-    ({"reduction": "max"}, ValueError, r"reduction='max' is unknown; choose one of mean, padded_mean, sum_classes"),
+    ({"reduction": "max"}, ValueError, r"reduction='max' is unknown; choose one of mean, sum_classes"),
     ({"distance": "kl", "reduction": "sum_classes"}, ValueError, r"applies to distance 'mse' and 'l1' only, not 'kl'"),
     ({"temperature": 2.0}, ValueError, r"temperature=2.0 applies to distance 'kl' and 'infonce' only, not 'mse'"),
     ({"distance": "kl", "temperature": 0.0}, ValueError, r"temperature=0.0 must be a positive finite number"),
@@ -75,7 +75,7 @@ def test_dcl_arguments(options, error, message):
 @pytest.mark.parametrize(("options", "error", "message"), SHARED + DCP_ONLY, ids=lambda v: str(v)[:40])
 def test_dcp_arguments(options, error, message):
     if "reduction" in options and options["reduction"] == "max":
-        message = r"reduction='max' is unknown; choose one of mean, padded_mean, sum_classes, per_class"
+        message = r"reduction='max' is unknown; choose one of mean, sum_classes, per_class"
     refused(
         lambda model: DCPOptimizer(sgd(model), model, **({"num_classes": CLASSES} | options), preset="paper"),
         error,

@@ -191,4 +191,4 @@ def test_as_a_module():
     text = output("--help")
     for flag in ("--epochs", "--seeds", "--train-size", "--preset", "--alpha", "--weight", "--validation", "--out"):
         assert flag in text
-    assert "default: safe" in text
+    assert "default: default" in text

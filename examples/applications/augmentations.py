@@ -122,7 +122,7 @@ SETTINGS = {
     "lr": 0.1,
     "weight_decay": 5e-4,
     "mix_alpha": 1.0,
-    "preset": "safe",
+    "preset": "default",
     "workers": 0,
     "part": "test",
 }

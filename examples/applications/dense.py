@@ -130,7 +130,7 @@ SETTINGS = {
     "batch_size": 16,
     "lr": 3e-3,
     "weight_decay": 1e-2,
-    "preset": "safe",
+    "preset": "default",
     "part": "test",
 }
 APPLICATION = Application("dense", "mean IoU, %", train, ROWS, SETTINGS)

@@ -74,7 +74,7 @@ class Settings:
     lora_lr: float = 0.01
     weight_decay: float = 5e-4
     rank: int = 4
-    preset: str = "safe"
+    preset: str = "default"
     weight: float = 1.0
     part: str = "test"
     workers: int = 0

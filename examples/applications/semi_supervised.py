@@ -177,7 +177,7 @@ APPLICATION = Application(
     train=train,
     rows={
         "FixMatch": Row({"preset": None}),
-        "FixMatch, DCL": Row({"preset": "safe"}, against="FixMatch"),
+        "FixMatch, DCL": Row({"preset": "default"}, against="FixMatch"),
         "FixMatch, DCL, paper": Row({"preset": "paper"}, against="FixMatch"),
     },
     settings=asdict(Settings()),

@@ -118,7 +118,7 @@ SETTINGS = {
     "batch_size": 64,
     "lr": 2e-3,
     "weight_decay": 1e-2,
-    "preset": "safe",
+    "preset": "default",
     "part": "test",
 }
 APPLICATION = Application("text", "accuracy, %", train, ROWS, SETTINGS)

@@ -70,8 +70,8 @@ def twin(method: Method, name: str = "model") -> nn.Module:
 
 DEFAULTS = {
     "plain": {"label_smoothing": 0.0},
-    "dcl": {"preset": "safe", "weight": 1.0, "alpha": 0.6, "agreement": 2.0, "reduction": "padded_mean"},
-    "dcp": {"preset": "safe", "weight": 0.3, "alpha": 0.97, "agreement": 2.0, "reduction": "padded_mean"},
+    "dcl": {"weight": 0.1, "alpha": 0.6, "distance": "mse", "reduction": "mean"},
+    "dcp": {"weight": 0.1, "alpha": 0.97, "distance": "mse", "reduction": "mean"},
     "sam": {"rho": 0.05},
     "gam": {"rho": 0.2, "rho_gradient": 0.02, "beta_0": 0.5, "beta_1": 0.6, "gamma": 0.03},
     "saf": {"weight": 0.3, "temperature": 5.0, "lag": 3, "start": 5},

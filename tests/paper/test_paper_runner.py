@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dcl_optim import presets
 from examples.paper import __main__ as command
 from examples.paper import datasets, jobs, methods, networks, records
 from examples.paper.configuration import Configuration, Experiment
-from examples.paper.experiments import EXPERIMENTS
+from examples.paper.experiments import DEFAULT_DCL, DEFAULT_DCP, EXPERIMENTS
 from examples.paper.table import markdown, paired, probability
 from examples.paper.trainer import Run, train
 from tests.helpers import assert_same
@@ -33,6 +34,11 @@ def test_every_experiment_names_what_there_is(name):
         assert set(configuration.options) <= set(known)
         assert configuration.options.get("companion", "cnn") in networks.NAMES
         assert json.loads(json.dumps(configuration.as_dict())) == configuration.as_dict()
+
+
+def test_the_rows_dcl_and_dcp_are_the_wrappers_defaults():
+    for written, preset in ((DEFAULT_DCL, presets.DCL), (DEFAULT_DCP, presets.DCP)):
+        assert preset["paper"] | written == preset["default"]
 
 
 def test_choices_are_made_on_validation_pictures():

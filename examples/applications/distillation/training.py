@@ -62,7 +62,7 @@ class Settings:
     weight_decay: float = 5e-4
     schedule: str = "cosine"
     warmup: int = 3
-    preset: str = "safe"
+    preset: str = "default"
     weight: float = 1.0
     alpha: float = 0.6
 

@@ -52,9 +52,8 @@ def pretraining_optimizer(model: nn.Module, setting: Pretraining, method: str) -
     groups = param_groups_weight_decay(model, WEIGHT_DECAY)
     optimizer: Optimizer = torch.optim.AdamW(groups, lr=setting.pretraining_lr, betas=(0.9, 0.95))
     if method == "dcl":
-        # The outputs are pixels: no agreement on a class can weigh the penalty, which the paper's preset leaves out.
         pixels = {"logits": attrgetter("logits"), "class_dim": -1, "loss_scale": 1.0}
-        optimizer = DCLOptimizer(optimizer, model, preset="paper", weight=setting.weight, **pixels)
+        optimizer = DCLOptimizer(optimizer, model, weight=setting.weight, **pixels)
     return optimizer
 
 
