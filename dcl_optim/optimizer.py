@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import interrupts
 from dcl_optim.forecaster import Forecaster
-from dcl_optim.functional import Distance
+from dcl_optim.functional import Distance, mse
 from dcl_optim.labels import Labels
 from dcl_optim.loss_scale import LossScale
 from dcl_optim.regularizer import Regularizer
@@ -31,26 +31,30 @@ class ForecastOptimizer(OptimizerWrapper):
     backward of that forward comes, :math:`s\lambda\,\partial\Delta(z, c)/\partial z` is added to the gradient of the
     logits z, s being what the loss was multiplied by. ``step`` steps the base optimizer and lets the forecaster learn.
 
-    Subclasses choose the forecaster: see :class:`~dcl_optim.DCLOptimizer` for the arguments they share. One optimizer
-    regularises a model at a time: wrapping the model again replaces the optimizer that did, whose ``step`` then says
-    so. As a context manager it leaves the model as it was.
+    Subclasses choose the forecaster and have a ``_name`` of their own, under which ``state_dict`` keeps their part. See
+    :class:`~dcl_optim.DCLOptimizer` for the arguments they share; ``forecaster`` is a function that builds it, and
+    ``labels`` reads the labels for one that needs them. docs/extending.md builds one. One optimizer regularises a model
+    at a time: wrapping the model again replaces the optimizer that did, whose ``step`` then says so. As a context
+    manager it leaves the model as it was.
     """
+
+    _name = "ForecastOptimizer"
 
     def __init__(
         self,
         base_optimizer: Optimizer,
         model: nn.Module,
         forecaster: Callable[[], Forecaster],
-        distance: Distance,
+        distance: Distance = mse,
         *,
         weight: float | Schedule,
         alpha: float | Schedule,
-        criterion: nn.Module | None,
-        labels: Labels | None,
-        loss_scale: Any,
-        logits: Callable[[Any], Tensor] | None,
-        class_dim: int,
-        strict: bool,
+        criterion: nn.Module | None = None,
+        labels: Labels | None = None,
+        loss_scale: Any = "auto",
+        logits: Callable[[Any], Tensor] | None = None,
+        class_dim: int = 1,
+        strict: bool = True,
     ) -> None:
         super().__init__(base_optimizer)
         _check_modules(base_optimizer, model, criterion)

@@ -1,4 +1,4 @@
-"""The tables of the pages, from the committed results files: cog puts them where the pages ask for them.
+"""The tables of the pages, from the committed results files, and code from the examples: cog puts them in their places.
 
 python docs/results_tables.py           writes them
 python docs/results_tables.py --check   says whether they are as they should be; the tests run it
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("README.md", "docs/performance.md", "docs/results.md")
+PAGES = ("README.md", "docs/extending.md", "docs/performance.md", "docs/results.md")
 
 
 def demo(name: str = "demo") -> str:
@@ -47,7 +47,8 @@ def side_by_side(names: Sequence[str]) -> str:
         found, baseline = by_label(_records(name)), EXPERIMENTS[name].baseline
         cells = [plus_minus(*mean_and_error([accuracy(record) for record in found[baseline].values()]))]
         others = [label for label in EXPERIMENTS[name].runs if label != baseline]
-        cells += [plus_minus(*mean_and_error(paired(found[o], found[baseline])), sign="+") for o in others]
+        differences = {label: paired(runs, found[baseline]) for label, runs in found.items()}
+        cells += [plus_minus(*mean_and_error(differences[o]), sign="+") if o in found else "not run" for o in others]
         columns.append(cells)
     titles = [", ".join(name.split("-")[1:]) for name in names]
     heads = [f"{baseline}, %", *(f"{label}, minus {baseline}" for label in others)]
@@ -70,6 +71,15 @@ def variation(name: str) -> str:
         cells.append(f"{fmean(100 * abs(b - a) for accuracy in late for a, b in pairwise(accuracy)):.2f}")
         lines.append([label, *cells])
     return "\n".join(grid(head, lines, words=1))
+
+
+def source(module: str, *names: str) -> str:
+    """The source of classes or functions, as a block of code."""
+    from importlib import import_module
+    from inspect import getsource
+
+    found = import_module(module)
+    return "```python\n" + "\n\n".join(getsource(getattr(found, name)) for name in names) + "```"
 
 
 def benchmark(part: str, name: str = "cpu-2-threads") -> str:

@@ -1,0 +1,104 @@
+"""A source of forecasts of your own: an average of the model's weights in the companion's place (Mean Teacher).
+
+python -m examples.mean_teacher
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dcl_optim.forecaster import Forecaster, Forward, check_tensors
+from dcl_optim.functional import Distance
+from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.random_state import RandomState, replayed
+from dcl_optim.tap import find_logits
+from dcl_optim.twin import copy_of, unwrapped
+from examples.minimal import digits
+
+
+class WeightAverage(Forecaster):
+    r"""Forecasts by a moving average of the model's weights, which no gradient moves.
+
+    .. math:: \omega_{t+1} = \alpha\,\omega_t + (1-\alpha)\,\theta_{t+1}
+
+    Batch norm's statistics are the average's own, from the batches that it has seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = unwrapped(model)
+        self.module = copy_of(self._model).requires_grad_(False)
+        self._alpha: float | None = None  # of the forwards since the last step
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, state: RandomState) -> None:
+        with torch.no_grad(), replayed(state):
+            forward.forecast = forward.rows(find_logits(self.module(*args, **kwargs)))
+
+    def observe(self, forward: Forward, distance: Distance, alpha: float, scale: float | Tensor) -> None:
+        self._alpha = alpha
+
+    def forget(self) -> None:
+        self._alpha = None
+
+    def step(self) -> None:
+        if self._alpha is None:
+            return
+        with torch.no_grad():
+            for average, weight in zip(self.module.parameters(), self._model.parameters(), strict=True):
+                average.lerp_(weight, 1 - self._alpha)
+        self._alpha = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.module.state_dict().items()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        check_tensors(state, self.module.state_dict(), "weights' average")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+class MeanTeacherOptimizer(ForecastOptimizer):
+    """Hold the model to the average of its weights; ``optimizer.teacher`` is the network to deploy."""
+
+    _name = "MeanTeacherOptimizer"
+    forecaster: WeightAverage
+
+    def __init__(
+        self, base_optimizer: torch.optim.Optimizer, model: nn.Module, *, weight: float = 0.1, alpha: float = 0.99
+    ) -> None:
+        super().__init__(base_optimizer, model, lambda: WeightAverage(model), weight=weight, alpha=alpha)
+
+    @property
+    def teacher(self) -> nn.Module:
+        """The average as a module."""
+        return self.forecaster.module
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    x_train, y_train, x_test, y_test = digits()
+    loader = DataLoader(TensorDataset(x_train, y_train), batch_size=64, shuffle=True)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    optimizer = MeanTeacherOptimizer(optimizer, model)
+
+    for _ in range(20):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    for name, network in (("model", model.eval()), ("teacher", optimizer.teacher.eval())):
+        with torch.no_grad():
+            accuracy = (network(x_test).argmax(1) == y_test).double().mean().item()
+        print(f"{name}: test accuracy {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main()
