@@ -48,6 +48,18 @@ class Companion(Forecaster):
     Attributes:
         module: the companion as a module.
         optimizer: its optimizer.
+
+    Raises:
+        ValueError: the companion shares trained parameters with the model, or has none.
+        TypeError: a companion or an optimizer that is none.
+        RuntimeError: the model cannot be copied.
+
+    Examples:
+        >>> from dcl_optim.tap import find_logits
+        >>> model = nn.Linear(4, 3)
+        >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), find_logits, class_dim=1)
+        >>> torch.equal(companion.module.weight, model.weight), companion.module.weight is model.weight
+        (True, False)
     """
 
     def __init__(

@@ -62,7 +62,8 @@ def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
 def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
 
-    Args and reductions as in :func:`mse`.
+    Args:
+        z, c, reduction: as in :func:`mse`.
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -160,6 +161,7 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     overflows where the model's own arithmetic would.
 
     Args:
+        distance: (z, c) -> scalar.
         z: logits, rows (N, K); no graph of the caller's is used or kept.
         c: forecast, same shape.
 

@@ -114,6 +114,14 @@ class LossScale:
     Raises:
         ValueError: an unknown name, or a number that is not positive and finite.
         TypeError: anything else.
+
+    Examples:
+        >>> LossScale(1024.0).source
+        1024.0
+        >>> LossScale("half")
+        Traceback (most recent call last):
+        ...
+        ValueError: loss_scale='half' is unknown; pass 'auto', a number, a GradScaler or a callable
     """
 
     def __init__(self, source: Any) -> None:

@@ -31,11 +31,19 @@ class ForecastOptimizer(OptimizerWrapper):
     backward of that forward comes, :math:`s\lambda\,\partial\Delta(z, c)/\partial z` is added to the gradient of the
     logits z, s being what the loss was multiplied by. ``step`` steps the base optimizer and lets the forecaster learn.
 
-    Subclasses choose the forecaster and have a ``_name`` of their own, under which ``state_dict`` keeps their part. See
-    :class:`~dcl_optim.DCLOptimizer` for the arguments they share; ``forecaster`` is a function that builds it, and
-    ``labels`` reads the labels for one that needs them. docs/extending.md builds one. One optimizer regularises a model
-    at a time: wrapping the model again replaces the optimizer that did, whose ``step`` then says so. As a context
-    manager it leaves the model as it was.
+    Subclasses choose the forecaster and have a ``_name`` of their own, under which ``state_dict`` keeps their part; the
+    page "A forecaster of your own" builds one. One optimizer regularises a model at a time: wrapping the model again
+    replaces the optimizer that did, whose ``step`` then says so. As a context manager it leaves the model as it was.
+
+    Args:
+        forecaster: builds the forecaster, once the arguments before it have been found good.
+        distance: (z, c) -> scalar, of rows (N, K). Default :func:`~dcl_optim.functional.mse`.
+        labels: reads the labels for a forecaster that needs them; None (default) for one that does not.
+        base_optimizer, model, weight, alpha, criterion, loss_scale, logits, class_dim, strict: as in
+            :class:`~dcl_optim.DCLOptimizer`; weight and alpha have no default here.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as DCLOptimizer.
     """
 
     _name = "ForecastOptimizer"

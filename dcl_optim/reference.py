@@ -64,6 +64,16 @@ def dcl_step(
 
     Returns:
         The task loss :math:`\ell(z, y)`, detached.
+
+    Examples:
+        >>> import copy
+        >>> import torch.nn.functional as F
+        >>> model = nn.Linear(4, 3)
+        >>> companion = copy.deepcopy(model)
+        >>> optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, companion)]
+        >>> x, y = torch.randn(8, 4), torch.arange(8) % 3
+        >>> dcl_step(model, companion, *optimizers, x, y, F.cross_entropy, F.mse_loss).shape
+        torch.Size([])
     """
     before = torch.get_rng_state()
     z = model(x)
@@ -112,11 +122,20 @@ def dcp_step(
         model: the model, updated in place.
         prototypes: the prototype of each class seen so far, (K,) each; updated in place.
         per_class: average the penalty within each class and sum, instead of averaging over the batch.
-        optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class
-            indices (batch,).
+        optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices (batch,).
 
     Returns:
         The task loss, detached.
+
+    Examples:
+        >>> import torch.nn.functional as F
+        >>> model, prototypes = nn.Linear(4, 3), {}
+        >>> x, y = torch.randn(8, 4), torch.arange(8) % 2
+        >>> loss = dcp_step(
+        ...     model, prototypes, torch.optim.SGD(model.parameters(), lr=0.1), x, y, F.cross_entropy, F.mse_loss
+        ... )
+        >>> sorted(prototypes)
+        [0, 1]
     """
     z = model(x)
     known = [i for i in range(len(y)) if int(y[i]) in prototypes]

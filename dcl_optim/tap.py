@@ -132,6 +132,9 @@ def find_logits(output: Any) -> Tensor:
     A tensor is the logits; otherwise ``output.logits`` (dataclasses, named tuples), ``output["logits"]`` or
     ``output["out"]`` (mappings), or the first item of a tuple or list.
 
+    Args:
+        output: what the model's forward returned.
+
     Raises:
         TypeError: none of these is a floating-point tensor with a batch dimension.
 

@@ -16,7 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("README.md", "docs/extending.md", "docs/performance.md", "docs/results.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{page}.md" for page in ("applications", "extending", "index", "performance", "results")),
+)
 
 
 def demo(name: str = "demo") -> str:
@@ -71,6 +74,17 @@ def variation(name: str) -> str:
         cells.append(f"{fmean(100 * abs(b - a) for accuracy in late for a, b in pairwise(accuracy)):.2f}")
         lines.append([label, *cells])
     return "\n".join(grid(head, lines, words=1))
+
+
+def application(module: str) -> str:
+    """The table of an application at its default settings, and where its figures come from."""
+    from importlib import import_module
+
+    from examples.applications.comparison import made, results_file, table
+
+    found = import_module(f"examples.applications.{module}").APPLICATION
+    path = results_file(found, RESULTS)
+    return f"{table(found, made(found, found.settings, path))}\n\n[{path.name}](results/{path.name})"
 
 
 def source(module: str, *names: str) -> str:

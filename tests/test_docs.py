@@ -34,8 +34,8 @@ def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
     assert (tmp_path / "page.md").read_text() == page
 
 
-def test_every_experiment_with_results_is_on_the_page():
-    page = (ROOT / "docs" / "results.md").read_text()
+def test_all_results_are_on_a_page():
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("results.md", "applications.md"))
     for path in (ROOT / "docs" / "results").glob("*.jsonl"):
         kind = path.stem.split("-")[0]
         assert path.stem in page or f"{kind}-{{" in page, path.stem

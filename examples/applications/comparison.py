@@ -56,13 +56,9 @@ class Application:
 
 def run(application: Application, options: argparse.Namespace) -> list[Record]:
     """Make the runs that the results file does not have; give all that the table shows."""
-    settings, path = {name: getattr(options, name) for name in application.settings}, _path(application, options)
-    configurations = {label: settings | dict(row.options) for label, row in application.rows.items()}
-
-    def made() -> list[Record]:
-        return [r for r in records.read(path) if r["configuration"] == configurations.get(r["label"])]
-
-    done = {(r["label"], r["seed"]) for r in made()}
+    settings = {name: getattr(options, name) for name in application.settings}
+    path, configurations = results_file(application, options.results), _configurations(application, settings)
+    done = {(r["label"], r["seed"]) for r in made(application, settings, path)}
     runs = [(label, seed) for seed in range(options.seeds) for label in options.only or application.rows]
     wanted = [run for run in runs if run not in done]
     with tqdm(wanted, desc=application.name, unit="run", disable=None) as bar:
@@ -76,7 +72,23 @@ def run(application: Application, options: argparse.Namespace) -> list[Record]:
             record = {"label": label, "seed": seed, "configuration": configurations[label], "score": score}
             record |= {"seconds": time.perf_counter() - begin}
             records.append(record | records.circumstances(options.device, torch.get_num_threads()), path)
-    return made()
+    return made(application, settings, path)
+
+
+def made(application: Application, settings: Mapping[str, Any], path: Path) -> list[Record]:
+    """The finished runs with these settings."""
+    configurations = _configurations(application, settings)
+    return [r for r in records.read(path) if r["configuration"] == configurations.get(r["label"])]
+
+
+def _configurations(application: Application, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What ``train`` gets for each row."""
+    return {label: {**settings, **row.options} for label, row in application.rows.items()}
+
+
+def results_file(application: Application, folder: Path) -> Path:
+    """Where the runs are written down."""
+    return folder / f"application-{application.name}.jsonl"
 
 
 def table(application: Application, found: Sequence[Record]) -> str:
@@ -119,8 +131,3 @@ def main(application: Application, description: str | None, arguments: Sequence[
         print(table(application, run(application, options)))
     except (ValueError, ImportError) as error:
         made.error(str(error))
-
-
-def _path(application: Application, options: argparse.Namespace) -> Path:
-    path: Path = options.results / f"application-{application.name}.jsonl"
-    return path

@@ -6,7 +6,7 @@ By default a small network is pretrained on 90 of the 100 Noto scripts, once, an
 pictures of each. The paper (Section 4.3, Table 3) fine-tunes all of an EfficientNet-B0 that torchvision pretrained on
 ImageNet; with its data in runs/data:
 
-    python -m examples.applications.fine_tuning --data pets --network efficientnet-b0 --batch-size 128 --preset paper \
+    python -m examples.applications.fine_tuning --data pets --network efficientnet-b0 --batch-size 128 --weight 1 \
         --only full "full, DCL" --workers 8
 
 or cub200, food101, cars. Offline pass torchvision's file as --weights. The paper gives neither the epochs nor the
@@ -55,7 +55,6 @@ class Settings:
         lora_lr: the same of LoRA.
         weight_decay: of what trains.
         rank: of LoRA's matrices.
-        preset: of DCL.
         weight: DCL's λ.
         part: of the data that is scored; choose settings on ``validation``.
         workers: processes that read picture files.
@@ -74,8 +73,7 @@ class Settings:
     lora_lr: float = 0.01
     weight_decay: float = 5e-4
     rank: int = 4
-    preset: str = "default"
-    weight: float = 1.0
+    weight: float = 0.1
     part: str = "test"
     workers: int = 0
 
@@ -120,7 +118,7 @@ def fine_tune(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Optimizer = SGD(trained, settings.lr(method), momentum=0.9, weight_decay=settings.weight_decay)
     if dcl:
-        optimizer = DCLOptimizer(optimizer, model, preset=settings.preset, weight=settings.weight)
+        optimizer = DCLOptimizer(optimizer, model, weight=settings.weight)
     torch.manual_seed(seed)  # dropout's
     fit(model, optimizer, data, settings.epochs, settings.batch_size, seed, progress)
     return model

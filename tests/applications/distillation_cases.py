@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 SHAPE = (1, 8, 8)
 TINY = Settings(
     data="digits", train_size=100, teacher="small-cnn-half", student="small-cnn-quarter", epochs=2, teacher_epochs=1,
-    batch_size=32, lr=0.05, preset="paper",
+    batch_size=32, lr=0.05, weight=1.0,
 )  # fmt: skip
 PAIRS = [("small-cnn", "small-cnn-quarter"), ("cnn", "small-cnn-quarter"), ("small-cnn-quarter", "cnn")]
 TAUGHT = [name for name in methods.NAMES if name != "plain"]

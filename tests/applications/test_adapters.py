@@ -116,7 +116,7 @@ def test_frozen_parts_are_in_evaluation_mode_and_trained_ones_are_not():
 @pytest.mark.parametrize("dcl", [False, True])
 def test_a_linear_probe_is_logistic_regression_on_fixed_features(tuned, data, dcl):
     seed, epochs, lr = 5, 3, 0.1
-    begin, end = tuned("linear probe", dcl, seed, epochs=epochs, probe_lr=lr, preset="paper", weight=2.0)
+    begin, end = tuned("linear probe", dcl, seed, epochs=epochs, probe_lr=lr, weight=2.0)
     features, head = begin[:-1].eval(), copy.deepcopy(begin[-1])
     companion = copy.deepcopy(head)
     optimizers = [torch.optim.SGD(each.parameters(), lr, 0.9, weight_decay=5e-4) for each in (head, companion)]

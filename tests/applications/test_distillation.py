@@ -238,7 +238,7 @@ def test_the_command_fills_the_papers_table(tmp_path, capsys):
 @pytest.mark.usefixtures("single", "folder")
 def test_the_student_learns(monkeypatch):
     """Far above the ten per cent of chance, and the teacher's help shows in SimKD, which never sees a label."""
-    settings = replace(TINY, train_size=400, epochs=4, teacher_epochs=4, preset="default")
+    settings = replace(TINY, train_size=400, epochs=4, teacher_epochs=4)
     assert scored(settings, method="teacher") > 60
     assert scored(settings, method="SimKD") > 60
     assert scored(settings, method="KD", dcl=True) > 40

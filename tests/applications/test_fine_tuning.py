@@ -215,7 +215,7 @@ def test_without_weight_dcl_changes_nothing_and_with_it_does(settings, method):
     _, plain = tuned(settings, method, False)
     _, again = tuned(settings, method, False)
     _, unweighted = tuned(settings, method, True, weight=0.0)
-    _, weighted = tuned(settings, method, True, preset="paper")
+    _, weighted = tuned(settings, method, True, weight=1.0)
     assert_same(plain.state_dict(), again.state_dict())
     assert_same(plain.state_dict(), unweighted.state_dict())
     name = next(name for name, p in plain.named_parameters() if p.requires_grad)

@@ -5,7 +5,7 @@ CIFAR-100, in the distillation literature's usual setting:
 
     python -m examples.applications.distillation --data cifar100 --folder FOLDER --train-size 0 --teacher resnet32x4
         --student resnet8x4 --teacher-weights FILE --epochs 240 --batch-size 64 --lr 0.05 --schedule steps --warmup 20
-        --preset paper
+        --weight 1
 
 FILE holds the teacher's state dict; without ``--teacher-weights`` it is trained for ``--teacher-epochs``, once.
 """
@@ -68,7 +68,6 @@ def with_dcl(optimizer: Optimizer, method: methods.Plain, settings: Settings) ->
     return DCLOptimizer(
         optimizer,
         method.model,
-        preset=settings.preset,
         weight=settings.weight,
         alpha=settings.alpha,
         loss_scale=1.0,

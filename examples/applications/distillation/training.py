@@ -43,7 +43,6 @@ class Settings:
         weight_decay: SGD's.
         schedule: ``cosine`` to 0, or ``steps``: a tenth after 5/8, 3/4 and 7/8 of the epochs.
         warmup: epochs over which DKD's and ReviewKD's terms grow to their weights.
-        preset: DCL's.
         weight: DCL's λ.
         alpha: DCL's α.
     """
@@ -62,8 +61,7 @@ class Settings:
     weight_decay: float = 5e-4
     schedule: str = "cosine"
     warmup: int = 3
-    preset: str = "default"
-    weight: float = 1.0
+    weight: float = 0.1
     alpha: float = 0.6
 
 
