@@ -28,7 +28,7 @@ from examples.paper.datasets import Data
 
 
 def train(*, method: str, dcl: bool, seed: int, device: torch.device, progress: Progress, **options: Any) -> float:
-    """Train a student and give its accuracy on the test part in per cent; the method ``teacher`` gives the teacher's.
+    """Train a student and give its accuracy in per cent; the method ``teacher`` gives the teacher's.
 
     Args:
         method: ``teacher`` or one of :data:`methods.NAMES`.
@@ -42,7 +42,7 @@ def train(*, method: str, dcl: bool, seed: int, device: torch.device, progress: 
     data = training.load_data(settings)
     teacher = None if method == "plain" else training.teacher(settings, data, device, progress)
     if method == "teacher" and teacher is not None:
-        return score(classification.placed(teacher, device), data, device)
+        return score(classification.placed(teacher, device), data, device, settings.part)
     torch.manual_seed(seed)
     student = stages.cut(stages.build(settings.student, data.classes, data.shape))
     distilled = methods.make(method, student, teacher, data.shape)
@@ -51,12 +51,12 @@ def train(*, method: str, dcl: bool, seed: int, device: torch.device, progress: 
     if dcl:
         optimizer = with_dcl(optimizer, distilled, settings)
     training.fit(distilled, optimizer, data, settings, settings.epochs, seed, progress)
-    return score(distilled.model, data, device)
+    return score(distilled.model, data, device, settings.part)
 
 
-def score(network: stages.Staged, data: Data, device: torch.device) -> float:
-    """Test accuracy in per cent of a network in pieces."""
-    return classification.accuracy(network, data.fixed("test"), device, logits=attrgetter("logits"))
+def score(network: stages.Staged, data: Data, device: torch.device, part: str) -> float:
+    """Accuracy in per cent of a network in pieces."""
+    return classification.accuracy(network, data.fixed(part), device, logits=attrgetter("logits"))
 
 
 def with_dcl(optimizer: Optimizer, method: methods.Plain, settings: Settings) -> DCLOptimizer:
@@ -83,7 +83,7 @@ def _rows() -> dict[str, Row]:
     return rows
 
 
-APPLICATION = Application("distillation", "test accuracy, %", train, _rows(), asdict(Settings()))
+APPLICATION = Application("distillation", "accuracy, %", train, _rows(), asdict(Settings()))
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

@@ -45,6 +45,7 @@ class Settings:
         warmup: epochs over which DKD's and ReviewKD's terms grow to their weights.
         weight: DCL's λ.
         alpha: DCL's α.
+        part: what the accuracy is of: "test", or "validation" for choices.
     """
 
     data: str = "noto-scripts"
@@ -63,6 +64,7 @@ class Settings:
     warmup: int = 3
     weight: float = 0.1
     alpha: float = 0.6
+    part: str = "test"
 
 
 def load_data(settings: Settings) -> Data:

@@ -107,14 +107,16 @@ def train(
     folder: str = "",
     workers: int = 0,
     checkpoints: str = "",
+    part: str = "test",
     **settings: Any,
 ) -> float:
-    """Pre-train and fine-tune; test accuracy in per cent.
+    """Pre-train and fine-tune; accuracy in per cent.
 
     Args:
         method: ``none``: fine-tune an encoder as it was initialised; ``mae``; ``dcl``: mae with DCL.
         folder: of the data; empty: where they usually are.
         workers: processes that read picture files.
+        part: what the accuracy is of: "test", or "validation" for choices.
         checkpoints: folder of the pre-trained autoencoders, which are gone on with or taken from there; empty: none.
         settings: fields of :class:`Pretraining` and :class:`FineTuning`.
     """
@@ -136,7 +138,7 @@ def train(
     torch.manual_seed(seed)  # of the new head
     model = classifier(encoder, labelled.classes).to(device)
     fine_tune(model, labelled, after, seed, progress)
-    return accuracy(model, labelled.fixed("test"), device, logits=attrgetter("logits"))
+    return accuracy(model, labelled.fixed(part), device, logits=attrgetter("logits"))
 
 
 ROWS = {
@@ -144,8 +146,8 @@ ROWS = {
     "MAE": Row({"method": "mae"}, against="no pre-training"),
     "MAE, DCL": Row({"method": "dcl"}, against="MAE"),
 }
-SETTINGS = asdict(Pretraining()) | asdict(FineTuning()) | {"folder": "", "workers": 0, "checkpoints": ""}
-APPLICATION = Application("masked-autoencoder", "test accuracy, %", train, ROWS, SETTINGS)
+SETTINGS = asdict(Pretraining()) | asdict(FineTuning()) | {"folder": "", "workers": 0, "checkpoints": "", "part": "test"}
+APPLICATION = Application("masked-autoencoder", "accuracy, %", train, ROWS, SETTINGS)
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)
