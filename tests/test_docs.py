@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
+from torch import nn
+
+import dcl_optim
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,3 +46,36 @@ def test_all_results_are_on_a_page():
     for path in (ROOT / "docs" / "results").glob("*.jsonl"):
         kind = path.stem.split("-")[0]
         assert path.stem in page or f"{kind}-{{" in page, path.stem
+
+
+def blocks():
+    """Code on the pages that is no session with its output: sessions are doctests, and one page shows an example's."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = {page.stem: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages}
+    del found["extending"]
+    return [pytest.param(block, id=page) for page in found for block in found[page] if ">>> " not in block]
+
+
+def what_a_script_has():
+    """Names that the pages take for granted."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    views = dict.fromkeys(("labelled", "weak_views", "strong_views"), torch.zeros(2, 4)) | {"sizes": [2, 2, 2]}
+    frozen = {"build": lambda: nn.Linear(4, 3), "shard": lambda module: module, "self": SimpleNamespace(net=model)}
+    trainers = {
+        "Trainer": MagicMock,
+        "arguments": None,
+        "data": [],
+        "accelerator": SimpleNamespace(prepare=lambda *given: given),
+        "loader": [],
+    }
+    known = {"torch": torch, "nn": nn, "SGD": torch.optim.SGD, "attrgetter": attrgetter, "num_labels": 3}
+    own = {"model": model, "student": model, "optimizer": optimizer, "criterion": nn.CrossEntropyLoss()}
+    return (
+        vars(dcl_optim) | known | own | views | frozen | trainers | {"num_classes": 3, "trained": [*model.parameters()]}
+    )
+
+
+@pytest.mark.parametrize("block", blocks())
+def test_code_on_the_pages_runs(block):
+    exec(block, what_a_script_has())
