@@ -1,6 +1,6 @@
 """A source of forecasts of your own: an average of the model's weights in the companion's place (Mean Teacher).
 
-python -m examples.mean_teacher
+docs/extending.md explains it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim.forecaster import Forecaster, Forward, check_tensors
 from dcl_optim.functional import Distance
@@ -18,7 +16,6 @@ from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.random_state import RandomState, replayed
 from dcl_optim.tap import find_logits
 from dcl_optim.twin import copy_of, unwrapped
-from examples.minimal import digits
 
 
 class WeightAverage(Forecaster):
@@ -77,28 +74,3 @@ class MeanTeacherOptimizer(ForecastOptimizer):
     def teacher(self) -> nn.Module:
         """The average as a module."""
         return self.forecaster.module
-
-
-def main() -> None:
-    torch.manual_seed(0)
-    x_train, y_train, x_test, y_test = digits()
-    loader = DataLoader(TensorDataset(x_train, y_train), batch_size=64, shuffle=True)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    optimizer = MeanTeacherOptimizer(optimizer, model)
-
-    for _ in range(20):
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-    for name, network in (("model", model.eval()), ("teacher", optimizer.teacher.eval())):
-        with torch.no_grad():
-            accuracy = (network(x_test).argmax(1) == y_test).double().mean().item()
-        print(f"{name}: test accuracy {accuracy:.4f}")
-
-
-if __name__ == "__main__":
-    main()

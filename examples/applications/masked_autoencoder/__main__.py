@@ -146,7 +146,9 @@ ROWS = {
     "MAE": Row({"method": "mae"}, against="no pre-training"),
     "MAE, DCL": Row({"method": "dcl"}, against="MAE"),
 }
-SETTINGS = asdict(Pretraining()) | asdict(FineTuning()) | {"folder": "", "workers": 0, "checkpoints": "", "part": "test"}
+SETTINGS = (
+    asdict(Pretraining()) | asdict(FineTuning()) | {"folder": "", "workers": 0, "checkpoints": "", "part": "test"}
+)
 APPLICATION = Application("masked-autoencoder", "accuracy, %", train, ROWS, SETTINGS)
 
 if __name__ == "__main__":
