@@ -15,7 +15,7 @@ that the DCL paper takes for ImageNet:
     python -m examples.applications.masked_autoencoder --size base --patch 16 --target normalized --device cuda \
         --pretraining-data imagenet --pictures 0 --pretraining-epochs 800 --pretraining-batch-size 256 \
         --pretraining-lr 1.5e-4 --data cub200 --labels 0 --epochs 100 --batch-size 256 --lr 5e-4 --layer-decay 0.65 \
-        --folder runs/data --workers 8 --checkpoints runs/masked-autoencoder
+        --folder runs/data --workers 8 --checkpoints runs/masked-autoencoder --weight 1
 
 Another ``--data`` then takes the same encoders from ``--checkpoints``. He et al. also fine-tune with stochastic depth,
 mixup, CutMix and RandAugment, which are not here.

@@ -34,8 +34,8 @@ class Pretraining:
     patch: int = 4
     mask_ratio: float = 0.75
     target: str = "normalized"
-    weight: float = 1.0
-    pretraining_epochs: int = 10
+    weight: float = 0.1
+    pretraining_epochs: int = 30
     pretraining_batch_size: int = 64
     pretraining_lr: float = 2e-3
 
@@ -57,7 +57,7 @@ class FineTuning:
 
     data: str = "fashion-mnist"
     labels: int = 300
-    epochs: int = 25
+    epochs: int = 100
     batch_size: int = 32
     lr: float = 1e-3
     layer_decay: float = 0.75
