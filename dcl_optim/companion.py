@@ -22,7 +22,7 @@ from dcl_optim.inputs import batch_size, cut, outside_autocast, part, to_place
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.overlap import Overlap
 from dcl_optim.random_state import RandomState, on_device, replayed
-from dcl_optim.wrapper import gradients_of, without_gradient
+from dcl_optim.wrapper import all_or_nothing, gradients_of, without_gradient
 
 
 class Companion(Forecaster):
@@ -259,12 +259,13 @@ class Companion(Forecaster):
             raise ValueError(f"the state of the companion's optimizer has groups of {found} parameters, not {sizes}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.forget()
-        self.module.load_state_dict(state["model"], strict=False)
         optimizer = state["optimizer"]
         if "state" in optimizer:
             optimizer = optimizer | {"state": {_number(key): value for key, value in optimizer["state"].items()}}
-        self.optimizer.load_state_dict(optimizer)
+        with all_or_nothing(self.optimizer):
+            self.optimizer.load_state_dict(optimizer)
+            self.module.load_state_dict(state["model"], strict=False)
+        self.forget()
         self._mirror.note()
 
 

@@ -131,6 +131,9 @@ class DCLOptimizer(ForecastOptimizer):
         _check_number("companion_fraction", companion_fraction, 1.0)
         _check_every(companion_every)
         _check_dtype(companion_dtype)
+        device = _checked_device(companion_device)
+        if not isinstance(overlap, bool):
+            raise TypeError(f"overlap={overlap!r} must be True or False")
         settings = settled(DCL, preset, weight=weight, alpha=alpha)
         make = functools.partial(
             Companion,
@@ -144,7 +147,7 @@ class DCLOptimizer(ForecastOptimizer):
             fraction=companion_fraction,
             every=companion_every,
             overlap=overlap,
-            device=None if companion_device is None else torch.device(companion_device),
+            device=device,
             dtype=companion_dtype,
         )
         super().__init__(
@@ -185,6 +188,13 @@ def _check_every(value: Any) -> None:
         raise TypeError(f"companion_every={value!r} must be an integer, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"companion_every={value!r} must be at least 1")
+
+
+def _checked_device(value: Any) -> torch.device | None:
+    try:
+        return None if value is None else torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"companion_device={value!r} is no device: {str(error).splitlines()[0]}") from error
 
 
 def _check_dtype(value: Any) -> None:

@@ -106,6 +106,8 @@ class DCPOptimizer(ForecastOptimizer):
         per_class = reduction == "per_class"
         if ignore_index is None:
             ignore_index = int(getattr(criterion, "ignore_index", -100))
+        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+            raise TypeError(f"ignore_index={ignore_index!r} must be an integer, got {type(ignore_index).__name__}")
         super().__init__(
             base_optimizer,
             model,
@@ -148,7 +150,12 @@ class DCPOptimizer(ForecastOptimizer):
         return self.forecaster.of(classes)
 
     def set_targets(self, targets: Tensor) -> None:
-        """Give the labels of the batch whose training forward comes next."""
+        """Give the labels of the batch whose training forward comes next.
+
+        Raises:
+            TypeError: no tensor.
+        """
+        _check_targets(targets)
         self._labels.of_next_forward = targets
 
     def step(self, closure: Callable[[], Any] | None = None, targets: Tensor | None = None) -> Any:
@@ -156,9 +163,12 @@ class DCPOptimizer(ForecastOptimizer):
 
         Raises:
             ValueError: targets without a closure: backward has run by then.
+            TypeError: targets are no tensor.
         """
         if targets is not None and closure is None:
             raise ValueError("targets need a closure: without one the backward is over; call set_targets before it")
+        if targets is not None:
+            _check_targets(targets)
         self._labels.of_closure = targets
         try:
             return super().step(closure)
@@ -170,3 +180,8 @@ class DCPOptimizer(ForecastOptimizer):
         labels = self._regularizer.labels
         assert labels is not None
         return labels
+
+
+def _check_targets(targets: Any) -> None:
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")

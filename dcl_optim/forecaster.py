@@ -178,3 +178,5 @@ def check_tensors(found: dict[str, Any], expected: dict[str, Tensor], owner: str
         if not isinstance(found[name], torch.Tensor) or found[name].shape != tensor.shape:
             shape = tuple(getattr(found[name], "shape", ()))
             raise ValueError(f"the state of the {owner} has shape {shape} for {name!r}, expected {tuple(tensor.shape)}")
+        if not torch.can_cast(found[name].dtype, tensor.dtype):
+            raise ValueError(f"the state of the {owner} has {found[name].dtype} for {name!r}, expected {tensor.dtype}")

@@ -6,6 +6,7 @@ rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a t
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from functools import partial
 
@@ -127,7 +128,7 @@ def resolve_distance(distance: str | Distance, reduction: str = "mean", temperat
 
     Raises:
         ValueError: an unknown name, or an option that the distance does not have.
-        TypeError: a distance that is neither a name nor callable.
+        TypeError: a distance that is neither a name nor callable, a temperature that is no number.
 
     Examples:
         >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
@@ -135,6 +136,8 @@ def resolve_distance(distance: str | Distance, reduction: str = "mean", temperat
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
+    if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, numbers.Real)):
+        raise TypeError(f"temperature={temperature!r} must be a number, got {type(temperature).__name__}")
     if temperature is not None and not 0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature!r} must be a positive finite number")
     tempered, elementwise = distance in ("kl", "infonce"), distance in ("mse", "l1")

@@ -57,7 +57,12 @@ class MirroredOptimizer:
                 raise ValueError("companion_optimizer holds none of the companion's parameters")
             return self._given
         if self._given is not None:
-            return self._given(trained)
+            built = self._given(trained) if callable(self._given) else self._given
+            if not isinstance(built, Optimizer):
+                raise TypeError(
+                    f"companion_optimizer must be an optimizer, a callable that builds one, or None, got {built!r}"
+                )
+            return built
         self._followed = list(groups)
         self.note()
         return second(self.base, [self._options(i) | {"params": groups[i]} for i in groups])

@@ -67,6 +67,7 @@ class ForecastOptimizer(OptimizerWrapper):
         super().__init__(base_optimizer)
         _check_modules(base_optimizer, model, criterion)
         weight, alpha = checked(weight, "weight"), checked(alpha, "alpha", upper=1.0)
+        _check_options(logits, class_dim, strict)
         scale = LossScale(loss_scale)
         self._strict = strict
         self.model = model
@@ -116,6 +117,8 @@ class ForecastOptimizer(OptimizerWrapper):
             RuntimeError: there are gradients, but no training forward of the model led to them; or another optimizer
                 has wrapped the model since.
         """
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
         self._require_charge()
         self.forecaster.prepare()
         if closure is None and self._is_dry_step():
@@ -245,9 +248,18 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.check_state(state.get("forecaster", {}))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._regularizer.reset()
         self.forecaster.load_state_dict(state["forecaster"])
+        self._regularizer.reset()
         self._regularizer.steps = state["steps"]
+
+
+def _check_options(logits: Any, class_dim: Any, strict: Any) -> None:
+    if logits is not None and not callable(logits):
+        raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
+    if isinstance(class_dim, bool) or not isinstance(class_dim, int):
+        raise TypeError(f"class_dim={class_dim!r} must be an integer, got {type(class_dim).__name__}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict={strict!r} must be True or False")
 
 
 def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:

@@ -6,6 +6,7 @@ classes here are frozen dataclasses, so that they print, compare and pickle.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class LinearWarmup:
 
     Raises:
         ValueError: a negative value or fewer than one step.
+        TypeError: no number.
 
     Examples:
         >>> schedule = LinearWarmup(1.0, steps=4)
@@ -66,6 +68,7 @@ class CosineRamp:
 
     Raises:
         ValueError: a negative value or fewer than one step.
+        TypeError: no number.
 
     Examples:
         >>> schedule = CosineRamp(1.0, steps=2)
@@ -84,10 +87,13 @@ class CosineRamp:
 
 
 def _check_ramp(value: float, steps: int) -> None:
+    for name, given in (("value", value), ("steps", steps)):
+        if isinstance(given, bool) or not isinstance(given, numbers.Real):
+            raise TypeError(f"{name}={given!r} must be a number, got {type(given).__name__}")
     if not 0 <= value < math.inf:
         raise ValueError(f"value={value!r} must be a finite number of at least 0")
-    if steps < 1:
-        raise ValueError(f"steps={steps!r} must be at least 1")
+    if not 1 <= steps < math.inf:
+        raise ValueError(f"steps={steps!r} must be a finite number of at least 1")
 
 
 def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Schedule:
@@ -102,12 +108,24 @@ def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Sche
         0.6
     """
     if callable(value):
+        _check_takes_step(value, name)
         return Checked(value, name, upper)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a number or a callable of the step, got {type(value).__name__}")
     schedule = Checked(Constant(float(value)), name, upper)
     schedule(1)
     return schedule
+
+
+def _check_takes_step(schedule: Schedule, name: str) -> None:
+    try:
+        signature = inspect.signature(schedule)
+    except ValueError:  # one written in C
+        return
+    try:
+        signature.bind(1)
+    except TypeError as error:
+        raise TypeError(f"{name}={schedule!r} cannot be called with the step alone: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -129,7 +147,10 @@ class Checked:
     upper: float
 
     def __call__(self, step: int) -> float:
-        value = float(self.schedule(step))
+        given = self.schedule(step)
+        if not hasattr(given, "__float__"):
+            raise TypeError(f"{self.name} at step {step} must be a number, got {type(given).__name__}")
+        value = float(given)
         if not 0 <= value <= self.upper or value == math.inf:
             allowed = f"in [0, {self.upper:g}]" if self.upper < math.inf else "a finite number of at least 0"
             raise ValueError(f"{self.name}={value!r} at step {step} must be {allowed}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, ClassVar
@@ -37,6 +38,17 @@ def without_gradient(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that have none."""
     missing = map(is_, map(_gradient, parameters_of(optimizer)), repeat(None))
     return list(compress(parameters_of(optimizer), missing))
+
+
+@contextmanager
+def all_or_nothing(optimizer: Optimizer) -> Iterator[None]:
+    """Give an optimizer its groups and its state back if the block, which loads others, raises."""
+    before = {"param_groups": optimizer.param_groups, "state": optimizer.state}
+    try:
+        yield
+    except Exception:
+        vars(optimizer).update(before)  # torch binds new objects when it loads, and leaves the old ones as they were
+        raise
 
 
 def _asked_by_distributed_checkpoint() -> bool:
@@ -152,8 +164,12 @@ class OptimizerWrapper(Optimizer):
         """Take over a state that :meth:`state_dict` gave.
 
         Raises:
-            ValueError: the state of another class, of a plain optimizer, or of other shapes; nothing is changed then.
+            ValueError: the state of another class, of a plain optimizer, of other shapes, or a damaged one; nothing is
+                changed then.
+            TypeError: no dictionary.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -164,9 +180,13 @@ class OptimizerWrapper(Optimizer):
                 f"{self._name}. To go on from a plain optimizer's checkpoint load it into optimizer.base; "
                 "torch.distributed.checkpoint loses our part with flatten_optimizer_state_dict=True"
             )
-        self._check_own_state(own)
-        self.base.load_state_dict(state_dict)
-        self._load_own_state(own)
+        try:
+            self._check_own_state(own)
+            with all_or_nothing(self.base):
+                self.base.load_state_dict(state_dict)
+                self._load_own_state(own)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"state_dict is damaged, and nothing was loaded: {error!r}") from error
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -119,8 +119,8 @@ def test_bad_labels(labels, error, message):
     model = mlp()
     optimizer = wrap(model)
     before = copy.deepcopy(optimizer.state_dict()["dcl_optim.DCPOptimizer"])
-    optimizer.set_targets(labels)
     with pytest.raises(error, match=message):  # noqa: PT012
+        optimizer.set_targets(labels)
         z = model(torch.randn(3, FEATURES, dtype=torch.float64))
         z.sum().backward()
     assert all(p.grad is None for p in model.parameters())

@@ -1,0 +1,69 @@
+"""A small training with its checkpoint, and ways to damage what is in it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, batches, mlp
+
+VARIANTS = ("dcl", "dcp")
+# What is put in place of each part of a state in turn.
+JUNK: dict[str, Any] = {"none": None, "text": "text", "minus one": -1, "nan": float("nan"), "list": [], "empty": {}}
+JUNK |= {"scalar": torch.tensor(0.0), "vector": torch.zeros(7), "complex": torch.zeros(2, dtype=torch.complex64)}
+ABSENT = object()
+
+
+class Training:
+    """A model and its optimizer after some steps."""
+
+    def __init__(self, variant: str, steps: int, **options: Any) -> None:
+        self.model, self.criterion = mlp(), torch.nn.CrossEntropyLoss()
+        base = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        if variant == "dcl":
+            self.optimizer: Any = DCLOptimizer(base, self.model, criterion=self.criterion, **options)
+        else:
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, **options)
+        for x, y in batches(steps):
+            self.optimizer.zero_grad()
+            self.criterion(self.model(x), y).backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def everything(self) -> bytes:
+        """All that a failed call must leave alone, to the bit."""
+        hooks = [len(vars(m)[name]) for m in (self.model, self.criterion) for name in vars(m) if name.endswith("hooks")]
+        file = io.BytesIO()
+        torch.save(self.state() | {"random": torch.get_rng_state(), "hooks": hooks}, file)
+        return file.getvalue()
+
+    def resume(self, path: Path) -> None:
+        """As a script does it: the optimizer, which checks what it is given, comes first."""
+        state = torch.load(path, weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state["model"])
+
+
+def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each part of a nested state, itself left out."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for key, value in items:
+        yield (*above, key)
+        yield from places(value, (*above, key))
+
+
+def replaced(tree: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a state with another part at a place, or with none."""
+    if not place:
+        return value
+    items = list(tree.items() if isinstance(tree, dict) else enumerate(tree))
+    changed = [(key, replaced(part, place[1:], value) if key == place[0] else part) for key, part in items]
+    kept = [(key, part) for key, part in changed if part is not ABSENT]
+    return dict(kept) if isinstance(tree, dict) else type(tree)(part for _, part in kept)

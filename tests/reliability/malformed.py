@@ -1,0 +1,83 @@
+"""Values that each argument must not have, and others that it may have beside a wrong one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcl_optim import LinearWarmup
+from tests.helpers import CLASSES, mlp
+
+NAN, INF = float("nan"), float("inf")
+NO_NUMBERS = ["0.5", "", b"1", [0.5], {}, (1,), 1j, object(), nn.ReLU, torch.zeros(3)]
+NO_FLAGS = ["yes", 1, 0.0, None, [], {}]
+NO_INTEGERS = [1.5, "1", NAN, [], {}, True, 1j]
+
+WRONG: dict[str, list[Any]] = {
+    "weight": [-1, -0.1, NAN, INF, -INF, True, "0.5", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
+    "alpha": [-0.1, 1.01, NAN, INF, -INF, False, "0.6", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
+    "distance": ["mes", "", "MSE", 3, None, [], 1.5, b"mse", {}],
+    "reduction": ["max", "", "Mean", None, 3, [], {}],
+    "temperature": [0, -1.0, NAN, INF, True, *NO_NUMBERS],
+    "preset": ["best", "", None, 3, [], {}],
+    "loss_scale": [0, -2, NAN, INF, True, None, "fp16", "", [], {}, b"auto"],
+    "criterion": [F.cross_entropy, "cross entropy", 3, nn.CrossEntropyLoss, [nn.CrossEntropyLoss()]],
+    "logits": [3, "logits", [0], {}, 1.5],
+    "class_dim": [None, *NO_INTEGERS],
+    "strict": NO_FLAGS,
+    "wieght": [0.1],
+    "Alpha": [0.6],
+    "lambda_": [0.1],
+    "base_optimizer": [None, "sgd", 3, torch.optim.SGD, mlp(), [], lambda parameters: None],
+    "model": [None, "mlp", 3, nn.Linear, nn.Linear(3, 3), F.relu, [mlp()], torch.zeros(3)],
+}
+WRONG_DCL: dict[str, list[Any]] = {
+    "companion": ["resnet", 3, [], lambda: 3, lambda: None, nn.ReLU()],
+    "companion_optimizer": [3, "sgd", [], lambda parameters: None, torch.optim.SGD(mlp().parameters(), lr=0.1)],
+    "companion_lr_scale": [0, -1, NAN, INF, True, None, *NO_NUMBERS],
+    "companion_fraction": [0.0, -0.5, 1.01, NAN, INF, True, None, *NO_NUMBERS],
+    "companion_every": [0, -3, None, *NO_INTEGERS],
+    "companion_device": ["abacus", "", "cpu:x", 1.5, [], {}],
+    "companion_dtype": [torch.int64, torch.bool, "float32", 32, float, []],
+    "overlap": NO_FLAGS,
+    "num_classes": [CLASSES],
+}
+WRONG_DCP: dict[str, list[Any]] = {
+    "num_classes": [0, -1, None, *NO_INTEGERS],
+    "targets": [3, [], {}, 1.5, torch.zeros(3)],
+    "ignore_index": NO_INTEGERS,
+    "companion_fraction": [0.5],
+}
+RIGHT: dict[str, list[Any]] = {
+    "weight": [0.0, 0.1, 2, None, LinearWarmup(1.0, 3)],
+    "alpha": [0.0, 0.6, 1, None],
+    "preset": ["default", "paper"],
+    "distance": ["mse", "l1"],
+    "reduction": ["mean", "sum_classes"],
+    "criterion": [None, nn.CrossEntropyLoss()],
+    "loss_scale": ["auto", 2.0],
+    "class_dim": [1, -1],
+    "strict": [True, False],
+}
+RIGHT_DCL: dict[str, list[Any]] = {
+    "companion": [None, partial(mlp, 3)],
+    "companion_lr_scale": [0.5, 1],
+    "companion_fraction": [0.5, 1],
+    "companion_every": [1, 2],
+    "companion_device": [None, "cpu"],
+    "companion_dtype": [None, torch.float32],
+}
+RIGHT_DCP: dict[str, list[Any]] = {"targets": [None, "labels"], "ignore_index": [None, 255]}
+WRONG_RAMP: dict[str, list[Any]] = {
+    "value": [-1, -0.1, NAN, INF, None, True, *NO_NUMBERS],
+    "steps": [0, -1, NAN, INF, None, True, *NO_NUMBERS],
+}
+# What a schedule must not give; the error comes in the backward that asks for it.
+WRONG_RETURNS = [-0.1, NAN, INF, -INF, "0.5", None, [], {}, 1j, b"1"]
+NO_LABELS = [None, 3, "labels", [0, 1], {}, NAN, nn.ReLU()]
+NO_STATES = [None, 3, "state", [], {}, NAN, {"state": {}}, {"param_groups": []}, torch.zeros(3), ({},)]
+NO_CLOSURES = [3, "closure", [], {}, NAN, torch.zeros(3)]

@@ -1,0 +1,134 @@
+"""Damaged and hostile checkpoints: an error before anything changes, and no code of theirs is run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reliability.hostile import ABSENT, JUNK, VARIANTS, Training, places, replaced
+
+FLIPS = 200
+# What torch.load raises for a file that was cut off; an empty one is an OSError.
+
+UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, OSError)
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def checkpoint(variant, tmp_path) -> Path:
+    """Of a training that is three steps ahead of the one that is to take it over."""
+    path = tmp_path / "run.pt"
+    torch.save(Training(variant, 6).state(), path)
+    return path
+
+
+def test_truncated_files_are_refused(variant, checkpoint):
+    whole, victim = checkpoint.read_bytes(), Training(variant, 3)
+    before = victim.everything()
+    for kept in [*range(0, len(whole), len(whole) // 97), len(whole) - 1]:
+        checkpoint.write_bytes(whole[:kept])
+        with pytest.raises(UNREADABLE):
+            victim.resume(checkpoint)
+        assert victim.everything() == before
+    checkpoint.write_bytes(whole)
+    victim.resume(checkpoint)
+    assert victim.everything() == Training(variant, 6).everything()
+
+
+def is_taken(load: Callable[[], None], error: type[Exception]) -> bool:
+    try:
+        load()
+    except error:
+        return False
+    return True
+
+
+def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(variant, checkpoint):
+    """torch.load does not compare the checksums of tensors: a bit flipped inside one goes unnoticed."""
+    whole, draw, victim = checkpoint.read_bytes(), random.Random(0), Training(variant, 3)
+    before, ours, taken = victim.everything(), copy.deepcopy(victim.optimizer.state_dict()), 0
+
+    def load() -> None:  # torch.load runs into any error, in the middle of a pickle that makes no sense
+        victim.optimizer.load_state_dict(torch.load(checkpoint, weights_only=True)["optimizer"])
+
+    for _ in range(FLIPS):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        checkpoint.write_bytes(damaged)
+        if is_taken(load, Exception):
+            taken += 1
+            victim.optimizer.load_state_dict(ours)
+        assert victim.everything() == before
+    print(f"{variant}: {FLIPS - taken} of {FLIPS} flips refused")
+    assert taken < 0.9 * FLIPS
+
+
+class Attack:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.marker,))
+
+
+@pytest.mark.parametrize("place", [("optimizer",), ("model", "0.weight"), ("optimizer", "param_groups")])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_checkpoint_is_not_run(variant, checkpoint, tmp_path, place, zipped):
+    marker = tmp_path / "executed"
+    state = replaced(torch.load(checkpoint, weights_only=True), place, Attack(marker))
+    torch.save(state, checkpoint, _use_new_zipfile_serialization=zipped)
+    victim = Training(variant, 3)
+    before = victim.everything()
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        victim.resume(checkpoint)
+    assert victim.everything() == before
+    assert not marker.exists()
+    torch.load(checkpoint, weights_only=False)
+    assert marker.exists(), "without weights_only it is run: the attack is a real one"
+
+
+def is_left_to_torch(place: tuple[Any, ...]) -> bool:
+    """Whether a place is inside a base's or companion's optimizer state or group, which torch does not look into."""
+    return any(name in place[:-1] for name in ("state", "param_groups"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, for what it makes of complex numbers and indices
+def test_a_state_with_anything_wrong_is_refused_whole(variant):
+    good, victim = Training(variant, 6).optimizer.state_dict(), Training(variant, 3)
+    before, ours = victim.everything(), copy.deepcopy(victim.optimizer.state_dict())
+    refused, taken = 0, set()
+    for place in places(good):
+        for name, junk in {**JUNK, "absent": ABSENT}.items():
+            bad = replaced(good, place, junk)
+            if is_taken(lambda bad=bad: victim.optimizer.load_state_dict(bad), ValueError):
+                taken.add((place, name))
+                victim.optimizer.load_state_dict(ours)
+            else:
+                refused += 1
+            assert victim.everything() == before, (place, name)
+    print(f"{variant}: {refused} refused, {len(taken)} taken")
+    empty_states = {(place, name) for place, name in taken if place[-1] == "state" and name == "empty"}
+    assert {place for place, _ in taken - empty_states if not is_left_to_torch(place)} == set()
+    assert refused > 100
+
+
+@pytest.mark.parametrize("junk", ["text", 3, None, [], torch.zeros(3)], ids=str)
+def test_what_is_no_dictionary_is_a_type_error(variant, junk):
+    victim = Training(variant, 3)
+    before = victim.everything()
+    with pytest.raises(TypeError, match="state_dict must be a dictionary"):
+        victim.optimizer.load_state_dict(junk)
+    assert victim.everything() == before

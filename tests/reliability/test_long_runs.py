@@ -1,0 +1,89 @@
+"""Twenty thousand steps keep no memory; two threads train as one after the other does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp
+from tests.reliability.hostile import VARIANTS
+from tests.reliability.long_run import MOST_BYTES, STEPS, WARM_UP, growth
+from tests.reliability.processes import server
+
+
+def measured(variant: str) -> tuple[int, int]:
+    """Tensors and bytes that the steps have added, in a fresh process: old memory that is free would hide a leak."""
+    context = server()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=growth, args=(variant, theirs))
+    process.start()
+    theirs.close()
+    found = ours.recv()
+    process.join()
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_many_steps_keep_no_memory(variant):
+    tensors, size = measured(variant)
+    print(f"{variant}: {tensors} tensors and {size} bytes more after {STEPS - WARM_UP} steps")
+    assert tensors == 0
+    assert size < MOST_BYTES
+
+
+@pytest.mark.parametrize(("variant", "tensors"), [("leak", STEPS - WARM_UP), ("leak in the graph", 0)])
+def test_a_leak_of_one_small_tensor_a_step_is_found(variant, tensors):
+    found, size = measured(variant)
+    print(f"{variant}: {found} tensors and {size} bytes more")
+    assert found == tensors, "what only autograd's graph holds is no Python object"
+    assert size > 2 * MOST_BYTES
+
+
+class Trainee:
+    """A training without random draws: dropout draws from the process's one generator, in the order of the threads."""
+
+    def __init__(self, variant: str, seed: int) -> None:
+        self.model = (mlp, batch_norm_net)[seed % 2](seed)
+        self.criterion, self.seed = nn.CrossEntropyLoss(), seed
+        base = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        if variant == "dcl":
+            self.optimizer: Any = DCLOptimizer(base, self.model, criterion=self.criterion, weight=1.0)
+        else:
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, weight=1.0)
+
+    def train(self, barrier: threading.Barrier | None = None) -> None:
+        torch.set_num_threads(1)
+        for x, y in batches(150, seed=self.seed):
+            if barrier:
+                barrier.wait(timeout=60)
+            self.optimizer.zero_grad()
+            self.criterion(self.model(x), y).backward()
+            self.optimizer.step()
+
+    def end(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("pair", [("dcl", "dcl"), ("dcp", "dcp"), ("dcl", "dcp")], ids="-".join)
+def test_two_threads_train_as_one_after_the_other_does(pair):
+    alone = [Trainee(variant, seed) for seed, variant in enumerate(pair)]
+    for trainee in alone:
+        trainee.train()
+    together, barrier = [Trainee(variant, seed) for seed, variant in enumerate(pair)], threading.Barrier(2)
+    threads = [threading.Thread(target=trainee.train, args=(barrier,)) for trainee in together]
+    state, interval = torch.get_rng_state(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # many more changes of threads than usual
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    for one, other in zip(alone, together, strict=True):
+        assert_same(one.end(), other.end())
+    assert torch.equal(torch.get_rng_state(), state)
