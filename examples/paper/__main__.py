@@ -44,8 +44,9 @@ def run(name: str, options: argparse.Namespace) -> None:
                 Job(label, configuration, seed, experiment.part, options.device, threads, options.checkpoints)
             )
     with tqdm(total=len(wanted), desc=name, unit="run") as bar:
-        for record in finished(wanted, options.jobs):
+        for job, record in finished(wanted, options.jobs):
             records.append(record, path)
+            job.checkpoint.unlink(missing_ok=True)
             bar.update()
 
 

@@ -29,6 +29,11 @@ class Job:
     threads: int
     folder: Path
 
+    @property
+    def checkpoint(self) -> Path:
+        """What an interrupted run goes on from; to be kept until its record is written."""
+        return self.folder / f"{self.configuration.key(self.seed)}.pt"
+
 
 def pending(experiment: Experiment, done: Sequence[Record], seeds: int) -> Iterator[tuple[str, Configuration, int]]:
     """The runs that no record is there for, seed by seed, so that an early end leaves whole comparisons.
@@ -49,22 +54,20 @@ def finish(job: Job, quiet: bool = True) -> Record:
     """Train a run to its end and measure it."""
     torch.set_num_threads(job.threads)
     run = Run(job.configuration, job.seed, torch.device(job.device))
-    checkpoint = job.folder / f"{job.configuration.key(job.seed)}.pt"
     title = f"{job.label}, seed {job.seed}"
     with tqdm(total=job.configuration.epochs, desc=title, leave=False, disable=quiet or None) as bar:
-        train(run, checkpoint, progress=lambda epoch: bar.update(epoch - bar.n) and None)
+        train(run, job.checkpoint, progress=lambda epoch: bar.update(epoch - bar.n) and None)
     record = {"label": job.label, "seed": job.seed, "part": job.part, "configuration": job.configuration.as_dict()}
-    record |= run.figures(job.part) | records.circumstances(job.device, job.threads)
-    checkpoint.unlink(missing_ok=True)
-    return record
+    return record | run.figures(job.part) | records.circumstances(job.device, job.threads)
 
 
-def finished(jobs: Sequence[Job], processes: int) -> Iterator[Record]:
-    """The records of jobs, as they come in."""
+def finished(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Record]]:
+    """Jobs and their records, as they come in."""
     if processes == 1:
-        yield from (finish(job, quiet=False) for job in jobs)
+        yield from ((job, finish(job, quiet=False)) for job in jobs)
         return
     context = multiprocessing.get_context("spawn")  # forked processes inherit OpenMP's threads in a broken state
     with ProcessPoolExecutor(processes, mp_context=context) as executor:
-        for future in as_completed([executor.submit(finish, job) for job in jobs]):
-            yield future.result()
+        submitted = {executor.submit(finish, job): job for job in jobs}
+        for future in as_completed(submitted):
+            yield submitted[future], future.result()

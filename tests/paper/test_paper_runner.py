@@ -136,6 +136,16 @@ def test_a_finished_run_is_not_made_again(small, monkeypatch):
     assert small("run", "small") == both
 
 
+def test_a_run_whose_record_could_not_be_written_is_not_trained_again(small, monkeypatch, tmp_path):
+    with monkeypatch.context() as broken:
+        broken.setattr(records, "append", lambda record, path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            small("run", "small", "--only", "CE", "--seeds", "1")
+    monkeypatch.setattr(Run, "train_epoch", None)
+    assert [r["label"] for r in small("run", "small", "--only", "CE", "--seeds", "1")] == ["CE"]
+    assert not [path for path in tmp_path.rglob("*.pt") if "data" not in path.parts]
+
+
 def test_what_another_experiment_has_run_is_taken_from_there(small, tmp_path, monkeypatch):
     first = small("run", "small", "--only", "DCL")
     runs = {"plain": TINY, "the same": replace(TINY, method="dcl"), "other": replace(TINY, method="dcl", lr=0.01)}
