@@ -76,15 +76,15 @@ def variation(name: str) -> str:
     return "\n".join(grid(head, lines, words=1))
 
 
-def application(module: str) -> str:
-    """The table of an application at its default settings, and where its figures come from."""
+def application(module: str, **changed: Any) -> str:
+    """The table of an application at its default settings but for those changed, and where its figures come from."""
     from importlib import import_module
 
     from examples.applications.comparison import made, results_file, table
 
     found = import_module(f"examples.applications.{module}").APPLICATION
     path = results_file(found, RESULTS)
-    return f"{table(found, made(found, found.settings, path))}\n\n[{path.name}](results/{path.name})"
+    return f"{table(found, made(found, {**found.settings, **changed}, path))}\n\n[{path.name}](results/{path.name})"
 
 
 def source(module: str, *names: str) -> str:
