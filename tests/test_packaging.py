@@ -1,0 +1,84 @@
+"""What is built is what is meant: the wheel has the package alone, the sdist all that its tests read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from dcl_optim import __version__
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("dcl_optim", "tests", "benchmarks", "examples", "docs")
+FILES = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "mkdocs.yml", "pyproject.toml"}
+NAME = f"dcl_optim-{__version__}"
+
+
+def files_of(folder: str) -> set[str]:
+    """The files of a folder of the repository, without what tools leave there."""
+    paths = (path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {path.as_posix() for path in paths if not any(part[0] in "._" for part in path.parts[:-1])}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture
+def wheel(built) -> zipfile.ZipFile:
+    with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as archive:
+        yield archive
+
+
+@pytest.fixture
+def metadata(wheel) -> Message:
+    return Parser().parsestr(wheel.read(f"{NAME}.dist-info/METADATA").decode())
+
+
+def test_wheel_has_the_package_and_nothing_else(wheel):
+    names = {name for name in wheel.namelist() if not name.startswith(f"{NAME}.dist-info/")}
+    assert names == files_of("dcl_optim")
+    assert {"dcl_optim/py.typed", "dcl_optim/demo.py"} <= names
+    assert f"{NAME}.dist-info/licenses/LICENSE" in wheel.namelist()
+
+
+def test_sdist_has_what_its_tests_read(built):
+    with tarfile.open(built / f"{NAME}.tar.gz") as archive:
+        names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
+    assert names == FILES.union(*map(files_of, FOLDERS), {"PKG-INFO", ".gitignore"})
+
+
+def test_metadata(metadata):
+    fields = ("Name", "Version", "License-Expression", "Requires-Python", "Description-Content-Type")
+    assert [metadata[field] for field in fields] == ["dcl-optim", __version__, "MIT", ">=3.10", "text/markdown"]
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    assert set(metadata.get_all("Provides-Extra")) == {"demo", "integrations", "paper", "test", "docs", "dev"}
+    needed = {line for line in metadata.get_all("Requires-Dist") if ";" not in line}
+    assert {line.split(">=")[0] for line in needed} == {"torch", "numpy"}
+
+
+def test_classifiers_name_the_pythons_of_the_matrix(metadata):
+    classifiers = metadata.get_all("Classifier")
+    named = {line.split(" :: ")[-1] for line in classifiers if line.startswith("Programming Language :: Python :: 3.")}
+    assert named == {"3.10", "3.11", "3.12", "3.13"}
+    assert "Typing :: Typed" in classifiers
+
+
+def test_console_script(wheel):
+    script = wheel.read(f"{NAME}.dist-info/entry_points.txt").decode().split()
+    assert script == ["[console_scripts]", "dcl-demo", "=", "dcl_optim.demo:main"]
+
+
+@pytest.mark.parametrize("command", [["-m", "dcl_optim"], [Path(sys.executable).with_name("dcl-demo")]])
+def test_version(command, tmp_path):
+    done = subprocess.run([sys.executable, *command, "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dcl-optim {__version__}\n", "")

@@ -1,0 +1,260 @@
+"""The public names, those that docs/api.md documents, and their signatures change only on purpose.
+
+After a change on purpose, replace ``FROZEN`` by what ``python -m tests.test_public_api`` prints.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any
+
+import dcl_optim
+from tests.typing import user_script
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
+
+FROZEN = """\
+dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+dcl_optim.DCLOptimizer(base_optimizer, model, *, preset='default', weight=None, alpha=None, distance='mse',
+        reduction='mean', temperature=None, companion=None, companion_optimizer=None, companion_lr_scale=1.0,
+        companion_fraction=1.0, companion_every=1, companion_device=None, companion_dtype=None, overlap=False,
+        criterion=None, loss_scale='auto', logits=None, class_dim=1, strict=True)
+    .companion
+    .companion_optimizer
+dcl_optim.DCPOptimizer(base_optimizer, model, num_classes, *, preset='default', weight=None, alpha=None,
+        distance='mse', reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None,
+        loss_scale='auto', logits=None, class_dim=1, strict=True)
+    .prototypes
+    .prototypes_of(self, classes)
+    .set_targets(self, targets)
+    .step(self, closure=None, targets=None)
+dcl_optim.presets.PRESETS = ('default', 'paper')
+dcl_optim.presets.DCL = {'default': {'weight': 0.1, 'alpha': 0.6}, 'paper': {'weight': 1.0, 'alpha': 0.6}}
+dcl_optim.presets.DCP = {'default': {'weight': 0.1, 'alpha': 0.97}, 'paper': {'weight': 1.0, 'alpha': 0.6}}
+dcl_optim.schedules.RunningAverage()
+    .__call__(self, step)
+dcl_optim.schedules.LinearWarmup(value, steps)
+    .__call__(self, step)
+dcl_optim.schedules.CosineRamp(value, steps)
+    .__call__(self, step)
+dcl_optim.tap.find_logits(output)
+dcl_optim.metrics.top_non_target(logits, labels)
+dcl_optim.metrics.top_non_target_counts(logits, labels)
+dcl_optim.metrics.non_target_distribution(logits, labels)
+dcl_optim.metrics.top_non_target_consistency(logits, labels)
+dcl_optim.metrics.non_target_perplexity(logits, labels)
+dcl_optim.metrics.logit_drift(logits_before, logits_after)
+dcl_optim.streams.Stream()
+    .compute(self)
+    .reset(self)
+    .summands(self, first, second, /)
+    .update(self, first, second, /)
+    .value(self, sums)
+    .zeros(self)
+dcl_optim.streams.TopNonTargetConsistency(num_classes, average='macro')
+    .summands(self, logits, labels)
+    .update(self, logits, labels)
+    .value(self, sums)
+    .zeros(self)
+dcl_optim.streams.NonTargetPerplexity(num_classes, average='macro')
+    .summands(self, logits, labels)
+    .update(self, logits, labels)
+    .value(self, sums)
+    .zeros(self)
+dcl_optim.streams.LogitDrift()
+    .compute(self)
+    .summands(self, logits_before, logits_after)
+    .update(self, logits_before, logits_after)
+    .value(self, sums)
+    .zeros(self)
+dcl_optim.streams.as_torchmetric(stream)
+dcl_optim.plots.class_embedding(logits, labels, path, class_names=None, *, classes=None, title=None)
+dcl_optim.plots.class_embedding_figure(logits, labels, class_names=None, *, classes=None, title=None)
+dcl_optim.plots.curves_figure(histories, title, split)
+dcl_optim.plots.histogram_figure(logits, labels, class_index, class_names=None, *, most=8, title=None)
+dcl_optim.plots.logit_embedding(before, after, labels, path, class_names=None, *, epochs=('before', 'after'),
+        title=None)
+dcl_optim.plots.logit_embedding_figure(before, after, labels, class_names=None, *, epochs=('before', 'after'),
+        title=None)
+dcl_optim.plots.perplexity_bars(logits, labels, path, class_names=None, *, classes=None, title=None)
+dcl_optim.plots.perplexity_figure(logits, labels, class_names=None, *, classes=None, title=None)
+dcl_optim.plots.top_non_target_histogram(logits, labels, class_index, path, class_names=None, *, most=8, title=None)
+dcl_optim.plots.training_curves(histories, path, *, title='Training with and without a companion', split='test')
+dcl_optim.functional.to_rows(tensor, class_dim=1)
+dcl_optim.functional.mse(z, c, reduction='mean')
+dcl_optim.functional.l1(z, c, reduction='mean')
+dcl_optim.functional.kl(z, c, temperature=4.0)
+dcl_optim.functional.infonce(z, c, temperature=0.1)
+dcl_optim.functional.resolve_distance(distance, reduction='mean', temperature=None)
+dcl_optim.functional.value_and_gradient(distance, z, c)
+dcl_optim.functional.squared(difference, rows, reduction='mean', out=None)
+dcl_optim.functional.chase_target(z, c, alpha)
+dcl_optim.functional.class_totals(rows, classes, counts, num_classes)
+dcl_optim.functional.departure_weights(counts, seen, alpha)
+dcl_optim.loss_scale.recover_from_cross_entropy(z, gradient)
+dcl_optim.loss_scale.LossScale(source)
+    .resolve(self, forward, gradient, several)
+dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
+        weight=1.0, alpha=0.6, chase=True)
+dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
+        per_class=False)
+dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance=mse, *, weight, alpha,
+        criterion=None, labels=None, loss_scale='auto', logits=None, class_dim=1, strict=True)
+    .add_param_group(self, param_group)
+    .defaults
+    .detach(self)
+    .load_state_dict(self, state_dict)
+    .logs(self)
+    .param_groups
+    .penalty
+    .state
+    .state_dict(self)
+    .step(self, closure=None)
+    .zero_grad(self, set_to_none=True)
+dcl_optim.forecaster.Forecaster()
+    .begin(self, args, kwargs, state, step)
+    .begin_step(self)
+    .check_state(self, state)
+    .close(self)
+    .create_state(self)
+    .digest(self)
+    .draws = True
+    .forget(self)
+    .forward_ended(self)
+    .groups_changed(self)
+    .load_state_dict(self, state)
+    .observe(self, forward, distance, alpha, scale)
+    .overlaps = False
+    .penalty(self, forward, distance)
+    .predict(self, args, kwargs, forward, state)
+    .prepare(self)
+    .rest(self)
+    .state_dict(self)
+    .step(self)
+    .switch(self, mode)
+dcl_optim.companion.Companion(model, base, find_logits, class_dim, *, companion=None, companion_optimizer=None,
+        lr_scale=1.0, fraction=1.0, every=1, overlap=False, device=None, dtype=None)
+    .begin(self, args, kwargs, state, step)
+    .begin_step(self)
+    .check_state(self, state)
+    .close(self)
+    .create_state(self)
+    .digest(self)
+    .forget(self)
+    .forward_ended(self)
+    .groups_changed(self)
+    .load_state_dict(self, state)
+    .observe(self, forward, distance, alpha, scale)
+    .predict(self, args, kwargs, forward, state)
+    .prepare(self)
+    .rest(self)
+    .state_dict(self)
+    .step(self)
+    .switch(self, mode)
+dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like)
+    .check_state(self, state)
+    .draws = False
+    .forget(self)
+    .load_state_dict(self, state)
+    .observe(self, forward, distance, alpha, scale)
+    .of(self, classes)
+    .penalty(self, forward, distance)
+    .seen
+    .state_dict(self)
+    .step(self)
+    .values
+"""
+
+
+def documented() -> Iterator[str]:
+    """The full names on the page: of modules the members that are named, or all functions and classes of their own."""
+    for name, members in DIRECTIVE.findall(PAGE.read_text(encoding="utf-8")):
+        found = resolve_name(name)
+        if inspect.ismodule(found):
+            yield from (f"{name}.{member}" for member in (members.split(", ") if members else own(found)))
+        else:
+            yield name
+
+
+def own(module: ModuleType) -> list[str]:
+    """What a module exports: its ``__all__``, or the public functions and classes that it defines."""
+    defined = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
+    return getattr(module, "__all__", [name for name in defined if name[0] != "_"])
+
+
+class Default:
+    """A default as a script would write it: a function by its name."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return self.value.__qualname__ if inspect.isfunction(self.value) else repr(self.value)
+
+
+def signature(name: str, function: Any) -> str:
+    """Names, kinds and defaults of the parameters; types are tests/typing's matter."""
+    parameters = [
+        parameter.replace(
+            annotation=parameter.empty,
+            default=parameter.empty if parameter.default is parameter.empty else Default(parameter.default),
+        )
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+    return f"{name}{inspect.Signature(parameters)}"
+
+
+def members(kind: type, others: set[Any]) -> Iterator[str]:
+    """A class's public methods and attributes, without those of bases that have lines of their own or are torch's."""
+    bases = itertools.takewhile(lambda base: base not in others and base.__module__.startswith("dcl_optim"), kind.mro())
+    for name in sorted({name for base in bases for name in vars(base) if name[0] != "_" or name == "__call__"}):
+        value = inspect.getattr_static(kind, name)
+        if inspect.isfunction(value):
+            yield "    " + signature(f".{name}", value)
+        else:
+            yield f"    .{name}" + ("" if isinstance(value, property) else f" = {value!r}")
+
+
+def lines() -> Iterator[str]:
+    yield f"dcl_optim: {', '.join(dcl_optim.__all__)}"
+    public = {name: resolve_name(name) for name in documented()}
+    classes = {value for value in public.values() if isinstance(value, type)}
+    for name, value in public.items():
+        yield signature(name, value) if callable(value) else f"{name} = {value!r}"
+        if isinstance(value, type):
+            yield from members(value, classes - {value})
+
+
+def api() -> str:
+    wrapped = (textwrap.fill(line, 116, subsequent_indent=" " * 8, break_on_hyphens=False) for line in lines())
+    return "".join(line + "\n" for line in wrapped)
+
+
+def test_public_names_and_signatures_are_the_frozen_ones():
+    """In a process of its own: a step that was wrapped for a profiler is an attribute of the class ever after."""
+    printed = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == FROZEN.splitlines()
+
+
+def test_what_the_package_exports_is_documented():
+    on_page = [resolve_name(name) for name in documented()]
+    assert [name for name in dcl_optim.__all__ if getattr(dcl_optim, name) not in on_page] == ["__version__"]
+
+
+def test_the_typed_script_runs(tmp_path, capsys):
+    user_script.main(tmp_path)
+    assert capsys.readouterr().out.startswith(dcl_optim.__version__)
+
+
+if __name__ == "__main__":
+    print(api(), end="")

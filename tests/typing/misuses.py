@@ -1,0 +1,38 @@
+"""What pyright has to flag: a misuse that it let pass would leave its comment unnecessary, which is an error too."""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=error
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
+from dcl_optim.metrics import logit_drift
+from dcl_optim.streams import LogitDrift
+
+
+def constructors(model: nn.Module, base: torch.optim.Optimizer, name: str) -> None:
+    DCLOptimizer(model, base)  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base)  # pyright: ignore[reportCallIssue]
+    DCLOptimizer(base, model, 0.1)  # pyright: ignore[reportCallIssue]
+    DCLOptimizer(base, model, lambda_=0.1)  # pyright: ignore[reportCallIssue]
+    DCLOptimizer(base, model, weight="0.1")  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base, model, alpha=lambda: 0.5)  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base, model, distance=lambda z: z.mean())  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base, model, companion=nn.Linear)  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base, model, companion_dtype="bfloat16")  # pyright: ignore[reportArgumentType]
+    DCPOptimizer(base, model)  # pyright: ignore[reportCallIssue]
+    DCPOptimizer(base, model, "10")  # pyright: ignore[reportArgumentType]
+    LinearWarmup(1.0)  # pyright: ignore[reportCallIssue]
+
+
+def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
+    optimizer.step(targets=z)  # pyright: ignore[reportCallIssue]
+    optimizer.step(z)  # pyright: ignore[reportArgumentType]
+    optimizer.companion = nn.Linear(1, 1)  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.load_state_dict([])  # pyright: ignore[reportArgumentType]
+    prototypes.prototypes_of([0])  # pyright: ignore[reportArgumentType]
+    prototypes.set_targets("labels")  # pyright: ignore[reportArgumentType]
+    logit_drift(z)  # pyright: ignore[reportCallIssue]
+    LogitDrift(10)  # pyright: ignore[reportCallIssue]

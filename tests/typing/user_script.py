@@ -1,0 +1,104 @@
+"""A script as a user writes it. Pyright, strict, may object to nothing but three functions of torch that lack types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+from dcl_optim.functional import kl
+from dcl_optim.metrics import logit_drift, top_non_target_consistency
+from dcl_optim.streams import NonTargetPerplexity
+
+CLASSES, FEATURES = 3, 8
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(32, FEATURES), torch.randint(CLASSES, (32,))
+
+
+def plain_loop(path: Path) -> dict[str, float]:
+    """The loop with a scheduler, and a checkpoint that a second optimizer goes on from."""
+    model = network()
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = DCLOptimizer(base, model, weight=LinearWarmup(0.5, steps=10), alpha=RunningAverage())
+    scheduler = CosineAnnealingLR(optimizer, T_max=5)
+    for _ in range(5):
+        x, y = batch()
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
+        scheduler.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    optimizer.detach()
+    checkpoint = torch.load(path, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    with DCLOptimizer(base, model) as resumed:
+        resumed.load_state_dict(checkpoint["optimizer"])
+        return resumed.logs()
+
+
+def closure_loop() -> float:
+    """``step(closure)``, with a distance, a companion and its optimizer of the script's own."""
+    model = network()
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        weight=lambda step: min(1.0, step / 1000),
+        distance=lambda z, c: kl(z, c, temperature=2.0),
+        companion=network,
+        companion_optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-3),
+        companion_dtype=torch.bfloat16,
+        logits=lambda output: output,
+    )
+    x, y = batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        return loss
+
+    loss: Tensor = optimizer.step(closure)
+    companion: nn.Module = optimizer.companion
+    parameters = sum(parameter.numel() for parameter in companion.parameters())
+    return loss.item() + optimizer.penalty + parameters
+
+
+def prototypes() -> Tensor:
+    """DCP, its labels from the criterion and then by the step's argument."""
+    model, criterion = network(), nn.CrossEntropyLoss()
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = DCPOptimizer(base, model, CLASSES, weight=CosineRamp(0.1, steps=4), criterion=criterion)
+    x, y = batch()
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
+    optimizer.step(lambda: cross_entropy(model(x), y), targets=y)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    return optimizer.prototypes + optimizer.prototypes_of(torch.arange(CLASSES))
+
+
+def measures() -> tuple[float, float, float]:
+    model, (x, y) = network(), batch()
+    perplexity = NonTargetPerplexity(CLASSES)
+    with torch.no_grad():
+        before: Tensor = model(x)
+        after: Tensor = model(x + 0.1)
+    perplexity.update(before, y)
+    consistency = top_non_target_consistency(before, y).nanmean().item()
+    return consistency, perplexity.compute().item(), logit_drift(before, after).item()
+
+
+def main(folder: Path) -> None:
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+    print(__version__, plain_loop(folder / "checkpoint.pt"), closure_loop(), prototypes().shape, measures())
