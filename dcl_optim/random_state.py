@@ -16,6 +16,9 @@ from dcl_optim.wrapper import is_torchs_own
 
 RandomState = dict[torch.device, Tensor]
 
+# What these do inside; torch 2.6 has no overloads of theirs that take a generator.
+FILLS = {"rand_like": Tensor.uniform_, "randn_like": Tensor.normal_, "randint_like": Tensor.random_}
+
 
 def capture(device: torch.device) -> RandomState:
     """Read the state of torch's generators that a forward on this device may draw from: the CPU's and its own.
@@ -120,6 +123,13 @@ def _with_generator(func: Any) -> Any:
     for overload in overloads:
         if set(_names(overload)) == {*_names(func), "generator"}:
             return overload
+    if func.overloadpacket.__name__ in FILLS:
+        return functools.partial(_filled, FILLS[func.overloadpacket.__name__])
     raise RuntimeError(
         f"overlap=True cannot replay {func}, which takes no generator, beside the model; pass overlap=False"
     )
+
+
+def _filled(fill: Any, like: Tensor, *bounds: int, generator: torch.Generator, **options: Any) -> Tensor:
+    drawn: Tensor = fill(torch.empty_like(like, **options), *bounds, generator=generator)
+    return drawn

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -120,7 +120,7 @@ class OptimizerWrapper(Optimizer):
     def defaults(self, value: dict[str, Any]) -> None:
         self.base.defaults = value
 
-    def __getattr__(self, name: str) -> Any:
+    def _missing(self, name: str) -> Any:
         """``train`` and ``eval`` of a base that has them (Schedule-Free); no other method of the base acts alone.
 
         Raises:
@@ -133,6 +133,12 @@ class OptimizerWrapper(Optimizer):
         if not name.startswith("_") and hasattr(base, name):
             hint = f"; its base optimizer has: use .base.{name} if that neither steps nor clears gradients, else step()"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass
+        train: Callable[[], None]
+        eval: Callable[[], None]
+    else:
+        __getattr__ = _missing
 
     def _switch(self, mode: str) -> None:
         """Switch the base between training and evaluation, ``mode`` being the method that does it."""

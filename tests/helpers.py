@@ -27,6 +27,7 @@ import dcl_optim
 from dcl_optim import DCLOptimizer
 
 CLASSES, FEATURES = 5, 6
+SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
 
 
 def mlp(seed: int = 0, width: int = 12, dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -266,8 +266,8 @@ def test_a_thousand_steps_keep_no_more_memory_than_ten(wrapper):
     (tensors, items, blocks), (tensors_later, items_later, blocks_later) = memory_after(24), memory_after(984)
     assert tensors_later == tensors
     # What Python and torch keep for themselves goes up and down a little; a leak is at least one a step.
-    assert items_later - items < 500
-    assert blocks_later - blocks < 500
+    assert items_later - items < 900
+    assert blocks_later - blocks < 900
 
 
 @pytest.mark.parametrize("loop", LOOPS)

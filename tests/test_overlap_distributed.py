@@ -17,6 +17,7 @@ from dcl_optim import DCLOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
+    SHARDS_ON_CPU,
     assert_same,
     batch_norm_net,
     batches,
@@ -64,6 +65,8 @@ def refuse_what_talks_to_other_processes() -> None:
         with pytest.raises(RuntimeError, match=message):
             synchronised(one()[0])
 
+    if not SHARDS_ON_CPU:
+        return
     mesh = init_device_mesh("cpu", (2,))
     model, twin = (fully_shard(mlp(), mesh=mesh) for _ in range(2))
     optimizer = wrap(model, companion=twin, overlap=True)

@@ -22,10 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, on_two_ranks, train
+from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, mlp, on_two_ranks, train
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
 STEPS = 5

@@ -36,3 +36,5 @@ def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
     prototypes.set_targets("labels")  # pyright: ignore[reportArgumentType]
     logit_drift(z)  # pyright: ignore[reportCallIssue]
     LogitDrift(10)  # pyright: ignore[reportCallIssue]
+    optimizer.zero_gard()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    print(optimizer.prototypes)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
