@@ -1,5 +1,6 @@
 """One thread for all tests: the tensors are tiny, and threads only fight each other on a busy machine."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from tests.helpers import on_two_ranks
 
 torch.set_num_threads(1)
+# What a shell starts in the background ignores Ctrl-C, which some tests press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
