@@ -192,7 +192,7 @@ class OptimizerWrapper(Optimizer):
                 self.base.load_state_dict(state_dict)
                 self._load_own_state(own)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"state_dict is damaged, and nothing was loaded: {error!r}") from error
+            raise ValueError(f"state_dict could not be loaded, and nothing has changed: {error!r}") from error
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
