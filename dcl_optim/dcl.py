@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import numbers
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim.checks import check_flag, check_integer, check_number
 from dcl_optim.companion import Companion
 from dcl_optim.functional import Distance, resolve_distance
 from dcl_optim.mirror import MakeOptimizer
@@ -132,8 +132,7 @@ class DCLOptimizer(ForecastOptimizer):
         _check_every(companion_every)
         _check_dtype(companion_dtype)
         device = _checked_device(companion_device)
-        if not isinstance(overlap, bool):
-            raise TypeError(f"overlap={overlap!r} must be True or False")
+        check_flag("overlap", overlap)
         settings = settled(DCL, preset, weight=weight, alpha=alpha)
         make = functools.partial(
             Companion,
@@ -176,16 +175,14 @@ class DCLOptimizer(ForecastOptimizer):
 
 
 def _check_number(name: str, value: Any, upper: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
+    check_number(name, value)
     if not 0 < cast(float, value) <= upper or value == float("inf"):
         allowed = f"in (0, {upper:g}]" if upper < float("inf") else "a positive finite number"
         raise ValueError(f"{name}={value!r} must be {allowed}")
 
 
 def _check_every(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"companion_every={value!r} must be an integer, got {type(value).__name__}")
+    check_integer("companion_every", value)
     if value < 1:
         raise ValueError(f"companion_every={value!r} must be at least 1")
 

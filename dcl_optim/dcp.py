@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim.checks import check_integer, check_labels
 from dcl_optim.functional import Distance, resolve_distance
 from dcl_optim.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
@@ -106,8 +107,7 @@ class DCPOptimizer(ForecastOptimizer):
         per_class = reduction == "per_class"
         if ignore_index is None:
             ignore_index = int(getattr(criterion, "ignore_index", -100))
-        if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise TypeError(f"ignore_index={ignore_index!r} must be an integer, got {type(ignore_index).__name__}")
+        check_integer("ignore_index", ignore_index)
         super().__init__(
             base_optimizer,
             model,
@@ -155,7 +155,7 @@ class DCPOptimizer(ForecastOptimizer):
         Raises:
             TypeError: no tensor.
         """
-        _check_targets(targets)
+        check_labels(targets)
         self._labels.of_next_forward = targets
 
     def step(self, closure: Callable[[], Any] | None = None, targets: Tensor | None = None) -> Any:
@@ -168,7 +168,7 @@ class DCPOptimizer(ForecastOptimizer):
         if targets is not None and closure is None:
             raise ValueError("targets need a closure: without one the backward is over; call set_targets before it")
         if targets is not None:
-            _check_targets(targets)
+            check_labels(targets)
         self._labels.of_closure = targets
         try:
             return super().step(closure)
@@ -180,8 +180,3 @@ class DCPOptimizer(ForecastOptimizer):
         labels = self._regularizer.labels
         assert labels is not None
         return labels
-
-
-def _check_targets(targets: Any) -> None:
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")

@@ -6,13 +6,14 @@ rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a t
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dcl_optim.checks import check_number
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 
@@ -136,10 +137,10 @@ def resolve_distance(distance: str | Distance, reduction: str = "mean", temperat
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
-    if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, numbers.Real)):
-        raise TypeError(f"temperature={temperature!r} must be a number, got {type(temperature).__name__}")
-    if temperature is not None and not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature={temperature!r} must be a positive finite number")
+    if temperature is not None:
+        check_number("temperature", temperature)
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature={temperature!r} must be a positive finite number")
     tempered, elementwise = distance in ("kl", "infonce"), distance in ("mse", "l1")
     if reduction != "mean" and not elementwise:
         raise ValueError(f"reduction={reduction!r} applies to distance 'mse' and 'l1' only, not {distance!r}")

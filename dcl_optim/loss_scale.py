@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim.checks import is_number
 from dcl_optim.forecaster import Forward, Scale
 
 TINY = 1e-30
@@ -128,7 +129,7 @@ class LossScale:
         known = source == "auto" if isinstance(source, str) else callable(source) or hasattr(source, "scale")
         if isinstance(source, str) and not known:
             raise ValueError(f"loss_scale={source!r} is unknown; pass 'auto', a number, a GradScaler or a callable")
-        if isinstance(source, numbers.Real) and not isinstance(source, bool):
+        if is_number(source):
             if not 0 < float(source) < math.inf:
                 raise ValueError(f"loss_scale={source!r} must be a positive finite number")
         elif not known:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim.checks import check_labels
 from dcl_optim.forecaster import Forward
 
 
@@ -34,8 +35,7 @@ def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_ind
         >>> read_membership(torch.tensor([1, -100]), forward, num_classes=3, ignore_index=-100)
         (tensor([1, 3]), False)
     """
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
+    check_labels(targets)
     rows, logits = forward.logits.shape
     if logits != num_classes:
         raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; pass that number")

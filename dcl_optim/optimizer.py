@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import interrupts
+from dcl_optim.checks import check_flag, check_integer
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.functional import Distance, mse
 from dcl_optim.labels import Labels
@@ -256,10 +257,8 @@ class ForecastOptimizer(OptimizerWrapper):
 def _check_options(logits: Any, class_dim: Any, strict: Any) -> None:
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
-    if isinstance(class_dim, bool) or not isinstance(class_dim, int):
-        raise TypeError(f"class_dim={class_dim!r} must be an integer, got {type(class_dim).__name__}")
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict={strict!r} must be True or False")
+    check_integer("class_dim", class_dim)
+    check_flag("strict", strict)
 
 
 def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:

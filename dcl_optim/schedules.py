@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from dcl_optim.checks import check_number, is_number
 
 Schedule = Callable[[int], float]
 
@@ -88,8 +89,7 @@ class CosineRamp:
 
 def _check_ramp(value: float, steps: int) -> None:
     for name, given in (("value", value), ("steps", steps)):
-        if isinstance(given, bool) or not isinstance(given, numbers.Real):
-            raise TypeError(f"{name}={given!r} must be a number, got {type(given).__name__}")
+        check_number(name, given)
     if not 0 <= value < math.inf:
         raise ValueError(f"value={value!r} must be a finite number of at least 0")
     if not 1 <= steps < math.inf:
@@ -110,7 +110,7 @@ def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Sche
     if callable(value):
         _check_takes_step(value, name)
         return Checked(value, name, upper)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not is_number(value):
         raise TypeError(f"{name}={value!r} must be a number or a callable of the step, got {type(value).__name__}")
     schedule = Checked(Constant(float(value)), name, upper)
     schedule(1)

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
-PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+from tests.test_public_api import documented
+
 WITHOUT_EXAMPLE = {"ForecastOptimizer", "Forecaster", "Stream"}  # abstract: docs/extending.md, and their subclasses
 
 
-def named_on_the_page():
-    """Objects of the API page: single ones, and all that a module has of its own."""
-    for target, members in re.findall(r"^::: dcl_optim\.([\w.]*)(?:\n    options: \{(.*)\})?", PAGE, re.MULTILINE):
-        path, _, name = f"dcl_optim.{target}".rpartition(".")
-        single = getattr(importlib.import_module(path), name, None)
-        if single is not None and not inspect.ismodule(single):
-            yield single
-            continue
-        module = importlib.import_module(f"dcl_optim.{target}")
-        chosen = re.search(r"members: \[([^\]]*)\]", members)
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        names = chosen.group(1).split(", ") if chosen else getattr(module, "__all__", own)
-        yield from (getattr(module, key) for key in names if not key.startswith("_"))
-
-
-PUBLIC = {found.__name__: found for found in named_on_the_page() if inspect.isclass(found) or inspect.isfunction(found)}
+PUBLIC = {
+    name.rpartition(".")[2]: found
+    for name, found in ((name, resolve_name(name)) for name in documented())
+    if inspect.isclass(found) or inspect.isfunction(found)
+}
 
 
 def document(name):

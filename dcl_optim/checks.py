@@ -1,0 +1,44 @@
+"""Checks that several arguments need: each raises TypeError with the argument's name and value."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from torch import Tensor
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Demand a real number.
+
+    Examples:
+        >>> check_number("steps", "3")
+        Traceback (most recent call last):
+        ...
+        TypeError: steps='3' must be a number, got str
+    """
+    if not is_number(value):
+        raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Demand an integer."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Demand True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False")
+
+
+def check_labels(targets: Any) -> None:
+    """Demand a tensor."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
