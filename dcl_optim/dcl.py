@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from dcl_optim.checks import check_flag, check_integer, check_number
 from dcl_optim.companion import Companion
-from dcl_optim.functional import Distance, resolve_distance
+from dcl_optim.functional import Distance, DistanceName, Reduction, resolve_distance
 from dcl_optim.mirror import MakeOptimizer
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.presets import DCL, settled
+from dcl_optim.presets import DCL, Preset, settled
 from dcl_optim.schedules import Schedule
 from dcl_optim.tap import find_logits
 
@@ -107,11 +107,11 @@ class DCLOptimizer(ForecastOptimizer):
         base_optimizer: Optimizer,
         model: nn.Module,
         *,
-        preset: str = "default",
+        preset: Preset = "default",
         weight: float | Schedule | None = None,
         alpha: float | Schedule | None = None,
-        distance: str | Distance = "mse",
-        reduction: str = "mean",
+        distance: DistanceName | Distance = "mse",
+        reduction: Reduction = "mean",
         temperature: float | None = None,
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_optimizer: Optimizer | MakeOptimizer | None = None,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.checks import check_integer, check_labels
-from dcl_optim.functional import Distance, resolve_distance
+from dcl_optim.functional import Distance, DistanceName, Reduction, resolve_distance
 from dcl_optim.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.presets import DCP, settled
+from dcl_optim.presets import DCP, Preset, settled
 from dcl_optim.prototypes import REDUCTIONS, Prototypes
 from dcl_optim.schedules import Schedule
 
@@ -85,11 +85,11 @@ class DCPOptimizer(ForecastOptimizer):
         model: nn.Module,
         num_classes: int,
         *,
-        preset: str = "default",
+        preset: Preset = "default",
         weight: float | Schedule | None = None,
         alpha: float | Schedule | None = None,
-        distance: str | Distance = "mse",
-        reduction: str = "mean",
+        distance: DistanceName | Distance = "mse",
+        reduction: Reduction | Literal["per_class"] = "mean",
         temperature: float | None = None,
         criterion: nn.Module | None = None,
         targets: Targets | None = None,
@@ -112,7 +112,7 @@ class DCPOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters())),
-            resolve_distance(distance, "mean" if per_class else reduction, temperature),
+            resolve_distance(distance, "mean" if reduction == "per_class" else reduction, temperature),
             **settings,
             criterion=criterion,
             labels=Labels(targets),

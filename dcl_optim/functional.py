@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,11 @@ from torch import Tensor
 from dcl_optim.checks import check_number
 
 Distance = Callable[[Tensor, Tensor], Tensor]
+DistanceName = Literal["mse", "l1", "kl", "infonce"]
+Reduction = Literal["mean", "sum_classes"]
 
-DISTANCES = ("mse", "l1", "kl", "infonce")
-REDUCTIONS = ("mean", "sum_classes")
+DISTANCES: tuple[DistanceName, ...] = get_args(DistanceName)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
 
 
@@ -40,7 +43,7 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
     return tensor.movedim(class_dim, -1).reshape(-1, tensor.shape[class_dim])
 
 
-def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
+def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
     r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`.
 
     The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
@@ -61,7 +64,7 @@ def mse(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
     return F.mse_loss(z, c) * (z.shape[1] / _counted_classes(z.shape[1], reduction))
 
 
-def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
+def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
 
     Args:
@@ -74,7 +77,7 @@ def l1(z: Tensor, c: Tensor, reduction: str = "mean") -> Tensor:
     return F.l1_loss(z, c) * (z.shape[1] / _counted_classes(z.shape[1], reduction))
 
 
-def _counted_classes(classes: int, reduction: str) -> int:
+def _counted_classes(classes: int, reduction: Reduction) -> int:
     """What a sum over the classes is divided by."""
     return {"mean": classes, "sum_classes": 1}[reduction]
 
@@ -119,7 +122,9 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
 
 
-def resolve_distance(distance: str | Distance, reduction: str = "mean", temperature: float | None = None) -> Distance:
+def resolve_distance(
+    distance: DistanceName | Distance, reduction: Reduction = "mean", temperature: float | None = None
+) -> Distance:
     """Turn the arguments a user writes into one function of two (N, K) tensors that gives a scalar.
 
     Args:
@@ -192,7 +197,7 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
 
 
 def squared(
-    difference: Tensor, rows: float | Tensor, reduction: str = "mean", out: Tensor | None = None
+    difference: Tensor, rows: float | Tensor, reduction: Reduction = "mean", out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     r"""Value and gradient of :func:`mse` from the difference :math:`z - c`.
 

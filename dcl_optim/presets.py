@@ -6,9 +6,10 @@ measurements that ours were chosen by.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
-PRESETS = ("default", "paper")
+Preset = Literal["default", "paper"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 DCL: dict[str, dict[str, Any]] = {
     "default": {"weight": 0.1, "alpha": 0.6},

@@ -10,7 +10,7 @@ from torch import Tensor
 from dcl_optim import departures, distributed, functional
 from dcl_optim.departures import Departures
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
-from dcl_optim.functional import Distance
+from dcl_optim.functional import Distance, Reduction
 from dcl_optim.membership import read_membership
 from dcl_optim.table import AFFORDABLE_BYTES, Table
 
@@ -150,7 +150,7 @@ class Prototypes(Forecaster):
         forecast: Tensor,
         known: Tensor | None,
         labelled: float | Tensor,
-        reduction: str,
+        reduction: Reduction,
     ) -> tuple[Tensor, Tensor]:
         """The default distance: what it is taken of is what the prototypes will move by.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -160,7 +159,9 @@ class Run:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             ours, theirs = self.arguments(), state["arguments"]
-        except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, EOFError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle leads torch.load into any error
             raise ValueError(f"{path} is no checkpoint of this script") from error
         changed = [f"{name}={theirs.get(name)}" for name in ours if ours[name] != theirs.get(name)]
         if changed:

@@ -133,10 +133,11 @@ def test_resume_refuses_another_run(script, tmp_path, capsys):
         with pytest.raises(SystemExit):
             script.main([*common, *changed, "--resume", str(path)])
         assert message in capsys.readouterr().err
-    path.write_bytes(b"half a checkpoint")
-    with pytest.raises(SystemExit):
-        script.main([*common, "--resume", str(path)])
-    assert "is no checkpoint" in capsys.readouterr().err
+    for content in (b"half a checkpoint", b"", b"\x80\x02.", path.read_bytes()[:-100]):
+        path.write_bytes(content)
+        with pytest.raises(SystemExit):
+            script.main([*common, "--resume", str(path)])
+        assert "is no checkpoint" in capsys.readouterr().err
 
 
 def test_fashion_mnist_files(script, fashion):

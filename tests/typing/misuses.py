@@ -20,9 +20,13 @@ def constructors(model: nn.Module, base: torch.optim.Optimizer, name: str) -> No
     DCLOptimizer(base, model, weight="0.1")  # pyright: ignore[reportArgumentType]
     DCLOptimizer(base, model, alpha=lambda: 0.5)  # pyright: ignore[reportArgumentType]
     DCLOptimizer(base, model, distance=lambda z: z.mean())  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base, model, distance="l2")  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base, model, preset="papers")  # pyright: ignore[reportArgumentType]
+    DCLOptimizer(base, model, reduction="per_class")  # pyright: ignore[reportArgumentType]
     DCLOptimizer(base, model, companion=nn.Linear)  # pyright: ignore[reportArgumentType]
     DCLOptimizer(base, model, companion_dtype="bfloat16")  # pyright: ignore[reportArgumentType]
     DCPOptimizer(base, model)  # pyright: ignore[reportCallIssue]
+    DCPOptimizer(base, model, 10, reduction="sum")  # pyright: ignore[reportArgumentType]
     DCPOptimizer(base, model, "10")  # pyright: ignore[reportArgumentType]
     LinearWarmup(1.0)  # pyright: ignore[reportCallIssue]
 
