@@ -24,17 +24,16 @@ def save_atomically(state: dict[str, Any], path: Path) -> None:
         raise
 
 
-def random_states(loader: torch.Generator) -> dict[str, Any]:
-    """Every random stream that training draws from: dropout's and the loader's."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "loader": loader.get_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's global generators that training on a device draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def restore_random_states(state: dict[str, Any], loader: torch.Generator) -> None:
-    """Set them back."""
-    torch.set_rng_state(state["torch"])
-    loader.set_state(state["loader"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put the generators back to what :func:`random_state` gave."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)

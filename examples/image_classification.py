@@ -18,7 +18,7 @@ from typing import Any
 import data
 import models
 import torch
-from checkpoint import random_states, restore_random_states, save_atomically
+from checkpoint import random_state, restore_random_state, save_atomically
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -145,7 +145,8 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "epoch": self.epoch,
-            "random": random_states(self.generator),
+            "random": random_state(self.device),
+            "loader": self.generator.get_state(),
             "arguments": self.arguments(),
         }
         save_atomically(state, path)
@@ -169,7 +170,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        restore_random_states(state["random"], self.generator)
+        restore_random_state(state["random"], self.device)
+        self.generator.set_state(state["loader"])
         self.epoch = state["epoch"]
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
 from examples.applications.masked_autoencoder.settings import Pretraining
-from examples.checkpoint import random_states, restore_random_states, save_atomically
+from examples.checkpoint import random_state, restore_random_state, save_atomically
 from examples.paper.datasets import Data
 from examples.paper.datasets.base import steps_per_epoch
 
@@ -34,6 +34,7 @@ class Trainer:
         self, model: nn.Module, optimizer: Optimizer, data: Data, batch_size: int, epochs: int, seed: int
     ) -> None:
         self.model, self.optimizer, self.data, self.batch_size = model, optimizer, data, batch_size
+        self.device = next(model.parameters()).device
         steps = epochs * steps_per_epoch(data.train_size(), batch_size)
         self.scheduler: LRScheduler = cosine_with_warmup(optimizer, round(WARMUP * steps), steps)
         self.generator = torch.Generator().manual_seed(seed)
@@ -60,8 +61,8 @@ class Trainer:
     def save(self, path: Path, setting: Pretraining) -> None:
         """Write all that a bit-exact continuation needs; the masks are drawn from torch's global generator."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
-        own = {"random": random_states(self.generator), "losses": self.losses, "setting": asdict(setting)}
-        save_atomically(state | own, path)
+        streams = {"random": random_state(self.device), "loader": self.generator.get_state()}
+        save_atomically(state | streams | {"losses": self.losses, "setting": asdict(setting)}, path)
 
     def resume(self, path: Path, setting: Pretraining) -> None:
         """Take over what :meth:`save` wrote; ValueError where that was for another setting."""
@@ -70,5 +71,6 @@ class Trainer:
             raise ValueError(f"{path} was pre-trained with {state['setting']}; choose another folder for checkpoints")
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
-        restore_random_states(state["random"], self.generator)
+        restore_random_state(state["random"], self.device)
+        self.generator.set_state(state["loader"])
         self.losses = state["losses"]

@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from examples.checkpoint import random_state, restore_random_state
+
 Predictor = Callable[[Tensor], Tensor]
 Wrap = Callable[[Optimizer, nn.Module], Any]
 
@@ -241,18 +243,3 @@ def divergence(target: Tensor, logits: Tensor, temperature: float = 1.0) -> Tens
     log_target = F.log_softmax(target.detach() / temperature, dim=1)
     log_softmax = F.log_softmax(logits / temperature, dim=1)
     return F.kl_div(log_softmax, log_target, reduction="none", log_target=True).sum(1)
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's global generators that training on a device draws from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Put the generators back to what :func:`random_state` gave."""
-    torch.set_rng_state(state["cpu"].cpu())
-    if device.type != "cpu" and "device" in state:
-        torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)
