@@ -29,6 +29,7 @@ class Forward:
         chased: the rows of the forecast that the forecaster learns from, with their graph; None for all or none.
         shape: the shape of the model's logits, batch first.
         counted: whether a backward has come.
+        looked_at: the penalty's value and gradient, where that one was a look and the real one may be still to come.
     """
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
@@ -43,6 +44,7 @@ class Forward:
         self.loss_scale: Scale | None = None
         self.model_loss_scale: Scale | None = None
         self.counted = False
+        self.looked_at: tuple[Tensor, Tensor] | None = None
         self._surely_linked = False
 
     def produced(self, tensor: Any) -> bool:

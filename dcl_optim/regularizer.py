@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from dcl_optim import random_state
 from dcl_optim.checkpointing import running_backward
-from dcl_optim.forecaster import Forecaster, Forward
+from dcl_optim.forecaster import Forecaster, Forward, Scale
 from dcl_optim.functional import Distance
 from dcl_optim.labels import Labels
+from dcl_optim.looks import is_look
 from dcl_optim.loss_scale import LossScale
 from dcl_optim.schedules import Schedule
 from dcl_optim.tap import Tap, conversion_source, find_loss, through
@@ -112,7 +113,7 @@ class Regularizer:
             self._settle_cleared()
         self.cleared = False
         self.forecaster.digest()
-        device = self._base.param_groups[0]["params"][0].device
+        device = next(parameters_of(self._base)).device
         self._random_state = random_state.capture(device) if self.forecaster.draws else {}
         self.forecaster.begin(args, kwargs, self._random_state, self.steps + 1)
 
@@ -171,26 +172,37 @@ class Regularizer:
 
     def _add_penalty(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
-        if forward.counted or gradient is None:
+        if gradient is None or not self.attached or (forward.counted and forward.looked_at is None):
             return None
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the user's loss
             return None
-        if self.cleared:
+        if self.cleared and not forward.counted:
             self._settle_cleared()
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
-        scale = self._loss_scale.resolve(forward, gradient, several=self.counted > 0)
-        value, slope = self.forecaster.penalty(forward, self._distance)
-        if self.learning:
-            self.forecaster.observe(forward, self._distance, alpha, scale)
-        self._count(forward)
+        scale = self._loss_scale.resolve(forward, gradient, several=self.counted > int(forward.counted))
+        looks = is_look(self._base)
+        value, slope = forward.looked_at or self._take_in(forward, alpha, scale, looks)
+        forward.looked_at = (value, slope.clone()) if looks else None
+        if looks:
+            forward.loss_scale = None  # the backward to come brings its own
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
         factor = scale * weight
-        if self.penalties is not None:
+        if self.penalties is not None and not looks:
             self.penalties.append(value * factor)
         # In place: with many classes each tensor of the logits' size is dear.
         return forward.unrows(slope.mul_(factor)).to(gradient.dtype).add_(gradient)
+
+    def _take_in(self, forward: Forward, alpha: float, scale: Scale, looks: bool) -> tuple[Tensor, Tensor]:
+        """Ask for the penalty of a forward and let the forecaster learn from it, once for all its backwards."""
+        logits = forward.logits.clone() if looks else forward.logits  # the forecaster may write over them
+        penalty = self.forecaster.penalty(forward, self._distance)
+        if self.learning:
+            self.forecaster.observe(forward, self._distance, alpha, scale)
+        forward.logits = logits
+        self._count(forward)
+        return penalty
 
     def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
