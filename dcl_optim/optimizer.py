@@ -67,7 +67,7 @@ class ForecastOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(base_optimizer)
         _check_modules(base_optimizer, model, criterion)
-        weight, alpha = checked(weight, "weight"), checked(alpha, "alpha", upper=1.0)
+        schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
         _check_options(logits, class_dim, strict)
         scale = LossScale(loss_scale)
         self._strict = strict
@@ -78,8 +78,7 @@ class ForecastOptimizer(OptimizerWrapper):
             base_optimizer,
             self.forecaster,
             distance,
-            weight=weight,
-            alpha=alpha,
+            **schedules,
             criterion=criterion,
             labels=labels,
             loss_scale=scale,
@@ -159,8 +158,9 @@ class ForecastOptimizer(OptimizerWrapper):
                 self.forecaster.digest()
                 regularizer.learning = False
             losses.append(loss)
-            minimises_value = isinstance(self.base, torch.optim.LBFGS) and regularizer.penalties
-            return loss.detach() + sum(regularizer.penalties) if minimises_value else loss
+            if isinstance(self.base, torch.optim.LBFGS) and regularizer.penalties:  # it minimises the value
+                return (loss.detach() if isinstance(loss, Tensor) else loss) + sum(regularizer.penalties)
+            return loss
 
         try:
             self.base.step(evaluate)
@@ -203,9 +203,10 @@ class ForecastOptimizer(OptimizerWrapper):
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
             "model since the last step, so nothing was regularised. Usual reasons: the model was in eval mode or under "
-            "no_grad; another object (a copy, an inner module) was called; the model was compiled and called before it "
-            "was wrapped; backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to "
-            "allow such steps"
+            "no_grad; another object (a copy, an inner module) was called; the model was compiled, and it or its like "
+            "called, before it was wrapped (wrap the compiled module); the loss is not made of the logits that were "
+            "found in the model's output (pass logits=); backward ran with create_graph=True, or torch.func took the "
+            "gradient. Pass strict=False to allow such steps"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -223,6 +224,24 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.groups_changed()
 
     # ---- what people look at, and what is saved ------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float | Schedule:
+        r""":math:`\lambda` as it was given; may be set at any time. Not in ``state_dict``."""
+        return self._regularizer.weight.given
+
+    @weight.setter
+    def weight(self, value: float | Schedule) -> None:
+        self._regularizer.weight = checked(value, "weight")
+
+    @property
+    def alpha(self) -> float | Schedule:
+        r""":math:`\alpha` as it was given; may be set at any time. Not in ``state_dict``."""
+        return self._regularizer.alpha.given
+
+    @alpha.setter
+    def alpha(self, value: float | Schedule) -> None:
+        self._regularizer.alpha = checked(value, "alpha", upper=1.0)
 
     @property
     def penalty(self) -> float:

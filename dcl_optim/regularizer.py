@@ -19,7 +19,7 @@ from dcl_optim.functional import Distance
 from dcl_optim.labels import Labels
 from dcl_optim.looks import is_look
 from dcl_optim.loss_scale import LossScale
-from dcl_optim.schedules import Schedule
+from dcl_optim.schedules import Checked
 from dcl_optim.tap import Tap, conversion_source, find_loss, through
 from dcl_optim.wrapper import gradients_of, parameters_of
 
@@ -33,6 +33,8 @@ class Regularizer:
     out optimizers that run our methods on an object of their own.
 
     Attributes:
+        weight: the schedule of λ.
+        alpha: the schedule of α.
         steps: optimizer steps so far.
         counted: forwards whose backward came since the last step.
         seen: training forwards so far.
@@ -53,8 +55,8 @@ class Regularizer:
         forecaster: Forecaster,
         distance: Distance,
         *,
-        weight: Schedule,
-        alpha: Schedule,
+        weight: Checked,
+        alpha: Checked,
         criterion: nn.Module | None,
         labels: Labels | None,
         loss_scale: LossScale,
@@ -241,7 +243,7 @@ class Regularizer:
         self.reset()
         self.__dict__.update(state)
         self._tap = Tap(self)
-        if self.attached:
+        if self.attached and "_forward_hooks" in vars(self.model):  # not if the model holds us and is being copied
             self.attach()
 
 

@@ -49,6 +49,24 @@ def test_the_trial_leaves_random_streams_and_optimizer_alone():
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("empty", [[], [{"params": []}]])
+def test_the_trial_takes_a_group_that_has_parameters(empty):
+    matrix = [{"params": [nn.Parameter(torch.ones(2, 2))]}]
+    assert ignores_gradient_scale(torch.optim.Adam([*empty, *matrix]))
+    assert not ignores_gradient_scale(torch.optim.SGD([*empty, *matrix], lr=0.1))
+
+
+def test_a_trial_that_fails_leaves_random_streams_alone():
+    class Failing(Noisy):
+        def step(self, closure=None):
+            super().step(closure)
+            raise RuntimeError("cannot be tried")
+
+    before = torch.get_rng_state()
+    assert not ignores_gradient_scale(Failing([nn.Parameter(torch.ones(2, 2))]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def companions_way(make, alpha, steps=1, **options):
     """How far the companion's weights have moved after a few steps; the first batch finds both networks equal."""
     model = mlp(seed=3)
