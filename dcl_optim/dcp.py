@@ -36,6 +36,8 @@ class DCPOptimizer(ForecastOptimizer):
     keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward, or
     ``step(closure, targets=...)``; the latter three outrank the criterion. Class indices, one for each row of logits,
     or soft labels of the logits' shape (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
+    Soft labels are distributions: no share below 0, each row's sum 1. For models with sigmoid outputs (binary,
+    multi-label) and for regression, whose targets have the logits' shape too, take :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
@@ -58,7 +60,8 @@ class DCPOptimizer(ForecastOptimizer):
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
-            ``maximize=True``; in backward: labels out of range or of the wrong number.
+            ``maximize=True``; in backward: labels out of range or of the wrong number, soft labels that are no
+            distributions (on a GPU the first such batch is looked at, since looking synchronises).
         TypeError: an argument of the wrong type; labels of the wrong type.
         RuntimeError: in backward: no labels; in ``step``: see ``strict``.
 
