@@ -155,6 +155,9 @@ class DCPOptimizer(ForecastOptimizer):
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the batch whose training forward comes next.
 
+        They belong to the model's very next forward: one in eval mode or under ``no_grad`` drops them, and so does
+        ``load_state_dict``.
+
         Raises:
             TypeError: no tensor.
         """

@@ -251,6 +251,8 @@ class ForecastOptimizer(OptimizerWrapper):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
         self._regularizer.reset()
+        if self._regularizer.labels is not None:
+            self._regularizer.labels.forget()
         self._regularizer.steps = state["steps"]
 
 

@@ -90,7 +90,7 @@ class Prototypes(Forecaster):
         if given is None:
             raise RuntimeError(
                 "a training forward reached its backward without labels: hand the loss module over as criterion=, "
-                "name the model's keyword that holds them as targets=, or call set_targets(labels) before the forward"
+                "name the model's keyword with them as targets=, or call set_targets(labels) right before the forward"
             )
         self._move_to(forward.logits)
         table = self._table
