@@ -44,7 +44,8 @@ def read_membership(
     check_labels(targets)
     rows, logits = forward.logits.shape
     if logits != num_classes:
-        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; pass that number")
+        mend = _mend(forward, num_classes)
+        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; {mend}")
     if targets.dtype.is_floating_point and targets.shape == forward.shape:
         shares = forward.rows(targets.detach())
         if look or shares.device.type == "cpu":
@@ -59,6 +60,14 @@ def read_membership(
         raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
     flat = targets.ndim == 1 and targets.dtype == torch.int64
     return _checked(targets if flat else targets.detach().reshape(-1).long(), num_classes, ignore_index)
+
+
+def _mend(forward: Forward, num_classes: int) -> str:
+    dims = [dim for dim, size in enumerate(forward.shape) if dim and size == num_classes]
+    if not dims:
+        return "pass that number"
+    dim = -1 if dims[-1] == len(forward.shape) - 1 else dims[0]
+    return f"in its output of shape {tuple(forward.shape)} pass class_dim={dim}, along which it gives {num_classes}"
 
 
 def _check_distributions(shares: Tensor) -> None:
