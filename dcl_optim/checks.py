@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from typing import Any
 
 from torch import Tensor
@@ -26,10 +27,24 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
 
 
-def check_integer(name: str, value: Any) -> None:
-    """Demand an integer."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """Demand an integer, of Python or another library; a ValueError says that it is too small.
+
+    Examples:
+        >>> check_integer("num_classes", 0, least=1)
+        Traceback (most recent call last):
+        ...
+        ValueError: num_classes=0 must be at least 1
+    """
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
+    if least is not None and found < least:
+        raise ValueError(f"{name}={value!r} must be at least {least}")
+    return found
 
 
 def check_flag(name: str, value: Any) -> None:

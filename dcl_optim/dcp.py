@@ -102,19 +102,18 @@ class DCPOptimizer(ForecastOptimizer):
         class_dim: int = 1,
         strict: bool = True,
     ) -> None:
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
-            raise ValueError(f"num_classes={num_classes!r} must be an integer of at least 1")
+        classes = check_integer("num_classes", num_classes, least=1)
         settings = settled(DCP, preset, weight=weight, alpha=alpha)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
         if ignore_index is None:
-            ignore_index = int(getattr(criterion, "ignore_index", -100))
-        check_integer("ignore_index", ignore_index)
+            ignore_index = getattr(criterion, "ignore_index", None)  # which is None in some libraries' losses
+        ignored = -100 if ignore_index is None else check_integer("ignore_index", ignore_index)
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters())),
+            lambda: Prototypes(classes, per_class, ignored, next(model.parameters())),
             resolve_distance(distance, "mean" if reduction == "per_class" else reduction, temperature),
             **settings,
             criterion=criterion,

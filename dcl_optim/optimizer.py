@@ -68,7 +68,8 @@ class ForecastOptimizer(OptimizerWrapper):
         super().__init__(base_optimizer)
         _check_modules(base_optimizer, model, criterion)
         weight, alpha = checked(weight, "weight"), checked(alpha, "alpha", upper=1.0)
-        _check_options(logits, class_dim, strict)
+        _check_options(logits, strict)
+        class_dim = check_integer("class_dim", class_dim)
         scale = LossScale(loss_scale)
         self._strict = strict
         self.model = model
@@ -256,10 +257,9 @@ class ForecastOptimizer(OptimizerWrapper):
         self._regularizer.steps = state["steps"]
 
 
-def _check_options(logits: Any, class_dim: Any, strict: Any) -> None:
+def _check_options(logits: Any, strict: Any) -> None:
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
-    check_integer("class_dim", class_dim)
     check_flag("strict", strict)
 
 
