@@ -74,6 +74,8 @@ class Labels:
         if forward.targets is None and forward.criterion_targets is not None:
             raise RuntimeError(
                 "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of "
-                "soft labels, to the criterion or to set_targets"
+                "soft labels, to the criterion or to set_targets. Of a model with several heads, whose criterion does "
+                "not get the very tensor that the model gave, hand over as criterion= a loss module that only the main "
+                "head's loss calls; or leave criterion= out and call set_targets"
             )
         forward.criterion_targets = targets

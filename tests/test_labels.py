@@ -81,6 +81,36 @@ def test_a_step_with_labels_after_stale_ones_takes_its_own(left_alone):
     assert_same(*models)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.main, self.side = mlp(), mlp(seed=1)
+
+    def forward(self, x):
+        return self.main(x), self.side(x)
+
+
+@pytest.mark.parametrize("mend", [None, "own criterion", "set_targets"])
+def test_one_criterion_on_two_heads_that_are_processed_first_is_refused_and_the_named_mends_work(mend):
+    model, criterion = TwoHeads(), nn.CrossEntropyLoss()
+    given = {None: criterion, "own criterion": nn.CrossEntropyLoss(), "set_targets": None}[mend]
+    optimizer = wrap(model, criterion=given)
+    x, y = one()
+    if mend == "set_targets":
+        optimizer.set_targets(y)
+    main, side = model(x)
+    first = (given or criterion)(2.0 * main, y)
+    if mend is None:
+        message = "criterion was called twice.*several heads.*that only the main head's loss calls; or leave criterion="
+        with pytest.raises(RuntimeError, match=message):
+            criterion(side, y.flip(0))
+        return
+    (first + 0.4 * criterion(side, y.flip(0))).backward()
+    optimizer.step()
+    assert optimizer.logs()["loss_scale"] == 1.0
+    assert_same(optimizer.prototypes[0], main.detach()[y == 0].mean(0), atol=1e-12)
+
+
 def test_loading_a_state_drops_labels_given_before():
     model, criterion = mlp(), nn.CrossEntropyLoss()
     optimizer = wrap(model, criterion=criterion)
