@@ -124,8 +124,9 @@ def test_model_and_base(build, error, message):
 def test_wrapper_inside_a_wrapper():
     model = mlp()
     optimizer = DCLOptimizer(sgd(model), model, preset="paper")
-    with pytest.raises(TypeError, match=r"base_optimizer is a DCLOptimizer itself; wrap the plain optimizer inside it"):
+    with pytest.raises(TypeError, match=r"is a DCLOptimizer itself; wrap the plain .* inside it, optimizer.base"):
         DCLOptimizer(optimizer, model, preset="paper")
+    DCLOptimizer(optimizer.base, model, preset="paper")
 
 
 def test_bases_that_maximise():
