@@ -34,6 +34,8 @@ class Forward:
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
         self.shape = logits.shape
+        if not -logits.ndim <= class_dim < max(logits.ndim, 2):
+            raise ValueError(f"class_dim={class_dim} but the model's logits have shape {tuple(logits.shape)}")
         self._class_dim = class_dim
         self._output = weakref.ref(logits)
         self.logits = functional.to_rows(logits.detach(), class_dim).clone()

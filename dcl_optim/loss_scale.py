@@ -90,6 +90,7 @@ def _fit_smoothed(p: Tensor, g: Tensor, least: Tensor, rows: Any) -> tuple[Any, 
     count = rows * (len(p) // len(largest) - 1) - second + TINY
     pp, pg, gg = raw - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
     slope = pg / (pp + TINY)
+    # Nearly uniform predictions say nothing: there other losses are straight lines in p too, of other slopes.
     return slope, (slope > 0) & (pp > 1e-3 * raw) & (gg - slope * pg <= TOLERANCE * gg)
 
 

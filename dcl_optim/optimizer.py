@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import interrupts
-from dcl_optim.checks import check_flag, check_integer
+from dcl_optim.checks import check_integer, check_modules, check_options
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.functional import Distance, mse
 from dcl_optim.labels import Labels
@@ -19,7 +19,7 @@ from dcl_optim.regularizer import Regularizer
 from dcl_optim.schedules import Schedule, checked
 from dcl_optim.tap import find_logits
 from dcl_optim.twin import unwrapped
-from dcl_optim.wrapper import OptimizerWrapper, parameters_of
+from dcl_optim.wrapper import OptimizerWrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,9 +66,10 @@ class ForecastOptimizer(OptimizerWrapper):
         strict: bool = True,
     ) -> None:
         super().__init__(base_optimizer)
-        _check_modules(base_optimizer, model, criterion)
+        check_modules(base_optimizer, model, criterion)
         schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
-        _check_options(logits, class_dim, strict)
+        check_options(logits, strict)
+        class_dim = check_integer("class_dim", class_dim)
         scale = LossScale(loss_scale)
         self._strict = strict
         self.model = model
@@ -270,29 +271,6 @@ class ForecastOptimizer(OptimizerWrapper):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
         self._regularizer.reset()
+        if self._regularizer.labels is not None:
+            self._regularizer.labels.forget()
         self._regularizer.steps = state["steps"]
-
-
-def _check_options(logits: Any, class_dim: Any, strict: Any) -> None:
-    if logits is not None and not callable(logits):
-        raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
-    check_integer("class_dim", class_dim)
-    check_flag("strict", strict)
-
-
-def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if criterion is not None and not isinstance(criterion, nn.Module):
-        raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
-    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
-        raise TypeError(
-            f"criterion's class {type(criterion).__name__} overrides __call__, which passes hooks by; pass loss_scale= "
-            "(and the labels to DCP as targets= or by set_targets) instead"
-        )
-    if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
-        raise ValueError(
-            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
-        )
-    if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
-        raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")

@@ -54,7 +54,7 @@ class Prototypes(Forecaster):
         self._alpha = 0.0
         # As far as is known without synchronising a device: of the last labels, the last rows, all rows since the step.
         self._all_labelled = self._all_known = False
-        self._all_observed_known = True
+        self._all_observed_known, self._shares_checked = True, False  # the latter: whether soft labels were looked at
 
     # ---- what people look at -------------------------------------------------------------------------------------
 
@@ -90,12 +90,15 @@ class Prototypes(Forecaster):
         if given is None:
             raise RuntimeError(
                 "a training forward reached its backward without labels: hand the loss module over as criterion=, "
-                "name the model's keyword that holds them as targets=, or call set_targets(labels) before the forward"
+                "name the model's keyword with them as targets=, or call set_targets(labels) right before the forward"
             )
         self._move_to(forward.logits)
         table = self._table
         z = forward.logits.to(table.dtype)
-        membership, self._all_labelled = read_membership(given, forward, table.num_classes, self._ignore_index)
+        membership, self._all_labelled = read_membership(
+            given, forward, table.num_classes, self._ignore_index, look=not self._shares_checked
+        )
+        self._shares_checked |= membership.ndim == 2
         forward.targets = membership
         if self._per_class:
             return self._penalty_per_class(z, membership, distance)

@@ -106,6 +106,8 @@ class Regularizer:
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Settle the previous batch, remember where the random streams stand, begin what runs beside the model."""
         self._random_state = None
+        if self.labels is not None:
+            self.labels.begin()
         if not training or not torch.is_grad_enabled():
             self.forecaster.rest()
             return

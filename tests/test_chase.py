@@ -171,3 +171,20 @@ def test_a_rate_that_the_optimizer_changes_itself_stays_its_own(factor):
         optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
     torch.testing.assert_close(weight.detach(), torch.full((2,), 1 - 0.25 * factor))
+
+
+class Setting(torch.optim.SGD):
+    """Sets its own learning rate at each step, whatever it was."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = 0.125
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [Adapting, Setting])
+def test_at_alpha_one_a_rate_that_the_optimizer_changes_itself_comes_back_as_it_was(make):
+    """Slowed to nothing, what it has become says nothing of what it would have become."""
+    optimizer = make([nn.Parameter(torch.ones(2))], lr=0.5)
+    with slowed(optimizer, 0.0):
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5

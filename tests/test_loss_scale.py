@@ -86,6 +86,20 @@ def test_other_losses_are_refused_and_get_factor_one(name, loss):
     assert recover(lambda z, y: 64 * loss(z, y)) == (1.0, False)
 
 
+@pytest.mark.parametrize(
+    ("rows", "spread", "loss"),
+    [
+        (32, 0.03, lambda z, y: F.cross_entropy(z / 2, y)),
+        (1, 0.01, lambda z, y: F.mse_loss(z, F.one_hot(y, 10).to(z))),
+        (1, 0.03, lambda z, y: F.cross_entropy(z, y) + z.square().mean()),
+    ],
+    ids=["temperature in the loss", "mse", "with a logit penalty"],
+)
+def test_nearly_uniform_predictions_do_not_make_another_loss_pass_for_label_smoothing(rows, spread, loss):
+    """To first order in the logits such losses are linear in p there, as under smoothing, with slopes of their own."""
+    assert recover(lambda z, y: 64 * loss(z, y), rows=rows, spread=spread) == (1.0, False)
+
+
 def focal(z, y):
     p = F.softmax(z, 1).gather(1, y[:, None])
     return ((1 - p) ** 2 * -p.log()).mean()
