@@ -19,20 +19,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcl_optim.checks import is_number
 from dcl_optim.forecaster import Forward, Scale
 
 TINY = 1e-30
-# Targets of the input's shape, and one term a row: distributions, sets of labels, another embedding.
-ONE_TERM_A_ROW = (
-    nn.CrossEntropyLoss,
-    nn.KLDivLoss,
-    nn.MultiLabelMarginLoss,
-    nn.MultiLabelSoftMarginLoss,
-    nn.TripletMarginLoss,
-)
 TOLERANCE = 1e-4  # share of the gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
 
 
@@ -74,42 +66,6 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
         shifted, fits = _fit_smoothed(p, g, target, rows)
         slope, found = _choose(found, slope, shifted), found | (fits & usable)
     return _choose(found, slope * rows, 1.0), found
-
-
-def terms_of_sum(criterion: nn.Module | None, logits: Any, targets: Any) -> float | Tensor:
-    """Say how many terms a criterion's mean would divide by, where it sums instead; 1 where it does not.
-
-    The rows that are not ignored, and every element for elementwise losses: those with floating-point targets of the
-    input's shape, but for ``ONE_TERM_A_ROW``. Class weights are left out.
-
-    Args:
-        criterion: the loss module, with or without an attribute ``reduction``.
-        logits: what it was called with.
-        targets: the labels it was called with.
-
-    Returns:
-        The number, at least 1; a tensor where counting would synchronise a device.
-
-    Examples:
-        >>> summing = nn.CrossEntropyLoss(reduction="sum")
-        >>> terms_of_sum(summing, torch.zeros(3, 2), torch.tensor([0, -100, 1]))
-        2
-        >>> terms_of_sum(nn.MSELoss(reduction="sum"), torch.zeros(3, 2), torch.zeros(3, 2))
-        6
-        >>> terms_of_sum(nn.MSELoss(), torch.zeros(3, 2), torch.zeros(3, 2))
-        1
-    """
-    if getattr(criterion, "reduction", None) != "sum" or not isinstance(logits, Tensor):
-        return 1
-    if not isinstance(targets, Tensor):
-        return max(len(logits), 1) if logits.ndim else 1
-    if targets.shape == logits.shape and isinstance(criterion, ONE_TERM_A_ROW):
-        return max(targets[:, 0].numel(), 1) if targets.ndim > 1 else 1
-    ignored = getattr(criterion, "ignore_index", None)
-    if targets.is_floating_point() or ignored is None:
-        return max(targets.numel(), 1)
-    count = (targets != ignored).sum().clamp(min=1)
-    return count if count.device.type != "cpu" else count.item()
 
 
 def _sort_out(live: Tensor, p: Tensor, g: Tensor, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,8 +17,8 @@ from dcl_optim.checkpointing import running_backward
 from dcl_optim.forecaster import Forecaster, Forward
 from dcl_optim.functional import Distance
 from dcl_optim.labels import Labels
-from dcl_optim.linking import concerned
-from dcl_optim.loss_scale import LossScale, terms_of_sum
+from dcl_optim.linking import concerned, terms_of_sum
+from dcl_optim.loss_scale import LossScale
 from dcl_optim.schedules import Schedule
 from dcl_optim.tap import Tap, conversion_source, find_loss, through
 from dcl_optim.wrapper import gradients_of, parameters_of
