@@ -70,6 +70,7 @@ def terms_of_sum(criterion: nn.Module | None, logits: Any, targets: Any) -> floa
         The number, at least 1; a tensor where counting would synchronise a device.
 
     Examples:
+        >>> import torch
         >>> summing = nn.CrossEntropyLoss(reduction="sum")
         >>> terms_of_sum(summing, torch.zeros(3, 2), torch.tensor([0, -100, 1]))
         2
