@@ -180,7 +180,8 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         c: forecast, same shape.
 
     Returns:
-        The value, a scalar, and the gradient, (N, K); float32 or wider, both without a graph.
+        The value, a scalar, and the gradient, (N, K); float32 or wider, both without a graph. Of no
+        rows, 0.
 
     Raises:
         ValueError: the distance does not return a scalar.
@@ -190,6 +191,8 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         (tensor(2.5000), tensor([[1., 2.]]))
     """
     wide = torch.promote_types(z.dtype, torch.float32)
+    if not len(z):  # whose mean is no number
+        return z.new_zeros((), dtype=wide), torch.zeros_like(z, dtype=wide)
     if getattr(distance, "func", None) is mse:  # the default: its gradient is known, and autograd costs ten times that
         return squared(infinities.departure(z.detach().to(wide), c.detach().to(wide)), len(z), **distance.keywords)  # type: ignore[attr-defined]
     leaf = z.detach().to(wide).requires_grad_()

@@ -40,8 +40,8 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
         gradient: the loss's gradient with respect to z, same shape.
 
     Returns:
-        s, and whether the gradient is of that form; s is 1 where it is not. Numbers on the CPU; scalar tensors
-        elsewhere, so that nothing synchronises.
+        s, and whether the gradient is of that form; s is 1 where it is not, or has no rows. Numbers on the CPU; scalar
+        tensors elsewhere, so that nothing synchronises.
 
     Examples:
         >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
@@ -50,6 +50,8 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
         >>> round(scale, 4), found
         (8.0, True)
     """
+    if not len(z):
+        return 1.0, False
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     # Hard labels: the target is the one entry below zero, and the line goes through the origin.
@@ -151,7 +153,7 @@ class LossScale:
         scale, found = recover_from_cross_entropy(forward.logits, forward.rows(gradient))
         if forward.model_loss_scale is not None:
             return _choose(found, scale, forward.model_loss_scale)
-        if (several or gradient.dtype == torch.float16) and not self._settled:
+        if (several or gradient.dtype == torch.float16) and not self._settled and len(forward.logits):
             if bool(found):
                 self._settled = gradient.device.type != "cpu"
             elif bool(gradient.isfinite().all()):  # else a step that will be skipped, which says nothing of the loss

@@ -53,7 +53,7 @@ def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_ind
 
 
 def _checked(labels: Tensor, num_classes: int, ignore: int) -> tuple[Tensor, bool]:
-    if labels.device.type == "cpu":
+    if labels.device.type == "cpu" and len(labels):
         low, high = (int(bound) for bound in labels.aminmax())
         if low >= 0 and high < num_classes and not 0 <= ignore < num_classes:
             return labels, True

@@ -133,7 +133,7 @@ class Prototypes(Forecaster):
 
     def _count_labelled(self, z: Tensor, membership: Tensor) -> float | Tensor:
         if self._all_labelled or membership.ndim == 2:
-            return len(z)
+            return max(len(z), 1)
         count = (membership < self._table.num_classes).sum(dtype=z.dtype).clamp(min=1)
         return count.item() if count.device.type == "cpu" else count
 
