@@ -180,8 +180,7 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         c: forecast, same shape.
 
     Returns:
-        The value, a scalar, and the gradient, (N, K); float32 or wider, both without a graph. Of no
-        rows, 0.
+        The value, a scalar, 0 of no rows, and the gradient, (N, K); float32 or wider, both without a graph.
 
     Raises:
         ValueError: the distance does not return a scalar.

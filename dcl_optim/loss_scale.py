@@ -113,7 +113,7 @@ class LossScale:
 
     Args:
         source: ``"auto"``, a positive number, an object with a ``scale(tensor)`` method (``torch.amp.GradScaler``), or
-            a callable without arguments that returns a positive number or a scalar tensor.
+            a callable without arguments that returns a finite number or a scalar tensor.
 
     Raises:
         ValueError: an unknown name, or a number that is not positive and finite.
@@ -167,15 +167,28 @@ class LossScale:
         if hasattr(self.source, "scale"):
             scale: Tensor = self.source.scale(torch.ones((), device=gradient.device))
             return scale
-        given: Scale = self.source()
-        return given
+        return _checked(self.source())
+
+
+def _checked(given: Any) -> Scale:
+    """What a callable returned, if it is a factor; a tensor on a device is taken as it is."""
+    if isinstance(given, Tensor) and given.numel() == 1:
+        if given.device.type != "cpu":
+            return given.reshape(())
+        given = given.item()
+    if not is_number(given):
+        raise TypeError(f"loss_scale's callable must return a number or a scalar tensor, got {given!r}")
+    if not math.isfinite(given):
+        raise ValueError(f"loss_scale's callable returned {given!r}; it must be a finite number")
+    return float(given)
 
 
 def _warn_unreadable() -> None:
     warnings.warn(
         "the factor on the loss (gradient scaler, accumulation, weights) cannot be read off this loss's gradient, so "
         "the penalty is added with factor 1; pass criterion=<the loss module>, or loss_scale=<number, GradScaler or "
-        "callable>, to the optimizer",
+        "callable> (1 if there is no factor), to the optimizer, and class_dim=-1 if the classes are the last dimension "
+        "of (batch, time, classes)",
         UserWarning,
         stacklevel=2,
     )
