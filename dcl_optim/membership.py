@@ -82,7 +82,7 @@ def _check_distributions(shares: Tensor) -> None:
 
 
 def _checked(labels: Tensor, num_classes: int, ignore: int) -> tuple[Tensor, bool]:
-    if labels.device.type == "cpu":
+    if labels.device.type == "cpu" and len(labels):
         low, high = (int(bound) for bound in labels.aminmax())
         if low >= 0 and high < num_classes and not 0 <= ignore < num_classes:
             return labels, True

@@ -17,6 +17,7 @@ from dcl_optim.checkpointing import running_backward
 from dcl_optim.forecaster import Forecaster, Forward, Scale
 from dcl_optim.functional import Distance
 from dcl_optim.labels import Labels
+from dcl_optim.linking import concerned, terms_of_sum
 from dcl_optim.looks import is_look
 from dcl_optim.loss_scale import LossScale
 from dcl_optim.schedules import Checked
@@ -157,20 +158,27 @@ class Regularizer:
         if source is not None:
             source[0].register_prehook(functools.partial(self._add_penalty_at_source, forward, source[1]))
 
-    def after_criterion(self, logits: Any, targets: Any, loss: Tensor) -> None:
-        """Take the labels, and read what the loss is multiplied by off its gradient."""
-        waiting = [forward for forward in (reference() for reference in self._outstanding) if _waits(forward)]
-        exact = [forward for forward in waiting if forward and forward.produced(logits)]
-        if len(exact or waiting) > 1:
+    def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
+        """Take the labels, and read what the loss is multiplied by off its gradient.
+
+        A loss of several forwards that were put together first is shared among them by their rows, as if they had been
+        one forward; each of several that were handed over one by one has it whole.
+        """
+        waiting = [forward for forward in (reference() for reference in self._outstanding) if forward is not None]
+        linked, surely = concerned([forward for forward in waiting if not forward.counted], arguments)
+        if self.labels is not None and len(linked) > 1 and any(forward.targets is None for forward in linked):
             raise RuntimeError(
-                "the criterion was called and several forwards of the model wait for it: call it on each output as "
-                "the model returned it, or delete the outputs that are not trained on"
+                "the criterion was called on several forwards of the model at once, and its labels do not say which "
+                "are whose: call set_targets(labels) before each forward, or the criterion on each output as the "
+                "model returned it"
             )
-        for forward in exact or waiting:
-            if forward is not None and forward.link(surely=bool(exact)):
+        terms, rows = terms_of_sum(self._criterion, logits, targets), sum(len(forward.logits) for forward in linked)
+        for forward in linked:
+            if forward.link(surely):
                 if self.labels is not None:
                     self.labels.take(forward, targets)
-                loss.register_hook(functools.partial(forward.add_loss_scale, bool(exact)))
+                share = 1.0 if surely or len(linked) == 1 else len(forward.logits) / max(rows, 1)
+                loss.register_hook(functools.partial(forward.add_loss_scale, surely, terms * share))
 
     # ---- the backward --------------------------------------------------------------------------------------------
 
