@@ -113,6 +113,8 @@ class Companion(Forecaster):
         forecast.check(forward, self._fraction)
         forward.forecast = forecast.rows.to(forward.logits.device)
         forward.chased = forecast.chased
+        if self._fraction == 1:
+            self._follower.compare(forward.logits, forward.forecast)
 
     def _forecast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
         inputs = to_place(cut((args, kwargs)), *self._place)
@@ -265,6 +267,7 @@ class Companion(Forecaster):
         with all_or_nothing(self.optimizer):
             self.optimizer.load_state_dict(optimizer)
             self.module.load_state_dict(state["model"], strict=False)
+        self._follower.no_longer_equal()
         self.forget()
         self._mirror.note()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dcl_optim import hooks
 from dcl_optim.tap import drop_inert_hooks
 
 
@@ -31,13 +32,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
     """Copy a model; frozen parameters are shared with the copy if wanted, trained ones and all buffers are its own.
 
+    Hooks that could report to the script are left out, see :mod:`dcl_optim.hooks`.
+
     Raises:
         RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
     """
     shared: dict[int, Any] = {
         id(parameter): parameter for parameter in model.parameters() if share and not parameter.requires_grad
     }
-    shared |= {id(group): group for group in _process_groups(model)}
+    shared |= {id(group): group for group in _process_groups(model)} | hooks.to_decide(model)
     try:
         twin = copy.deepcopy(model, shared)
     except Exception as error:
@@ -47,6 +50,7 @@ def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
             "companion="
         ) from error
     drop_inert_hooks(twin)
+    hooks.leave_out(twin, shared)
     return twin
 
 
