@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import distributed, random_state, twin
+from dcl_optim import companion_state, distributed, random_state, twin
 from dcl_optim.chase import ignores_gradient_scale, slowed
 from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.follower import Follower
@@ -244,36 +244,21 @@ class Companion(Forecaster):
 
     def state_dict(self) -> dict[str, Any]:
         self.prepare()  # what the script has changed since the last step, as a scheduler does, is saved too
-        optimizer = self.optimizer.state_dict()
-        # Strings, as torch.distributed.checkpoint makes all keys strings.
-        named = (
-            {"state": {str(key): value for key, value in optimizer["state"].items()}} if "state" in optimizer else {}
-        )
-        return {"model": self._follower.own_state(), "optimizer": optimizer | named}
+        self._follower.follow_unfrozen()
+        return {"model": self._follower.own_state(), "optimizer": companion_state.saved(self.optimizer, self.module)}
 
     def check_state(self, state: dict[str, Any]) -> None:
+        self._follower.follow_unfrozen()
         check_tensors(state.get("model", {}), self._follower.own_state(), "companion")
-        sizes, found = (
-            [len(group["params"]) for group in s.get("param_groups", [])]
-            for s in (self.optimizer.state_dict(), state.get("optimizer", {}))
-        )
-        if sizes != found:
-            raise ValueError(f"the state of the companion's optimizer has groups of {found} parameters, not {sizes}")
+        companion_state.check(state.get("optimizer", {}), self.optimizer, self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        optimizer = state["optimizer"]
-        if "state" in optimizer:
-            optimizer = optimizer | {"state": {_number(key): value for key, value in optimizer["state"].items()}}
         with all_or_nothing(self.optimizer):
-            self.optimizer.load_state_dict(optimizer)
+            self.optimizer.load_state_dict(companion_state.loadable(state["optimizer"], self.optimizer, self.module))
             self.module.load_state_dict(state["model"], strict=False)
         self._follower.no_longer_equal()
         self.forget()
         self._mirror.note()
-
-
-def _number(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdigit() else key
 
 
 def _backward(logits: Tensor, gradient: Tensor) -> None:

@@ -61,9 +61,13 @@ class Follower:
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
             for theirs, ours in zip(self._theirs, self._ours, strict=True):
                 ours.training = theirs.training
+        self.follow_unfrozen()
+        self._follow_place()
+
+    def follow_unfrozen(self) -> None:
+        """Take over parameters that the model trains by now."""
         if any(map(_trains, self.shared)):
             self.follow_parameters()
-        self._follow_place()
 
     def follow_parameters(self) -> None:
         """Take over modules and parameters that the model has gained, and parameters that it trains by now."""

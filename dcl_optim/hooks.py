@@ -7,7 +7,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -119,14 +119,17 @@ def _outer(function: FunctionType) -> set[str]:
 
 def _held(function: FunctionType) -> Iterator[Any]:
     """What a function finds outside of itself when it runs."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not set yet
-            yield object()
+    yield from map(_content, function.__closure__ or ())
     for step in _steps(function.__code__):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in function.__globals__:
             yield function.__globals__[step.argval]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return cell
 
 
 def _steps(code: CodeType) -> Iterator[dis.Instruction]:
