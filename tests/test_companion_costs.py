@@ -180,7 +180,7 @@ def test_a_companion_on_a_second_gpu_replays_the_draws_of_the_first():
             r"companion_dtype=torch.int8 must be a floating-point torch.dtype",
         ),
         ({"companion_dtype": "bfloat16"}, TypeError, r"companion_dtype='bfloat16' must be a floating-point"),
-        ({"companion_device": "gpu7"}, ValueError, r"companion_device='gpu7' is no device"),
+        ({"companion_device": "gpu7"}, ValueError, r"companion_device='gpu7' is no device here"),
     ],
 )
 def test_bad_values(options, error, message):
