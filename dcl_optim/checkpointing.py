@@ -32,5 +32,17 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def recomputes_reentrantly(tensor: Tensor) -> bool:
+    """Whether a reentrant checkpoint lies on a tensor's way back."""
+    found: set[Any] = set()
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return any(node.name() == "CheckpointFunctionBackward" for node in found)
+
+
 def _itself(tensor: Tensor) -> Tensor:
     return tensor

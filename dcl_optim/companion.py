@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import distributed, random_state, twin
+from dcl_optim import companion_state, distributed, random_state, twin
 from dcl_optim.chase import ignores_gradient_scale, slowed
-from dcl_optim.checkpointing import outside_checkpoints
+from dcl_optim.checkpointing import outside_checkpoints, recomputes_reentrantly
 from dcl_optim.follower import Follower
 from dcl_optim.forecast import Forecast
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
-from dcl_optim.inputs import batch_size, cut, outside_autocast, part, to_place
+from dcl_optim.inputs import batch_size, cut, is_open, outside_autocast, part, to_place
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.overlap import Overlap
 from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.shares import Shares
-from dcl_optim.wrapper import all_or_nothing, gradients_of, without_gradient
+from dcl_optim.wrapper import all_or_nothing, gradients_of, parameters_of, without_gradient
 
 
 class Companion(Forecaster):
@@ -87,6 +87,8 @@ class Companion(Forecaster):
         self.optimizer = self._mirror.build(self.module, strangers=companion is not None)
         self._follower = Follower(model, self.module, companion is None, self._mirror, self.optimizer, device, dtype)
         self.overlaps, self._overlap = overlap, Overlap(self.module, wanted=overlap)
+        self._cut_all = True  # whether the inputs of all forwards so far could be taken out of their graph
+        self._refuses_ends: bool | None = None  # whether its backward cannot be told where to end; unknown at first
         self._learns, self._slows = True, ignores_gradient_scale(self.optimizer)
         self._reset()
 
@@ -111,8 +113,11 @@ class Companion(Forecaster):
         forecast.check(forward, self._fraction)
         forward.forecast = forecast.rows.to(forward.logits.device)
         forward.chased = forecast.chased
+        if self._fraction == 1:
+            self._follower.compare(forward.logits, forward.forecast)
 
     def _forecast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
+        self._cut_all &= is_open((args, kwargs))
         inputs = to_place(cut((args, kwargs)), *self._place)
         if not self._learns:
             with torch.no_grad():
@@ -146,7 +151,16 @@ class Companion(Forecaster):
         _, gradient = value_and_gradient(distance, c, target)
         gradient = self._shares.weigh(gradient, scale, half=c.dtype == torch.float16).to(c.dtype)
         self._alpha = alpha
-        self._pending.append(self._overlap.lane.start(functools.partial(_backward, c, gradient)))
+        self._pending.append(self._overlap.lane.start(functools.partial(self._backward, c, gradient)))
+
+    def _backward(self, logits: Tensor, gradient: Tensor) -> None:
+        if not self._cut_all and self._refuses_ends is None:
+            self._refuses_ends = recomputes_reentrantly(logits)
+        # Objects among the inputs may hold tensors with the script's graph: it is then gone back to our own ends only.
+        whole = self._cut_all or self._refuses_ends
+        own = None if whole else [p for p in parameters_of(self.optimizer) if p.requires_grad]
+        with outside_autocast(logits.device.type):
+            logits.backward(gradient, inputs=own)
 
     def digest(self) -> None:
         self._overlap.abandon()
@@ -235,40 +249,21 @@ class Companion(Forecaster):
 
     def state_dict(self) -> dict[str, Any]:
         self.prepare()  # what the script has changed since the last step, as a scheduler does, is saved too
-        optimizer = self.optimizer.state_dict()
-        # Strings, as torch.distributed.checkpoint makes all keys strings.
-        named = (
-            {"state": {str(key): value for key, value in optimizer["state"].items()}} if "state" in optimizer else {}
-        )
-        return {"model": self._follower.own_state(), "optimizer": optimizer | named}
+        self._follower.follow_unfrozen()
+        return {"model": self._follower.own_state(), "optimizer": companion_state.saved(self.optimizer, self.module)}
 
     def check_state(self, state: dict[str, Any]) -> None:
+        self._follower.follow_unfrozen()
         check_tensors(state.get("model", {}), self._follower.own_state(), "companion")
-        sizes, found = (
-            [len(group["params"]) for group in s.get("param_groups", [])]
-            for s in (self.optimizer.state_dict(), state.get("optimizer", {}))
-        )
-        if sizes != found:
-            raise ValueError(f"the state of the companion's optimizer has groups of {found} parameters, not {sizes}")
+        companion_state.check(state.get("optimizer", {}), self.optimizer, self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        optimizer = state["optimizer"]
-        if "state" in optimizer:
-            optimizer = optimizer | {"state": {_number(key): value for key, value in optimizer["state"].items()}}
         with all_or_nothing(self.optimizer):
-            self.optimizer.load_state_dict(optimizer)
+            self.optimizer.load_state_dict(companion_state.loadable(state["optimizer"], self.optimizer, self.module))
             self.module.load_state_dict(state["model"], strict=False)
+        self._follower.no_longer_equal()
         self.forget()
         self._mirror.note()
-
-
-def _number(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdigit() else key
-
-
-def _backward(logits: Tensor, gradient: Tensor) -> None:
-    with outside_autocast(logits.device.type):
-        logits.backward(gradient)
 
 
 def _finite(gradients: list[Tensor]) -> bool:

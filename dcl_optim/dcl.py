@@ -47,8 +47,9 @@ class DCLOptimizer(ForecastOptimizer):
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
-        companion: None for a copy of the model, which shares its frozen parameters; a module of any architecture with
-            the same output shape; or a callable without arguments that builds one.
+        companion: None for a copy of the model, which shares its frozen parameters and has no hook of the script's that
+            could report to it (see "Limits" in the documentation); a module of any architecture with the same output
+            shape, which is moved to the model's device; or a callable without arguments that builds one.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
             parameters. The latter two are left alone.
@@ -182,10 +183,11 @@ def _check_number(name: str, value: Any, upper: float) -> None:
 
 
 def _checked_device(value: Any) -> torch.device | None:
+    """A device as its tensors give it: with an index, where its kind has one."""
     try:
-        return None if value is None else torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"companion_device={value!r} is no device: {str(error).splitlines()[0]}") from error
+        return None if value is None else torch.empty(0, device=torch.device(value)).device
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(f"companion_device={value!r} is no device here: {str(error).splitlines()[0]}") from error
 
 
 def _check_dtype(value: Any) -> None:

@@ -1,8 +1,10 @@
-"""Keeping the companion as the model is: mode, forward, device, dtype, parameters that train by now."""
+"""Keeping the companion as the model is: mode, forward, device, dtype, parameters that train by now or elsewhere."""
 
 from __future__ import annotations
 
-from operator import attrgetter
+import warnings
+from itertools import compress
+from operator import attrgetter, or_
 from types import MethodType
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import compilation, distributed, twin
+from dcl_optim import compilation, distributed, hooks, twin
 from dcl_optim.mirror import MirroredOptimizer
+from dcl_optim.wrapper import parameters_of
 
-_training, _trains = attrgetter("training"), attrgetter("requires_grad")
+_training, _trains, _data = attrgetter("training"), attrgetter("requires_grad"), attrgetter("data")
 
 
 class Follower:
@@ -22,7 +25,7 @@ class Follower:
     Args:
         called: the model as the script calls it, with its wrappers.
         module: the companion.
-        is_copy: whether it is a copy of the model; one that is not follows the mode and its device only.
+        is_copy: whether it is a copy of the model; one that is not follows the mode and the device only.
         mirror: what built its optimizer.
         optimizer: its optimizer.
         device: the companion's own device; None for the model's.
@@ -43,7 +46,9 @@ class Follower:
         self._is_copy, self._mirror, self._optimizer = is_copy, mirror, optimizer
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
-        self._started = False
+        self._started, self._compared = False, not is_copy
+        if is_copy and called is self._model:
+            hooks.hear_only(module)
         self._note_structure()
 
     def follow(self) -> None:
@@ -53,31 +58,68 @@ class Follower:
         if not self._is_copy:
             if self._module.training != self._model.training:
                 self._module.train(self._model.training)
+            self._follow_place()
             return
         self._follow_forward()
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
             for theirs, ours in zip(self._theirs, self._ours, strict=True):
                 ours.training = theirs.training
+        self.follow_unfrozen()
+        self._follow_place()
+        if self._elsewhere[0]:
+            self._follow_elsewhere()
+
+    def follow_unfrozen(self) -> None:
+        """Take over parameters that the model trains by now."""
         if any(map(_trains, self.shared)):
             self.follow_parameters()
-        self._follow_place()
 
     def follow_parameters(self) -> None:
         """Take over modules and parameters that the model has gained, and parameters that it trains by now."""
         if self._is_copy:
-            twin.copy_new_modules(self._model, self._module)
+            known = dict(zip(self._theirs, self._ours, strict=True))
+            twin.copy_new_modules(self._model, self._module, known, twin.shares(self._device, self._dtype))
+            self._require_same_parameters()
             twin.copy_unfrozen(self._model, self._module)
             twin.move(self._module, self._device, self._dtype)
             self._mirror.add_fresh(self._optimizer, self._module)
             self._note_structure()
 
+    def _require_same_parameters(self) -> None:
+        theirs, ours = ([(n, p.shape) for n, p in net.named_parameters()] for net in (self._model, self._module))
+        if theirs != ours:
+            names = sorted({name for name, _ in {*theirs} ^ {*ours}})
+            raise RuntimeError(
+                f"the model's parameters {names} were replaced, removed or reordered since it was wrapped, and the "
+                "companion has others: wrap the model again"
+            )
+
     def _note_structure(self) -> None:
         theirs = {id(parameter) for parameter in self._model.parameters()}
         self.shared = [parameter for parameter in self._module.parameters() if id(parameter) in theirs]
-        if self._is_copy:
-            self._theirs, self._ours = list(self._model.modules()), list(self._module.modules())
-            pairs = zip(self._model.parameters(), self._module.parameters(), strict=True)
-            self._sample = next((pair for pair in pairs if pair[0] is not pair[1]), None)
+        if not self._is_copy:
+            places = (twin.common_device(self._model), twin.common_device(self._module))
+            first = (next(self._model.parameters()), next(self._module.parameters()))
+            self._sample = first if None not in places else None
+            return
+        self._theirs, self._ours = list(self._model.modules()), list(self._module.modules())
+        pairs = list(zip(self._model.parameters(), self._module.parameters(), strict=True))
+        self._sample = next((pair for pair in pairs if pair[0] is not pair[1]), None)
+        held = {id(parameter) for parameter in parameters_of(self._optimizer)}
+        elsewhere = [pair for pair in pairs if pair[0] is not pair[1] and id(pair[1]) not in held]
+        self._elsewhere = ([pair[0] for pair in elsewhere], [pair[1] for pair in elsewhere])
+        self._trained = [True] * len(elsewhere)  # of those whether they have trained until the last forward
+
+    def _follow_elsewhere(self) -> None:
+        """Take over the values of parameters that an optimizer of the script's own trains, and not the wrapped one."""
+        trained, self._trained = self._trained, list(map(_trains, self._elsewhere[0]))
+        # Not what stays frozen, as in a companion of its own dtype, but what was frozen after its last step.
+        theirs, ours = (list(compress(side, map(or_, trained, self._trained))) for side in self._elsewhere)
+        if theirs:
+            # By data: a forward whose backward is to come has saved them, with these values.
+            torch._foreach_copy_(list(map(_data, ours)), list(map(_data, theirs)))
+            for parameter in ours:
+                parameter.grad = None
 
     def _follow_forward(self) -> None:
         """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
@@ -93,7 +135,8 @@ class Follower:
         if self._sample is None:
             return
         their, our = self._sample
-        device, dtype = self._device or their.device, self._dtype or their.dtype
+        device = self._device or their.device
+        dtype = self._dtype or (their.dtype if self._is_copy else our.dtype)
         if our.device != device or our.dtype != dtype:
             self._module.to(device=device, dtype=dtype)
             self._optimizer.load_state_dict(self._optimizer.state_dict())  # casts the state to the parameters' place
@@ -106,6 +149,27 @@ class Follower:
         if context is not None:
             compilation.compile_with(self._module, context)
         self._started = True
+
+    def compare(self, logits: Tensor, forecast: Tensor) -> None:
+        """At the first forecast, which is the model's own: warn if hooks that the companion lacks made a difference."""
+        if self._compared:
+            return
+        self._compared = True
+        names = hooks.left_out(self._model, self._module)
+        if names and not torch.allclose(
+            logits, forecast.to(logits.dtype), rtol=0.05, atol=0.05 * float(logits.abs().amax())
+        ):
+            warnings.warn(
+                f"the companion's first forecast differs from the model's logits, and it lacks forward hooks of the "
+                f"model's modules {names}: hooks that use the script's data, or come later, are not copied. Where one "
+                "changes what the model computes, register it on optimizer.companion too",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def no_longer_equal(self) -> None:
+        """The companion has learned elsewhere: its first forecast here tells nothing."""
+        self._compared = True
 
     def own_state(self) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model."""

@@ -180,12 +180,14 @@ class Forecaster(ABC):
         """Take over a state that :meth:`check_state` let pass."""
 
 
-def check_tensors(found: dict[str, Any], expected: dict[str, Tensor], owner: str) -> None:
-    """Raise ValueError unless both hold the same names with the same shapes."""
+def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:
+    """Raise ValueError unless both hold the same names, and tensors of the same shapes (an extra state may be any)."""
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
         raise ValueError(f"the state of the {owner} does not fit: missing {missing[:5]}, unexpected {extra[:5]}")
     for name, tensor in expected.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
         if not isinstance(found[name], torch.Tensor) or found[name].shape != tensor.shape:
             shape = tuple(getattr(found[name], "shape", ()))
             raise ValueError(f"the state of the {owner} has shape {shape} for {name!r}, expected {tuple(tensor.shape)}")

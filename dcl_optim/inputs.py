@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HIDES_NONE = (Tensor, type(None), int, float, complex, str, bytes, torch.dtype, torch.device)
+
 
 @contextmanager
 def outside_autocast(device: str) -> Iterator[None]:
@@ -56,6 +58,15 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
     elif type(tree) is dict:
         for item in tree.values():
             yield from tensors_of(item)
+
+
+def is_open(tree: Any) -> bool:
+    """Whether :func:`map_tensors` finds every tensor: there are no objects of other classes, which may hold some."""
+    if isinstance(tree, HIDES_NONE):
+        return True
+    if isinstance(tree, (tuple, list)):
+        return all(map(is_open, tree))
+    return type(tree) is dict and all(map(is_open, tree.values()))
 
 
 def to_place(tree: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

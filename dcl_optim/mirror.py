@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dcl_optim.wrapper import parameters_of
+from dcl_optim.wrapper import inner_of, parameters_of
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 NO_OPTIONS = ("params", "param_names")  # what a group holds beside its options
@@ -143,12 +143,6 @@ def _is_setting(value: Any) -> bool:
     return inspect.isroutine(value) or inspect.isclass(value)
 
 
-def _inner(base: Optimizer) -> Optimizer:
-    """The optimizer that updates the weights where the base wraps one: SAM's, ZeroRedundancyOptimizer's."""
-    candidates = (getattr(base, name, None) for name in ("base_optimizer", "optim"))
-    return next((inner for inner in candidates if isinstance(inner, Optimizer)), base)
-
-
 def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Build an optimizer of the base's class and settings over other groups.
 
@@ -160,7 +154,7 @@ def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
             "LBFGS cannot train the companion: it evaluates its objective again and again, and the companion has one "
             "forward a batch; pass companion_optimizer=<callable that builds another optimizer from parameters>"
         )
-    base = _inner(base)
+    base = inner_of(base)
     closure = inspect.signature(type(base).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(

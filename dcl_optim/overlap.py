@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dcl_optim import compilation, distributed, lanes
+from dcl_optim.checkpointing import recomputes_reentrantly
 from dcl_optim.inputs import tensors_of
 from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.wrapper import is_torchs_own
@@ -135,7 +136,7 @@ class Overlap:
         if self.lane.shares_generators and not self._inspected and chased is not None:
             self._inspected = True
             self._compiled = any(map(compilation.is_compiled, self._module.modules()))
-            if any(node.name() == "CheckpointFunctionBackward" for node in _graph_of(chased)):
+            if recomputes_reentrantly(chased):
                 raise RuntimeError(lanes.NO_RECOMPUTATION)
 
     def _note_draws(self, state: RandomState) -> None:
@@ -163,17 +164,6 @@ def _generator(state: RandomState) -> torch.Generator:
     generator = torch.Generator()
     generator.set_state(state[torch.device("cpu")])
     return generator
-
-
-def _graph_of(tensor: Tensor) -> set[Any]:
-    found: set[Any] = set()
-    waiting = [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return found
 
 
 def _fingerprint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
+from dcl_optim import hooks
 from dcl_optim.tap import drop_inert_hooks
 
 
@@ -31,13 +33,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
     """Copy a model; frozen parameters are shared with the copy if wanted, trained ones and all buffers are its own.
 
+    Hooks that could report to the script are left out, see :mod:`dcl_optim.hooks`.
+
     Raises:
         RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
     """
     shared: dict[int, Any] = {
         id(parameter): parameter for parameter in model.parameters() if share and not parameter.requires_grad
     }
-    shared |= {id(group): group for group in _process_groups(model)}
+    shared |= {id(held): held for held in _not_to_copy(model)} | hooks.to_decide(model)
     try:
         twin = copy.deepcopy(model, shared)
     except Exception as error:
@@ -47,14 +51,15 @@ def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
             "companion="
         ) from error
     drop_inert_hooks(twin)
+    hooks.leave_out(twin, shared)
     return twin
 
 
-def _process_groups(model: nn.Module) -> Iterator[Any]:
-    """Process groups that modules hold (SyncBatchNorm), which no copy may have of its own."""
-    if dist.is_available():
-        for module in model.modules():
-            yield from (value for value in vars(module).values() if isinstance(value, dist.ProcessGroup))
+def _not_to_copy(model: nn.Module) -> Iterator[Any]:
+    """What modules hold and no copy may have of its own: process groups (SyncBatchNorm), optimizers."""
+    kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, kinds))
 
 
 def build(
@@ -68,7 +73,7 @@ def build(
     Args:
         model: the model.
         companion: None for a copy, a module, or a callable that builds one.
-        device: where it is to be; None leaves it where it is.
+        device: where it is to be; None for the model's device, unless either is spread over several.
         dtype: what its floating-point tensors are to be; None leaves them. Nothing of another place is shared.
 
     Raises:
@@ -76,14 +81,28 @@ def build(
         ValueError: it shares trained parameters with the model.
     """
     if companion is None:
-        return move(copy_of(model, share=device is None and dtype is None), device, dtype)
+        return move(copy_of(model, shares(device, dtype)), device, dtype)
     built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
     if not isinstance(built, nn.Module):
         raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if any(id(parameter) in trained for parameter in built.parameters()):
         raise ValueError("companion shares trained parameters with the model; it must have its own")
+    place = common_device(model)
+    if device is None and place is not None and common_device(built) is not None:
+        device = place
     return move(built, device, dtype)
+
+
+def shares(device: torch.device | None, dtype: torch.dtype | None) -> bool:
+    """Whether a copy may share frozen parameters: not one of its own device or dtype."""
+    return device is None and dtype is None
+
+
+def common_device(module: nn.Module) -> torch.device | None:
+    """The device of all of a module's parameters; None where it is spread over several, as the script has seen to."""
+    devices = {parameter.device for parameter in module.parameters()}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
@@ -91,17 +110,27 @@ def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | No
     return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
 
 
-def copy_new_modules(model: nn.Module, twin: nn.Module) -> None:
-    """Copy modules and parameters that the model has gained since its twin was made."""
-    children = dict(twin.named_children())
-    for name, module in model.named_children():
-        if name in children:
-            copy_new_modules(module, children[name])
-        else:
-            setattr(twin, name, copy_of(module))
-    known = dict(twin.named_parameters(recurse=False))
+def copy_new_modules(model: nn.Module, twin: nn.Module, known: dict[nn.Module, nn.Module], share: bool = True) -> None:
+    """Copy modules and parameters that the model has gained since its twin was made, also in the place of others.
+
+    Args:
+        model: the model.
+        twin: its twin.
+        known: the modules that the twin was made from, and what they are in it; what is copied is added.
+        share: whether frozen parameters are shared.
+    """
+    for name in twin._modules.keys() - model._modules.keys():
+        delattr(twin, name)
+    for name, module in list(model._modules.items()):
+        ours = twin._modules.pop(name, None)
+        if module is not None and ours is not None and known.get(module) is ours:
+            copy_new_modules(module, ours, known, share)
+        elif module is not None and module not in known:
+            known |= zip(module.modules(), copy_of(module, share).modules(), strict=True)
+        setattr(twin, name, None if module is None else known[module])  # in the model's order
+    own = dict(twin.named_parameters(recurse=False))
     for name, parameter in model.named_parameters(recurse=False):
-        if name not in known:
+        if name not in own:
             twin.register_parameter(name, _own(parameter))
 
 

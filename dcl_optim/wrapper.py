@@ -40,14 +40,22 @@ def without_gradient(optimizer: Optimizer) -> list[Tensor]:
     return list(compress(parameters_of(optimizer), missing))
 
 
+def inner_of(base: Optimizer) -> Optimizer:
+    """The optimizer that updates the weights where the base wraps one: SAM's, ZeroRedundancyOptimizer's."""
+    candidates = (getattr(base, name, None) for name in ("base_optimizer", "optim"))
+    return next((inner for inner in candidates if isinstance(inner, Optimizer)), base)
+
+
 @contextmanager
 def all_or_nothing(optimizer: Optimizer) -> Iterator[None]:
     """Give an optimizer its groups and its state back if the block, which loads others, raises."""
-    before = {"param_groups": optimizer.param_groups, "state": optimizer.state}
+    changed = {id(one): one for one in (optimizer, inner_of(optimizer))}.values()  # SAM binds its groups to both
+    before = [(one, {"param_groups": one.param_groups, "state": one.state}) for one in changed]
     try:
         yield
     except Exception:
-        vars(optimizer).update(before)  # torch binds new objects when it loads, and leaves the old ones as they were
+        for one, held in before:  # torch binds new objects when it loads, and leaves the old ones as they were
+            vars(one).update(held)
         raise
 
 

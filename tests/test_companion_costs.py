@@ -43,6 +43,16 @@ def test_a_step_in_which_the_companion_does_not_learn_keeps_no_graph_of_it():
     assert grad_modes == [False, True, False, True]
 
 
+@pytest.mark.parametrize(("fraction", "rows"), [(0.29, [5, 11]), (0.28, [4, 12]), (0.01, [2, 14]), (1.0, [16])])
+def test_the_rows_that_the_companion_learns_from_are_the_nearest_number(fraction, rows):
+    model = mlp()
+    optimizer = wrap(model, companion_fraction=fraction)
+    seen = []
+    optimizer.companion.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    train(model, optimizer, batches(1))
+    assert seen == rows
+
+
 def test_a_skipped_step_does_not_count():
     model = mlp()
     optimizer = wrap(model, companion_every=2)
@@ -180,7 +190,7 @@ def test_a_companion_on_a_second_gpu_replays_the_draws_of_the_first():
             r"companion_dtype=torch.int8 must be a floating-point torch.dtype",
         ),
         ({"companion_dtype": "bfloat16"}, TypeError, r"companion_dtype='bfloat16' must be a floating-point"),
-        ({"companion_device": "gpu7"}, ValueError, r"companion_device='gpu7' is no device"),
+        ({"companion_device": "gpu7"}, ValueError, r"companion_device='gpu7' is no device here"),
     ],
 )
 def test_bad_values(options, error, message):

@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, on_two_ranks
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, on_two_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 8
@@ -144,6 +144,23 @@ def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
         for key in keys:
             own, expected = (state["own"]["forecaster"][key] for state in (found, joint))
             assert_same(own, expected, rtol=1e-9, atol=1e-10)
+
+
+def buffers_worker(rank: int, folder: Path) -> None:
+    model = batch_norm_net()
+    model[1].running_mean.fill_(rank + 1.0)  # as ranks have it that loaded different statistics
+    optimizer = optimize("dcl", model, None)
+    parallel = DistributedDataParallel(model)
+    model[1].eval()  # nothing but the start moves them
+    train_rank(rank, parallel, optimizer, nn.CrossEntropyLoss(), batches(2))
+    torch.save(optimizer.companion.state_dict(), folder / f"{rank}.pt")
+
+
+def test_the_companions_start_from_rank_0s_buffers(tmp_path: Path):
+    on_two_ranks(buffers_worker, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first, second)
+    assert_same(first["1.running_mean"], torch.ones(12, dtype=torch.float64))
 
 
 def synchronised_batch_norm_worker(rank: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, RunningAverage
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, train
 
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
@@ -126,3 +127,61 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     sgd_state["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["param_groups"] = []
     with pytest.raises(ValueError, match=r"companion's optimizer has groups of \[\] parameters, not \[4\]"):
         dcl.load_state_dict(sgd_state)
+
+
+class Extra(torch.nn.Linear):
+    """Keeps more than tensors in its state_dict."""
+
+    note = 0
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+def test_a_model_with_an_extra_state_is_resumed():
+    def built():
+        model = torch.nn.Sequential(Extra(FEATURES, CLASSES)).double()
+        return model, DCLOptimizer(BASES["sgd"](model.parameters()), model)
+
+    model, optimizer = built()
+    train(model, optimizer, batches(2))
+    optimizer.companion[0].note = 3
+    again, other = built()
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.companion[0].note == 3
+    train(model, optimizer, batches(2))
+    train(again, other, batches(2))
+    assert_same(other.companion[0].weight, optimizer.companion[0].weight)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as Schedule-Free does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("k", 0)
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] += 1
+
+
+def test_what_an_optimizer_counts_in_its_groups_stays_each_ones_own_after_loading():
+    def built():
+        model = mlp()
+        return model, DCLOptimizer(Counting(model.parameters()), model, companion_every=2)
+
+    model, optimizer = built()
+    train(model, optimizer, batches(4))
+    again, other = built()
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(again, other, batches(2))
+    counts = [o.param_groups[0]["k"] for o in (other.base, other.companion_optimizer)]
+    assert counts == [6, 3]

@@ -222,3 +222,17 @@ def test_bsam_trains_as_alone_beside_another_companion_optimizer() -> None:
             step_as_its_docs_say("BSAM", trained, stepping, x, y)
     assert_same(plain, model)
     assert not torch.equal(optimizer.companion[0].weight, mlp()[0].weight)
+
+
+def test_a_refused_state_leaves_the_inner_optimizer_bound_to_the_outer_ones_groups() -> None:
+    model = mlp()
+    base = sam(model)
+    optimizer = DCLOptimizer(base, model)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["state"] = None
+    before = base.param_groups, base.state, base.base_optimizer.param_groups, base.base_optimizer.state
+    with pytest.raises(ValueError, match="nothing has changed"):
+        optimizer.load_state_dict(state)
+    after = base.param_groups, base.state, base.base_optimizer.param_groups, base.base_optimizer.state
+    assert [*map(id, after)] == [*map(id, before)]
+    assert base.base_optimizer.param_groups is base.param_groups
