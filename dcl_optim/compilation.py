@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +38,22 @@ def context_of(model: nn.Module) -> Context | None:
     return None
 
 
-def compile_with(module: nn.Module, context: Context) -> None:
-    """Compile a module's call in place, as ``module.compile`` does."""
-    module._compiled_call_impl = context(module._call_impl)
+def compile_with(module: nn.Module, context: Context, apart: bool = False) -> None:
+    """Compile a module's call in place, as ``module.compile`` does.
+
+    Args:
+        module: the module.
+        context: what the model was compiled with.
+        apart: whether it has other hooks than the model, by which torch tells two graphs apart only when asked to.
+    """
+    compiled = context(module._call_impl)
+    module._compiled_call_impl = functools.partial(_looking_at_hooks, compiled) if apart else compiled
+
+
+def _looking_at_hooks(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config: Any = sys.modules["torch._dynamo.config"]
+    with config.patch(skip_nnmodule_hook_guards=False):
+        return compiled(*args, **kwargs)
 
 
 def is_compiled(module: nn.Module) -> bool:

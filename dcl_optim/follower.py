@@ -147,7 +147,7 @@ class Follower:
         distributed.broadcast(self._module.buffers())
         context = compilation.context_of(self._called) if self._is_copy else None
         if context is not None:
-            compilation.compile_with(self._module, context)
+            compilation.compile_with(self._module, context, apart=bool(hooks.left_out(self._model, self._module)))
         self._started = True
 
     def compare(self, logits: Tensor, forecast: Tensor) -> None:

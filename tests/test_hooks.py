@@ -105,6 +105,40 @@ def test_a_loss_on_a_recorded_feature_without_a_penalty_is_the_base_alone() -> N
     assert_same(trained(True), trained(False))
 
 
+@pytest.mark.parametrize("order", ["compiled in place", "compiled outside"])
+def test_a_compiled_model_keeps_its_recorder_to_itself(order: str) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    model, store = Network(), {"feature": torch.zeros(())}
+    model.net[1].register_forward_hook(lambda module, inputs, output: store.update(feature=output.detach()))
+    if order == "compiled in place":
+        optimizer, called = wrap(model), model
+        model.compile(backend=backend)
+    else:
+        called = torch.compile(model, backend=backend)
+        optimizer = wrap(called)
+    numbers = []
+    for x, y in batches(4):
+        expected = torch.tanh(F.linear(x, model.net[0].weight, model.net[0].bias)).detach()
+        train(called, optimizer, [(x, y)])
+        assert_same(store["feature"], expected, rtol=1e-12, atol=1e-12)
+        numbers.append(len(graphs))
+    assert numbers == [2] * 4  # the model's and the companion's
+    torch.compiler.reset()
+
+
 # ---- hooks of the network itself ------------------------------------------------------------------------------------
 
 
