@@ -43,7 +43,9 @@ class Shares:
             self.half, self._head = True, _head_room(gradient)
         size: Any = abs(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
         self._unit = _or(self._unit, size)
-        weight = size / _or(self._unit, 1.0) / self._head
+        weight = size / _or(self._unit, 1.0)
+        if self.half:
+            weight = weight / self._head
         self.count, self._total = self.count + 1, self._total + weight
         return gradient if isinstance(weight, float) and weight == 1.0 else gradient.mul_(weight)
 
