@@ -31,7 +31,7 @@ def ignores_gradient_scale(optimizer: Optimizer) -> bool:
 
 def _trial_move(optimizer: Optimizer, factor: float) -> Tensor:
     """How a trial matrix moves in the last of some steps with gradients multiplied by a factor."""
-    group = optimizer.param_groups[0]
+    group = next(group for group in optimizer.param_groups if group["params"])
     device = group["params"][0].device
     matrix = torch.nn.Parameter(torch.tensor([[0.3, -0.5], [0.7, 0.2]], device=device))
     gradients = torch.tensor([[[1.0, -0.4], [0.6, 0.9]], [[0.8, -0.7], [0.5, 1.1]]], device=device)

@@ -22,6 +22,7 @@ from dcl_optim.inputs import batch_size, cut, is_open, outside_autocast, part, t
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.overlap import Overlap
 from dcl_optim.random_state import RandomState, on_device, replayed
+from dcl_optim.shares import Shares
 from dcl_optim.wrapper import all_or_nothing, gradients_of, parameters_of, without_gradient
 
 
@@ -94,10 +95,7 @@ class Companion(Forecaster):
     def _reset(self) -> None:
         self._pending: list[Callable[[], None]] = []  # backwards that have been started
         self._moved: Callable[[], None] | None = None  # the step that has been started
-        self._unit: Scale = 1.0  # forwards are weighed by their scale divided by this one, the first's
-        self._total: Scale = 0.0  # sum of the weights so far
-        self._count, self._alpha = 0, 0.0
-        self._half = False
+        self._shares, self._alpha = Shares(), 0.0
 
     # ---- the forecast --------------------------------------------------------------------------------------------
 
@@ -151,13 +149,8 @@ class Companion(Forecaster):
             return
         target = chase_target(forward.logits[: len(c)].to(c.device), c, alpha)
         _, gradient = value_and_gradient(distance, c, target)
-        if self._count == 0:
-            self._half = c.dtype == torch.float16
-            self._unit = scale * _head_room(gradient) if self._half else scale
-        weigh = self._count > 0 or self._half
-        weight = scale / self._unit if weigh else 1.0
-        gradient = (gradient * weight if weigh else gradient).to(c.dtype)
-        self._total, self._count, self._alpha = self._total + weight, self._count + 1, alpha
+        gradient = self._shares.weigh(gradient, scale, half=c.dtype == torch.float16).to(c.dtype)
+        self._alpha = alpha
         self._pending.append(self._overlap.lane.start(functools.partial(self._backward, c, gradient)))
 
     def _backward(self, logits: Tensor, gradient: Tensor) -> None:
@@ -197,7 +190,7 @@ class Companion(Forecaster):
         self._mirror.follow(self.optimizer)
 
     def begin_step(self) -> None:
-        if self._count and self._moved is None:
+        if self._shares.count and self._moved is None:
             self._finish_gradients()
             self._moved = self._overlap.start_step(self._move, self._mirror.base, self.optimizer)
 
@@ -209,17 +202,17 @@ class Companion(Forecaster):
         self._mirror.note()
 
     def _finish_gradients(self) -> None:
-        several, together = self._count > 1 or self._half, distributed.world_size() > 1
+        several, together = self._shares.several, distributed.world_size() > 1
         if together:  # every rank must bring the same tensors to the reduction
             self._fill_gradients()
         if several or together:
             gradients = list(gradients_of(self.optimizer))
-            if several and gradients:
-                torch._foreach_div_(gradients, self._total)
+            if several:
+                self._shares.divide(gradients)
             distributed.average(gradients)
 
     def _move(self) -> None:
-        if self._half and not _finite(list(gradients_of(self.optimizer))):
+        if self._shares.half and not _finite(list(gradients_of(self.optimizer))):
             return
         try:
             with random_state.kept(self.optimizer), slowed(self.optimizer, 1 - self._alpha if self._slows else 1.0):
@@ -279,13 +272,3 @@ def _finite(gradients: list[Tensor]) -> bool:
 
 def _nothing() -> None:
     return None
-
-
-def _head_room(gradient: Tensor) -> Tensor:
-    """The power of two that a gradient is divided by to survive in float16: its peak becomes 1/16 or somewhat less.
-
-    The loss's scale would not do: a gradient scaler raises it until the model's gradients overflow, and the companion's
-    may be larger.
-    """
-    exponent = torch.frexp(gradient.abs().amax()).exponent
-    return torch.ldexp(torch.ones_like(gradient[0, 0]), exponent + 4)

@@ -130,7 +130,7 @@ class DCLOptimizer(ForecastOptimizer):
     ) -> None:
         _check_number("companion_lr_scale", companion_lr_scale, float("inf"))
         _check_number("companion_fraction", companion_fraction, 1.0)
-        _check_every(companion_every)
+        every = check_integer("companion_every", companion_every, least=1)
         _check_dtype(companion_dtype)
         device = _checked_device(companion_device)
         check_flag("overlap", overlap)
@@ -145,7 +145,7 @@ class DCLOptimizer(ForecastOptimizer):
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
             fraction=companion_fraction,
-            every=companion_every,
+            every=every,
             overlap=overlap,
             device=device,
             dtype=companion_dtype,
@@ -180,12 +180,6 @@ def _check_number(name: str, value: Any, upper: float) -> None:
     if not 0 < cast(float, value) <= upper or value == float("inf"):
         allowed = f"in (0, {upper:g}]" if upper < float("inf") else "a positive finite number"
         raise ValueError(f"{name}={value!r} must be {allowed}")
-
-
-def _check_every(value: Any) -> None:
-    check_integer("companion_every", value)
-    if value < 1:
-        raise ValueError(f"companion_every={value!r} must be at least 1")
 
 
 def _checked_device(value: Any) -> torch.device | None:

@@ -36,6 +36,8 @@ class DCPOptimizer(ForecastOptimizer):
     keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward, or
     ``step(closure, targets=...)``; the latter three outrank the criterion. Class indices, one for each row of logits,
     or soft labels of the logits' shape (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
+    Soft labels are distributions: no share below 0, each row's sum 1. For models with sigmoid outputs (binary,
+    multi-label) and for regression, whose targets have the logits' shape too, take :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
@@ -58,7 +60,8 @@ class DCPOptimizer(ForecastOptimizer):
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
-            ``maximize=True``; in backward: labels out of range or of the wrong number.
+            ``maximize=True``; in backward: labels out of range or of the wrong number, soft labels that are no
+            distributions (on a GPU the first such batch is looked at, since looking synchronises).
         TypeError: an argument of the wrong type; labels of the wrong type.
         RuntimeError: in backward: no labels; in ``step``: see ``strict``.
 
@@ -99,19 +102,18 @@ class DCPOptimizer(ForecastOptimizer):
         class_dim: int = 1,
         strict: bool = True,
     ) -> None:
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
-            raise ValueError(f"num_classes={num_classes!r} must be an integer of at least 1")
+        classes = check_integer("num_classes", num_classes, least=1)
         settings = settled(DCP, preset, weight=weight, alpha=alpha)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
         if ignore_index is None:
-            ignore_index = int(getattr(criterion, "ignore_index", -100))
-        check_integer("ignore_index", ignore_index)
+            ignore_index = getattr(criterion, "ignore_index", None)  # which is None in some libraries' losses
+        ignored = -100 if ignore_index is None else check_integer("ignore_index", ignore_index)
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(num_classes, per_class, ignore_index, next(model.parameters())),
+            lambda: Prototypes(classes, per_class, ignored, next(model.parameters())),
             resolve_distance(distance, "mean" if reduction == "per_class" else reduction, temperature),
             **settings,
             criterion=criterion,
@@ -151,6 +153,9 @@ class DCPOptimizer(ForecastOptimizer):
 
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the batch whose training forward comes next.
+
+        They belong to the model's very next forward: one in eval mode or under ``no_grad`` drops them, and so does
+        ``load_state_dict``.
 
         Raises:
             TypeError: no tensor.

@@ -35,5 +35,5 @@ class Forecast:
         if self.shape != tuple(forward.shape):
             raise ValueError(
                 f"companion gives logits of shape {self.shape} where the model gives {tuple(forward.shape)}; its "
-                "architecture is free, its output shape is not"
+                "architecture is free, its output shape is not. If the model's head was replaced, wrap the model again"
             )

@@ -27,14 +27,19 @@ class Forward:
         loss_scale: what the criterion's loss was multiplied by, where the criterion was handed over.
         model_loss_scale: what the model's own loss was multiplied by, where its output holds one.
         chased: the rows of the forecast that the forecaster learns from, with their graph; None for all or none.
+        node: autograd's number of the operation that computed the logits; -1 if none did.
         shape: the shape of the model's logits, batch first.
         counted: whether a backward has come.
+        looked_at: the penalty's value and gradient, where that one was a look and the real one may be still to come.
     """
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
         self.shape = logits.shape
+        if not -logits.ndim <= class_dim < max(logits.ndim, 2):
+            raise ValueError(f"class_dim={class_dim} but the model's logits have shape {tuple(logits.shape)}")
         self._class_dim = class_dim
         self._output = weakref.ref(logits)
+        self.node: int = -1 if logits.grad_fn is None else logits.grad_fn._sequence_nr()
         self.logits = functional.to_rows(logits.detach(), class_dim).clone()
         self.forecast: Tensor | None = None
         self.chased: Tensor | None = None
@@ -43,12 +48,15 @@ class Forward:
         self.loss_scale: Scale | None = None
         self.model_loss_scale: Scale | None = None
         self.counted = False
+        self.looked_at: tuple[Tensor, Tensor] | None = None
         self._surely_linked = False
 
     def produced(self, tensor: Any) -> bool:
         """Whether a tensor is the very output of this forward, or a view of it."""
         output = self._output()
-        return isinstance(tensor, Tensor) and output is not None and tensor.data_ptr() == output.data_ptr()
+        if not isinstance(tensor, Tensor) or output is None:
+            return False
+        return tensor is output or (tensor.data_ptr() == output.data_ptr() and tensor.numel() > 0)
 
     def link(self, surely: bool) -> bool:
         """Link a call of the criterion to this forward; say whether it counts.
@@ -59,11 +67,14 @@ class Forward:
             self._surely_linked, self.criterion_targets, self.loss_scale = True, None, None
         return surely or not self._surely_linked
 
-    def add_loss_scale(self, surely: bool, gradient: Tensor) -> None:
-        """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward."""
+    def add_loss_scale(self, surely: bool, times: Scale, gradient: Tensor) -> None:
+        """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward.
+
+        ``times`` is the loss's number of terms where it is their sum, and this forward's share of it.
+        """
         if self._surely_linked and not surely:
             return
-        scale = _total(gradient)
+        scale = _total(gradient) * times
         self.loss_scale = scale if self.loss_scale is None else self.loss_scale + scale
 
     def note_loss_scale(self, gradient: Tensor) -> None:

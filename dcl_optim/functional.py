@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dcl_optim import infinities
 from dcl_optim.checks import check_number
 
 Distance = Callable[[Tensor, Tensor], Tensor]
@@ -61,7 +62,7 @@ def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
         tensor(5.)
     """
-    return F.mse_loss(z, c) * (z.shape[1] / _counted_classes(z.shape[1], reduction))
+    return infinities.departure(z, c).square().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
 
 
 def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -74,7 +75,7 @@ def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(1.5000)
     """
-    return F.l1_loss(z, c) * (z.shape[1] / _counted_classes(z.shape[1], reduction))
+    return infinities.departure(z, c).abs().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
 
 
 def _counted_classes(classes: int, reduction: Reduction) -> int:
@@ -98,6 +99,8 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     """
     log_p = F.log_softmax(c / temperature, dim=1)
     log_q = F.log_softmax(z / temperature, dim=1)
+    if infinities.possible(log_p):  # what both rule out has no share in the sum, where p (log p - log q) is 0 (∞ - ∞)
+        log_p, log_q = (log.clamp(min=torch.finfo(log.dtype).min) for log in (log_p, log_q))
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
 
 
@@ -118,6 +121,8 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
         >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
         tensor(0.3133)
     """
+    if infinities.possible(c):  # directions are taken among the classes that are not masked
+        z, c = (rows.masked_fill(rows == -torch.inf, 0.0) for rows in (z, c))
     similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
     return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
 
@@ -175,7 +180,7 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         c: forecast, same shape.
 
     Returns:
-        The value, a scalar, and the gradient, (N, K); float32 or wider, both without a graph.
+        The value, a scalar, 0 of no rows, and the gradient, (N, K); float32 or wider, both without a graph.
 
     Raises:
         ValueError: the distance does not return a scalar.
@@ -185,8 +190,10 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         (tensor(2.5000), tensor([[1., 2.]]))
     """
     wide = torch.promote_types(z.dtype, torch.float32)
+    if not len(z):  # whose mean is no number
+        return z.new_zeros((), dtype=wide), torch.zeros_like(z, dtype=wide)
     if getattr(distance, "func", None) is mse:  # the default: its gradient is known, and autograd costs ten times that
-        return squared(z.detach().to(wide) - c.detach().to(wide), len(z), **distance.keywords)  # type: ignore[attr-defined]
+        return squared(infinities.departure(z.detach().to(wide), c.detach().to(wide)), len(z), **distance.keywords)  # type: ignore[attr-defined]
     leaf = z.detach().to(wide).requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         value = distance(leaf, c.detach().to(wide))
@@ -229,7 +236,7 @@ def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
         tensor([2.])
     """
     wide = torch.promote_types(z.dtype, torch.float32)
-    return torch.lerp(z.detach().to(wide), c.detach().to(wide), alpha)
+    return infinities.between(z.detach().to(wide), c.detach().to(wide), alpha)
 
 
 def class_totals(rows: Tensor, classes: Tensor, counts: Tensor, num_classes: int) -> Tensor:

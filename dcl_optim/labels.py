@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dcl_optim.checkpointing import running_backward
 from dcl_optim.forecaster import Forward
 
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
@@ -27,8 +28,22 @@ class Labels:
         if source is not None and not isinstance(source, str) and not callable(source):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {source!r}")
         self._source = source
-        self.of_next_forward: Tensor | None = None
         self.of_closure: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop labels that were given ahead."""
+        self.of_next_forward: Tensor | None = None
+        self._of_this_forward: Tensor | None = None
+
+    def begin(self) -> None:
+        """A forward of the model begins: labels given ahead are its own or, if it is left alone, no one's.
+
+        A recomputation inside backward is no next forward; one of a model inside a reentrant checkpoint, whose first
+        forward was left alone, gets that one's labels.
+        """
+        if running_backward() == -1:
+            self._of_this_forward, self.of_next_forward = self.of_next_forward, None
 
     def read(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give a forward the labels that are known when the model is called.
@@ -44,7 +59,7 @@ class Labels:
                 raise ValueError(f"targets={self._source!r}: the model was called without that keyword")
         elif self._source is not None:
             found = self._source(args, kwargs)
-        ahead, self.of_next_forward = self.of_next_forward, None
+        ahead, self._of_this_forward = self._of_this_forward, None
         given = [labels for labels in (ahead, found, self.of_closure) if labels is not None]
         if len(given) > 1:
             raise RuntimeError("one forward was given labels twice: give them one way only")
@@ -59,6 +74,8 @@ class Labels:
         if forward.targets is None and forward.criterion_targets is not None:
             raise RuntimeError(
                 "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of "
-                "soft labels, to the criterion or to set_targets"
+                "soft labels, to the criterion or to set_targets. Of a model with several heads, whose criterion does "
+                "not get the very tensor that the model gave, hand over as criterion= a loss module that only the main "
+                "head's loss calls; or leave criterion= out and call set_targets"
             )
         forward.criterion_targets = targets

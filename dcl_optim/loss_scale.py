@@ -3,7 +3,8 @@ r"""What the loss was multiplied by before backward: a gradient scaler's scale, 
 The penalty has to carry the same factor s, and backward does not tell it. Three ways, the first that applies wins:
 
 1. ``loss_scale=`` given by the user: a number, a ``GradScaler``, a callable without arguments.
-2. ``criterion=`` given by the user: the gradient that arrives at the criterion's output *is* s.
+2. ``criterion=`` given by the user: the gradient that arrives at the criterion's output *is* s; where it sums
+   (``reduction="sum"``), times the number of terms that its mean would divide by.
 3. ``"auto"``: for a softmax cross-entropy the gradient of the logits is :math:`g_{ij} = a\,(p_{ij} - t_{ij})` with one
    slope a for all rows. Away from the targets g is a straight line in p, whose slope is fitted; :math:`s = a\,N`.
    Where g is no such line (another loss, per-sample or class weights, mixed labels), the gradient that arrives at the
@@ -39,8 +40,8 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
         gradient: the loss's gradient with respect to z, same shape.
 
     Returns:
-        s, and whether the gradient is of that form; s is 1 where it is not. Numbers on the CPU; scalar tensors
-        elsewhere, so that nothing synchronises.
+        s, and whether the gradient is of that form; s is 1 where it is not, or has no rows. Numbers on the CPU; scalar
+        tensors elsewhere, so that nothing synchronises.
 
     Examples:
         >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
@@ -49,6 +50,8 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
         >>> round(scale, 4), found
         (8.0, True)
     """
+    if not len(z):
+        return 1.0, False
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     # Hard labels: the target is the one entry below zero, and the line goes through the origin.
@@ -90,6 +93,7 @@ def _fit_smoothed(p: Tensor, g: Tensor, least: Tensor, rows: Any) -> tuple[Any, 
     count = rows * (len(p) // len(largest) - 1) - second + TINY
     pp, pg, gg = raw - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
     slope = pg / (pp + TINY)
+    # Nearly uniform predictions say nothing: there other losses are straight lines in p too, of other slopes.
     return slope, (slope > 0) & (pp > 1e-3 * raw) & (gg - slope * pg <= TOLERANCE * gg)
 
 
@@ -110,7 +114,7 @@ class LossScale:
 
     Args:
         source: ``"auto"``, a positive number, an object with a ``scale(tensor)`` method (``torch.amp.GradScaler``), or
-            a callable without arguments that returns a positive number or a scalar tensor.
+            a callable without arguments that returns a finite number or a scalar tensor.
 
     Raises:
         ValueError: an unknown name, or a number that is not positive and finite.
@@ -150,7 +154,7 @@ class LossScale:
         scale, found = recover_from_cross_entropy(forward.logits, forward.rows(gradient))
         if forward.model_loss_scale is not None:
             return _choose(found, scale, forward.model_loss_scale)
-        if (several or gradient.dtype == torch.float16) and not self._settled:
+        if (several or gradient.dtype == torch.float16) and not self._settled and len(forward.logits):
             if bool(found):
                 self._settled = gradient.device.type != "cpu"
             elif bool(gradient.isfinite().all()):  # else a step that will be skipped, which says nothing of the loss
@@ -164,15 +168,28 @@ class LossScale:
         if hasattr(self.source, "scale"):
             scale: Tensor = self.source.scale(torch.ones((), device=gradient.device))
             return scale
-        given: Scale = self.source()
-        return given
+        return _checked(self.source())
+
+
+def _checked(given: Any) -> Scale:
+    """What a callable returned, if it is a factor; a tensor on a device is taken as it is."""
+    if isinstance(given, Tensor) and given.numel() == 1:
+        if given.device.type != "cpu":
+            return given.reshape(())
+        given = given.item()
+    if not is_number(given):
+        raise TypeError(f"loss_scale's callable must return a number or a scalar tensor, got {given!r}")
+    if not math.isfinite(given):
+        raise ValueError(f"loss_scale's callable returned {given!r}; it must be a finite number")
+    return float(given)
 
 
 def _warn_unreadable() -> None:
     warnings.warn(
         "the factor on the loss (gradient scaler, accumulation, weights) cannot be read off this loss's gradient, so "
         "the penalty is added with factor 1; pass criterion=<the loss module>, or loss_scale=<number, GradScaler or "
-        "callable>, to the optimizer",
+        "callable> (1 if there is no factor), to the optimizer, and class_dim=-1 if the classes are the last dimension "
+        "of (batch, time, classes)",
         UserWarning,
         stacklevel=2,
     )

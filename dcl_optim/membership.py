@@ -10,8 +10,12 @@ from torch import Tensor
 from dcl_optim.checks import check_labels
 from dcl_optim.forecaster import Forward
 
+ROUNDING = 0.02  # what a share and a row's sum may be off by; bfloat16 leaves up to 0.004 of smoothed labels' sum
 
-def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_index: int) -> tuple[Tensor, bool]:
+
+def read_membership(
+    targets: Any, forward: Forward, num_classes: int, ignore_index: int, look: bool = True
+) -> tuple[Tensor, bool]:
     """Check labels and lay them out as the rows of a forward's logits.
 
     Args:
@@ -20,6 +24,7 @@ def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_ind
         forward: the forward that they belong to.
         num_classes: K.
         ignore_index: the label of rows to leave out.
+        look: whether to look at soft labels that are on another device than the CPU, which synchronises it.
 
     Returns:
         Classes (N,), K where ignored, or shares (N, K); and whether these are classes none of which is K, as far as
@@ -27,8 +32,9 @@ def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_ind
 
     Raises:
         ValueError: labels of the wrong number or range, the latter on the CPU only, since looking would synchronise a
-            GPU, whose own index kernels assert; or logits that are not num_classes.
-        TypeError: labels that are neither integers nor one distribution a row.
+            GPU, whose own index kernels assert; soft labels that are not one distribution a row; or logits that are not
+            num_classes.
+        TypeError: no tensor, or labels that are neither integers nor floating point of the logits' shape.
 
     Examples:
         >>> forward = Forward(torch.zeros(2, 3), class_dim=1)
@@ -38,9 +44,13 @@ def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_ind
     check_labels(targets)
     rows, logits = forward.logits.shape
     if logits != num_classes:
-        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; pass that number")
+        mend = _mend(forward, num_classes)
+        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; {mend}")
     if targets.dtype.is_floating_point and targets.shape == forward.shape:
-        return forward.rows(targets.detach()), False
+        shares = forward.rows(targets.detach())
+        if look or shares.device.type == "cpu":
+            _check_distributions(shares)
+        return shares, False
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
         raise TypeError(
             f"targets of dtype {targets.dtype} and shape {tuple(targets.shape)} are neither class indices nor soft "
@@ -52,8 +62,27 @@ def read_membership(targets: Any, forward: Forward, num_classes: int, ignore_ind
     return _checked(targets if flat else targets.detach().reshape(-1).long(), num_classes, ignore_index)
 
 
+def _mend(forward: Forward, num_classes: int) -> str:
+    dims = [dim for dim, size in enumerate(forward.shape) if dim and size == num_classes]
+    if not dims:
+        return "pass that number"
+    dim = -1 if dims[-1] == len(forward.shape) - 1 else dims[0]
+    return f"in its output of shape {tuple(forward.shape)} pass class_dim={dim}, along which it gives {num_classes}"
+
+
+def _check_distributions(shares: Tensor) -> None:
+    sums = shares.sum(1, dtype=torch.promote_types(shares.dtype, torch.float32))
+    if not bool((shares >= -ROUNDING).all() & ((sums - 1).abs() <= ROUNDING).all()):
+        raise ValueError(
+            f"targets has soft labels that are no distribution over the {shares.shape[1]} classes (the least share is "
+            f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer is "
+            "for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
+            "DCLOptimizer, which needs no labels"
+        )
+
+
 def _checked(labels: Tensor, num_classes: int, ignore: int) -> tuple[Tensor, bool]:
-    if labels.device.type == "cpu":
+    if labels.device.type == "cpu" and len(labels):
         low, high = (int(bound) for bound in labels.aminmax())
         if low >= 0 and high < num_classes and not 0 <= ignore < num_classes:
             return labels, True

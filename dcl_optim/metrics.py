@@ -182,8 +182,8 @@ def _absent_as_nan(values: Tensor, shares: Tensor) -> Tensor:
     return values.masked_fill(shares.sum(1) == 0, float("nan"))
 
 
-def _check(logits: Tensor, labels: Tensor) -> int:
-    """Raise ValueError unless logits and labels fit each other; give the number of classes."""
+def _check(logits: Tensor, labels: Tensor) -> None:
+    """Raise ValueError unless logits and labels fit each other."""
     if logits.ndim != 2 or logits.shape[1] < 2 or not logits.is_floating_point():
         raise ValueError(
             f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; it must be floating point, (N, K) with "
@@ -197,4 +197,3 @@ def _check(logits: Tensor, labels: Tensor) -> int:
     outside = labels[(labels < 0) | (labels >= classes)]
     if len(outside):
         raise ValueError(f"labels holds {int(outside[0])}; it must be in 0..{classes - 1} for {classes} logits")
-    return classes

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import interrupts
-from dcl_optim.checks import check_flag, check_integer
+from dcl_optim.checks import check_integer, check_modules, check_options
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.functional import Distance, mse
 from dcl_optim.labels import Labels
@@ -19,7 +19,7 @@ from dcl_optim.regularizer import Regularizer
 from dcl_optim.schedules import Schedule, checked
 from dcl_optim.tap import find_logits
 from dcl_optim.twin import unwrapped
-from dcl_optim.wrapper import OptimizerWrapper, parameters_of
+from dcl_optim.wrapper import OptimizerWrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,9 +66,10 @@ class ForecastOptimizer(OptimizerWrapper):
         strict: bool = True,
     ) -> None:
         super().__init__(base_optimizer)
-        _check_modules(base_optimizer, model, criterion)
-        weight, alpha = checked(weight, "weight"), checked(alpha, "alpha", upper=1.0)
-        _check_options(logits, class_dim, strict)
+        check_modules(base_optimizer, model, criterion)
+        schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
+        check_options(logits, strict)
+        class_dim = check_integer("class_dim", class_dim)
         scale = LossScale(loss_scale)
         self._strict = strict
         self.model = model
@@ -78,8 +79,7 @@ class ForecastOptimizer(OptimizerWrapper):
             base_optimizer,
             self.forecaster,
             distance,
-            weight=weight,
-            alpha=alpha,
+            **schedules,
             criterion=criterion,
             labels=labels,
             loss_scale=scale,
@@ -159,8 +159,9 @@ class ForecastOptimizer(OptimizerWrapper):
                 self.forecaster.digest()
                 regularizer.learning = False
             losses.append(loss)
-            minimises_value = isinstance(self.base, torch.optim.LBFGS) and regularizer.penalties
-            return loss.detach() + sum(regularizer.penalties) if minimises_value else loss
+            if isinstance(self.base, torch.optim.LBFGS) and regularizer.penalties:  # it minimises the value
+                return (loss.detach() if isinstance(loss, Tensor) else loss) + sum(regularizer.penalties)
+            return loss
 
         try:
             self.base.step(evaluate)
@@ -203,9 +204,10 @@ class ForecastOptimizer(OptimizerWrapper):
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
             "model since the last step, so nothing was regularised. Usual reasons: the model was in eval mode or under "
-            "no_grad; another object (a copy, an inner module) was called; the model was compiled and called before it "
-            "was wrapped; backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to "
-            "allow such steps"
+            "no_grad; another object (a copy, an inner module) was called; the model was compiled, and it or its like "
+            "called, before it was wrapped (wrap the compiled module); the loss is not made of the logits that were "
+            "found in the model's output (pass logits=); backward ran with create_graph=True, or torch.func took the "
+            "gradient. Pass strict=False to allow such steps"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -223,6 +225,24 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.groups_changed()
 
     # ---- what people look at, and what is saved ------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float | Schedule:
+        r""":math:`\lambda` as it was given; may be set at any time. Not in ``state_dict``."""
+        return self._regularizer.weight.given
+
+    @weight.setter
+    def weight(self, value: float | Schedule) -> None:
+        self._regularizer.weight = checked(value, "weight")
+
+    @property
+    def alpha(self) -> float | Schedule:
+        r""":math:`\alpha` as it was given; may be set at any time. Not in ``state_dict``."""
+        return self._regularizer.alpha.given
+
+    @alpha.setter
+    def alpha(self, value: float | Schedule) -> None:
+        self._regularizer.alpha = checked(value, "alpha", upper=1.0)
 
     @property
     def penalty(self) -> float:
@@ -251,29 +271,6 @@ class ForecastOptimizer(OptimizerWrapper):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
         self._regularizer.reset()
+        if self._regularizer.labels is not None:
+            self._regularizer.labels.forget()
         self._regularizer.steps = state["steps"]
-
-
-def _check_options(logits: Any, class_dim: Any, strict: Any) -> None:
-    if logits is not None and not callable(logits):
-        raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
-    check_integer("class_dim", class_dim)
-    check_flag("strict", strict)
-
-
-def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if criterion is not None and not isinstance(criterion, nn.Module):
-        raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
-    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
-        raise TypeError(
-            f"criterion's class {type(criterion).__name__} overrides __call__, which passes hooks by; pass loss_scale= "
-            "(and the labels to DCP as targets= or by set_targets) instead"
-        )
-    if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
-        raise ValueError(
-            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
-        )
-    if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
-        raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")

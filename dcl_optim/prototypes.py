@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim import departures, distributed, functional
+from dcl_optim import departures, distributed, functional, infinities
 from dcl_optim.departures import Departures
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, Reduction
@@ -54,7 +54,7 @@ class Prototypes(Forecaster):
         self._alpha = 0.0
         # As far as is known without synchronising a device: of the last labels, the last rows, all rows since the step.
         self._all_labelled = self._all_known = False
-        self._all_observed_known = True
+        self._all_observed_known, self._shares_checked = True, False  # the latter: whether soft labels were looked at
 
     # ---- what people look at -------------------------------------------------------------------------------------
 
@@ -90,12 +90,15 @@ class Prototypes(Forecaster):
         if given is None:
             raise RuntimeError(
                 "a training forward reached its backward without labels: hand the loss module over as criterion=, "
-                "name the model's keyword that holds them as targets=, or call set_targets(labels) before the forward"
+                "name the model's keyword with them as targets=, or call set_targets(labels) right before the forward"
             )
         self._move_to(forward.logits)
         table = self._table
         z = forward.logits.to(table.dtype)
-        membership, self._all_labelled = read_membership(given, forward, table.num_classes, self._ignore_index)
+        membership, self._all_labelled = read_membership(
+            given, forward, table.num_classes, self._ignore_index, look=not self._shares_checked
+        )
+        self._shares_checked |= membership.ndim == 2
         forward.targets = membership
         if self._per_class:
             return self._penalty_per_class(z, membership, distance)
@@ -133,7 +136,7 @@ class Prototypes(Forecaster):
 
     def _count_labelled(self, z: Tensor, membership: Tensor) -> float | Tensor:
         if self._all_labelled or membership.ndim == 2:
-            return len(z)
+            return max(len(z), 1)
         count = (membership < self._table.num_classes).sum(dtype=z.dtype).clamp(min=1)
         return count.item() if count.device.type == "cpu" else count
 
@@ -157,11 +160,11 @@ class Prototypes(Forecaster):
         It is written over the forecast and, with hard labels, the gradient over the logits: both are ours, and no
         longer needed.
         """
-        departure = torch.sub(z, forecast, out=forecast)
-        pull = departure if known is None else departure.masked_fill(~known[:, None], 0.0)
+        apart = infinities.departure(z, forecast, out=forecast)
+        pull = apart if known is None else apart.masked_fill(~known[:, None], 0.0)
         hard = forward.targets is not None and forward.targets.ndim == 1
         if hard:
-            self._departure = (forward.logits, departure)
+            self._departure = (forward.logits, apart)
         return functional.squared(pull, labelled, reduction, out=z if hard else None)
 
     def _penalty_per_class(self, z: Tensor, membership: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
@@ -201,7 +204,7 @@ class Prototypes(Forecaster):
         if self._departure is not None and self._departure[0] is forward.logits:
             sums = self._departure[1]
         else:
-            sums = forward.logits - self._table.look_up(classes)
+            sums = infinities.departure(forward.logits, self._table.look_up(classes))
         if self._all_labelled:
             return Departures(classes, sums, sums.new_ones(len(classes)))
         labelled = classes < self._table.num_classes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcl_optim.wrapper import is_torchs_own
+from dcl_optim.wrapper import is_torchs_own, parameters_of
 
 RandomState = dict[torch.device, Tensor]
 
@@ -69,11 +69,11 @@ def replayed(state: RandomState) -> Iterator[None]:
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
     """Put the streams back after the block, in which an optimizer steps."""
-    state: RandomState = {}
-    if not is_torchs_own(optimizer):
-        state = capture(optimizer.param_groups[0]["params"][0].device)
-    yield
-    restore(state)
+    state = {} if is_torchs_own(optimizer) else capture(next(parameters_of(optimizer)).device)
+    try:
+        yield
+    finally:
+        restore(state)
 
 
 class OwnDraws(TorchDispatchMode):

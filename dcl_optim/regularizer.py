@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from dcl_optim import random_state
 from dcl_optim.checkpointing import running_backward
-from dcl_optim.forecaster import Forecaster, Forward
+from dcl_optim.forecaster import Forecaster, Forward, Scale
 from dcl_optim.functional import Distance
 from dcl_optim.labels import Labels
+from dcl_optim.linking import concerned, terms_of_sum
+from dcl_optim.looks import is_look
 from dcl_optim.loss_scale import LossScale
-from dcl_optim.schedules import Schedule
+from dcl_optim.schedules import Checked
 from dcl_optim.tap import Tap, conversion_source, find_loss, through
 from dcl_optim.wrapper import gradients_of, parameters_of
 
@@ -32,6 +34,8 @@ class Regularizer:
     out optimizers that run our methods on an object of their own.
 
     Attributes:
+        weight: the schedule of λ.
+        alpha: the schedule of α.
         steps: optimizer steps so far.
         counted: forwards whose backward came since the last step.
         seen: training forwards so far.
@@ -52,8 +56,8 @@ class Regularizer:
         forecaster: Forecaster,
         distance: Distance,
         *,
-        weight: Schedule,
-        alpha: Schedule,
+        weight: Checked,
+        alpha: Checked,
         criterion: nn.Module | None,
         labels: Labels | None,
         loss_scale: LossScale,
@@ -103,6 +107,8 @@ class Regularizer:
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Settle the previous batch, remember where the random streams stand, begin what runs beside the model."""
         self._random_state = None
+        if self.labels is not None:
+            self.labels.begin()
         if not training or not torch.is_grad_enabled():
             self.forecaster.rest()
             return
@@ -112,7 +118,7 @@ class Regularizer:
             self._settle_cleared()
         self.cleared = False
         self.forecaster.digest()
-        device = self._base.param_groups[0]["params"][0].device
+        device = next(parameters_of(self._base)).device
         self._random_state = random_state.capture(device) if self.forecaster.draws else {}
         self.forecaster.begin(args, kwargs, self._random_state, self.steps + 1)
 
@@ -152,45 +158,63 @@ class Regularizer:
         if source is not None:
             source[0].register_prehook(functools.partial(self._add_penalty_at_source, forward, source[1]))
 
-    def after_criterion(self, logits: Any, targets: Any, loss: Tensor) -> None:
-        """Take the labels, and read what the loss is multiplied by off its gradient."""
-        waiting = [forward for forward in (reference() for reference in self._outstanding) if _waits(forward)]
-        exact = [forward for forward in waiting if forward and forward.produced(logits)]
-        if len(exact or waiting) > 1:
+    def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
+        """Take the labels, and read what the loss is multiplied by off its gradient.
+
+        A loss of several forwards that were put together first is shared among them by their rows, as if they had been
+        one forward; each of several that were handed over one by one has it whole.
+        """
+        waiting = [forward for forward in (reference() for reference in self._outstanding) if forward is not None]
+        linked, surely = concerned([forward for forward in waiting if not forward.counted], arguments)
+        if self.labels is not None and len(linked) > 1 and any(forward.targets is None for forward in linked):
             raise RuntimeError(
-                "the criterion was called and several forwards of the model wait for it: call it on each output as "
-                "the model returned it, or delete the outputs that are not trained on"
+                "the criterion was called on several forwards of the model at once, and its labels do not say which "
+                "are whose: call set_targets(labels) before each forward, or the criterion on each output as the "
+                "model returned it"
             )
-        for forward in exact or waiting:
-            if forward is not None and forward.link(surely=bool(exact)):
+        terms, rows = terms_of_sum(self._criterion, logits, targets), sum(len(forward.logits) for forward in linked)
+        for forward in linked:
+            if forward.link(surely):
                 if self.labels is not None:
                     self.labels.take(forward, targets)
-                loss.register_hook(functools.partial(forward.add_loss_scale, bool(exact)))
+                share = 1.0 if surely or len(linked) == 1 else len(forward.logits) / max(rows, 1)
+                loss.register_hook(functools.partial(forward.add_loss_scale, surely, terms * share))
 
     # ---- the backward --------------------------------------------------------------------------------------------
 
     def _add_penalty(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
-        if forward.counted or gradient is None:
+        if gradient is None or not self.attached or (forward.counted and forward.looked_at is None):
             return None
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the user's loss
             return None
-        if self.cleared:
+        if self.cleared and not forward.counted:
             self._settle_cleared()
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
-        scale = self._loss_scale.resolve(forward, gradient, several=self.counted > 0)
-        value, slope = self.forecaster.penalty(forward, self._distance)
-        if self.learning:
-            self.forecaster.observe(forward, self._distance, alpha, scale)
-        self._count(forward)
+        scale = self._loss_scale.resolve(forward, gradient, several=self.counted > int(forward.counted))
+        looks = is_look(self._base)
+        value, slope = forward.looked_at or self._take_in(forward, alpha, scale, looks)
+        forward.looked_at = (value, slope.clone()) if looks else None
+        if looks:
+            forward.loss_scale = None  # the backward to come brings its own
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
         factor = scale * weight
-        if self.penalties is not None:
+        if self.penalties is not None and not looks:
             self.penalties.append(value * factor)
         # In place: with many classes each tensor of the logits' size is dear.
         return forward.unrows(slope.mul_(factor)).to(gradient.dtype).add_(gradient)
+
+    def _take_in(self, forward: Forward, alpha: float, scale: Scale, looks: bool) -> tuple[Tensor, Tensor]:
+        """Ask for the penalty of a forward and let the forecaster learn from it, once for all its backwards."""
+        logits = forward.logits.clone() if looks else forward.logits  # the forecaster may write over them
+        penalty = self.forecaster.penalty(forward, self._distance)
+        if self.learning:
+            self.forecaster.observe(forward, self._distance, alpha, scale)
+        forward.logits = logits
+        self._count(forward)
+        return penalty
 
     def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
@@ -229,7 +253,7 @@ class Regularizer:
         self.reset()
         self.__dict__.update(state)
         self._tap = Tap(self)
-        if self.attached:
+        if self.attached and "_forward_hooks" in vars(self.model):  # not if the model holds us and is being copied
             self.attach()
 
 

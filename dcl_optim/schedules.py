@@ -96,7 +96,7 @@ def _check_ramp(value: float, steps: int) -> None:
         raise ValueError(f"steps={steps!r} must be a finite number of at least 1")
 
 
-def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Schedule:
+def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Checked:
     """Turn a number or a callable of the step into a callable that can only give numbers in [0, upper].
 
     Raises:
@@ -156,5 +156,10 @@ class Checked:
             raise ValueError(f"{self.name}={value!r} at step {step} must be {allowed}")
         return value
 
+    @property
+    def given(self) -> float | Schedule:
+        """What the user gave."""
+        return self.schedule.value if isinstance(self.schedule, Constant) else self.schedule
+
     def __str__(self) -> str:
-        return f"{self.schedule.value:g}" if isinstance(self.schedule, Constant) else repr(self.schedule)
+        return repr(self.given) if callable(self.given) else f"{self.given:g}"

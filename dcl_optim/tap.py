@@ -90,7 +90,7 @@ class Tap:
             return
         names = ("input", "target")
         found = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
-        regularizer.after_criterion(found[0], found[1], loss)
+        regularizer.after_criterion((args, kwargs), found[0], found[1], loss)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
         return _inert()

@@ -85,7 +85,8 @@ class OptimizerWrapper(Optimizer):
         if not isinstance(base, Optimizer):
             raise TypeError(f"base_optimizer must be a torch.optim.Optimizer instance, got {type(base).__name__}")
         if isinstance(base, OptimizerWrapper):
-            raise TypeError(f"base_optimizer is a {type(base).__name__} itself; wrap the plain optimizer inside it")
+            name = type(base).__name__
+            raise TypeError(f"base_optimizer is a {name} itself; wrap the plain optimizer inside it, optimizer.base")
         self.base = base
         super().__setstate__({})  # the hook tables and the step patching of torch.optim, without groups of our own
 

@@ -88,8 +88,8 @@ class Run:
 
     def resume(self) -> None:
         state = torch.load(self.options.checkpoint, map_location=self.device, weights_only=True)
-        self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.model.module.load_state_dict(state["model"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.epoch = state["epoch"]
 

@@ -167,8 +167,8 @@ class Run:
         changed = [f"{name}={theirs.get(name)}" for name in ours if ours[name] != theirs.get(name)]
         if changed:
             raise ValueError(f"{path} is of a run with {', '.join(changed)}")
-        self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state["model"])
         self.scheduler.load_state_dict(state["scheduler"])
         restore_random_state(state["random"], self.device)
         self.generator.set_state(state["loader"])

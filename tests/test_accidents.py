@@ -193,3 +193,39 @@ def test_an_evaluation_after_an_accident_is_left_alone():
     script.optimizer.set_targets(y)  # again, as the batch is tried again
     F.cross_entropy(script.model(x), y).backward()
     script.optimizer.step()
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_detached_between_forward_and_backward(variant):
+    """The model is as it was: the backward to come is the loss's alone."""
+    script = Script(variant, "plain")
+    first, (x, y) = batches(2)
+    script.attempt(*first, seed=0)
+    gradients = []
+    for model in (script.model, copy.deepcopy(script.model)):
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = F.cross_entropy(model(x), y)
+        script.optimizer.detach()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_an_empty_first_group(variant):
+    def run(groups):
+        torch.manual_seed(0)
+        model, criterion = nn.Linear(FEATURES, CLASSES).double(), nn.CrossEntropyLoss()
+        base = torch.optim.SGD([*groups, {"params": model.parameters()}], lr=0.1)
+        if variant == "dcl":
+            optimizer = DCLOptimizer(base, model)
+        else:
+            optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    assert_same(run([{"params": [], "weight_decay": 0.5}]), run([]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
 
 NAN = float("nan")
 SHARED = [
@@ -47,8 +48,11 @@ DCL_ONLY = [
     ),
 ]
 DCP_ONLY = [
-    ({"num_classes": 0}, ValueError, r"num_classes=0 must be an integer of at least 1"),
-    ({"num_classes": 2.5}, ValueError, r"num_classes=2.5 must be an integer"),
+    ({"num_classes": 0}, ValueError, r"num_classes=0 must be at least 1"),
+    ({"num_classes": 2.5}, TypeError, r"num_classes=2.5 must be an integer, got float"),
+    ({"num_classes": "3"}, TypeError, r"num_classes='3' must be an integer, got str"),
+    ({"num_classes": True}, TypeError, r"num_classes=True must be an integer, got bool"),
+    ({"ignore_index": 1.0}, TypeError, r"ignore_index=1.0 must be an integer, got float"),
     ({"targets": 3}, TypeError, r"targets must be a keyword's name or a callable"),
 ]
 
@@ -120,8 +124,9 @@ def test_model_and_base(build, error, message):
 def test_wrapper_inside_a_wrapper():
     model = mlp()
     optimizer = DCLOptimizer(sgd(model), model, preset="paper")
-    with pytest.raises(TypeError, match=r"base_optimizer is a DCLOptimizer itself; wrap the plain optimizer inside it"):
+    with pytest.raises(TypeError, match=r"is a DCLOptimizer itself; wrap the plain .* inside it, optimizer.base"):
         DCLOptimizer(optimizer, model, preset="paper")
+    DCLOptimizer(optimizer.base, model, preset="paper")
 
 
 def test_bases_that_maximise():
@@ -164,3 +169,67 @@ def test_distance_that_is_no_scalar():
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
     del optimizer
+
+
+@pytest.mark.parametrize("make", [np.int64, np.int8, torch.tensor])
+def test_integers_of_other_libraries_are_integers(make):
+    model = mlp()
+    kwargs = {"class_dim": make(1), "weight": 0.0}
+    with DCPOptimizer(sgd(model), model, make(CLASSES), ignore_index=make(2), **kwargs) as dcp:
+        dcp.set_targets(torch.tensor([0, 2, 1]))
+        model(torch.randn(3, FEATURES, dtype=torch.float64)).sum().backward()
+        dcp.step()
+        assert dcp.forecaster.seen.tolist() == [True, True, False, False, False]
+    with DCLOptimizer(sgd(model), model, companion_every=make(2), **kwargs) as dcl:
+        assert copy.deepcopy(dcl.forecaster).__dict__["_every"] == 2
+
+
+class NothingIgnored(nn.Module):
+    """As the losses of segmentation libraries have it."""
+
+    ignore_index = None
+
+    def forward(self, input, target):
+        return F.cross_entropy(input, target)
+
+
+def test_a_criterion_that_ignores_none_has_torchs_default():
+    model, criterion = mlp(), NothingIgnored()
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
+    criterion(model(torch.randn(3, FEATURES, dtype=torch.float64)), torch.tensor([0, -100, 2])).backward()
+    optimizer.step()
+    assert optimizer.forecaster.seen.tolist() == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("class_dim", [2, 5, -3])
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_class_dim_that_the_logits_do_not_have(variant, class_dim):
+    model = mlp()
+    if variant == "dcl":
+        optimizer = DCLOptimizer(sgd(model), model, class_dim=class_dim)
+    else:
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, class_dim=class_dim)
+    with pytest.raises(ValueError, match=rf"class_dim={class_dim} but the model's logits have shape \(16, 5\)"):
+        model(torch.randn(16, FEATURES, dtype=torch.float64))
+    assert optimizer._regularizer.seen == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "class_dim", "num_classes", "mend"),
+    [
+        ((4, 7, 12), 1, 12, "pass class_dim=-1, along which it gives 12"),
+        ((4, 12, 7), -1, 12, "pass class_dim=1, along which it gives 12"),
+        ((4, 7, 12, 3), 1, 12, "pass class_dim=2, along which it gives 12"),
+        ((4, 12, 6, 12), 2, 12, "pass class_dim=-1, along which it gives 12"),
+        ((4, 7, 12), 1, 4, "pass that number"),
+        ((4, 7, 12), 1, 5, "pass that number"),
+        ((12, 7), 1, 12, "pass that number"),
+    ],
+)
+def test_the_number_of_another_dimension_is_told_from_a_wrong_number(shape, class_dim, num_classes, mend):
+    model = nn.Linear(3, shape[-1])
+    optimizer = DCPOptimizer(sgd(model), model, num_classes, class_dim=class_dim)
+    optimizer.set_targets(torch.zeros(shape[:-1], dtype=torch.long))
+    z, logits = model(torch.randn(*shape[:-1], 3)), shape[class_dim]
+    with pytest.raises(ValueError, match=rf"num_classes={num_classes} but the model gives {logits} logits.*{mend}"):
+        z.sum().backward()

@@ -49,6 +49,24 @@ def test_the_trial_leaves_random_streams_and_optimizer_alone():
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("empty", [[], [{"params": []}]])
+def test_the_trial_takes_a_group_that_has_parameters(empty):
+    matrix = [{"params": [nn.Parameter(torch.ones(2, 2))]}]
+    assert ignores_gradient_scale(torch.optim.Adam([*empty, *matrix]))
+    assert not ignores_gradient_scale(torch.optim.SGD([*empty, *matrix], lr=0.1))
+
+
+def test_a_trial_that_fails_leaves_random_streams_alone():
+    class Failing(Noisy):
+        def step(self, closure=None):
+            super().step(closure)
+            raise RuntimeError("cannot be tried")
+
+    before = torch.get_rng_state()
+    assert not ignores_gradient_scale(Failing([nn.Parameter(torch.ones(2, 2))]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def companions_way(make, alpha, steps=1, **options):
     """How far the companion's weights have moved after a few steps; the first batch finds both networks equal."""
     model = mlp(seed=3)
@@ -153,3 +171,20 @@ def test_a_rate_that_the_optimizer_changes_itself_stays_its_own(factor):
         optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
     torch.testing.assert_close(weight.detach(), torch.full((2,), 1 - 0.25 * factor))
+
+
+class Setting(torch.optim.SGD):
+    """Sets its own learning rate at each step, whatever it was."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["lr"] = 0.125
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [Adapting, Setting])
+def test_at_alpha_one_a_rate_that_the_optimizer_changes_itself_comes_back_as_it_was(make):
+    """Slowed to nothing, what it has become says nothing of what it would have become."""
+    optimizer = make([nn.Parameter(torch.ones(2))], lr=0.5)
+    with slowed(optimizer, 0.0):
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5

@@ -41,6 +41,19 @@ def test_deepcopy_with_the_model_goes_on_independently():
     assert len(twin._forward_hooks) == 1
 
 
+def test_a_copy_of_a_model_that_holds_its_optimizer():
+    """It is not half built when our hooks come; its own optimizer, copied with it, says that it regularises nothing."""
+    model = mlp()
+    model.trainer = wrap(model)
+    train(model, model.trainer, batches(2))
+    twin = copy.deepcopy(model)
+    assert_same(dict(twin.named_parameters()), dict(model.named_parameters()))
+    with pytest.raises(RuntimeError, match="no backward through a training forward"):
+        train(twin, twin.trainer, batches(1))
+    train(twin, wrap(twin), batches(2, seed=2))
+    train(model, model.trainer, batches(1))
+
+
 def test_pickle_and_pickled_model():
     model = mlp()
     optimizer = wrap(model)

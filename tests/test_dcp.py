@@ -244,9 +244,9 @@ def test_criterion_finds_its_forward_among_several():
     assert optimizer.forecaster.seen.any()
 
     first, second = model(x), model(x[:7])
-    with pytest.raises(RuntimeError, match="several forwards of the model wait for it"):
-        criterion(first * 1.0, y)
-    del second
+    criterion(first * 1.0, y).backward()  # by the graph
+    with pytest.raises(RuntimeError, match=r"on several forwards of the model at once.*set_targets\(labels\) before"):
+        criterion(torch.cat([model(x), second]), torch.cat([y, y[:7]]))
 
 
 def test_criterion_on_validation_data_is_left_alone():

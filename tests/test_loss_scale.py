@@ -86,6 +86,20 @@ def test_other_losses_are_refused_and_get_factor_one(name, loss):
     assert recover(lambda z, y: 64 * loss(z, y)) == (1.0, False)
 
 
+@pytest.mark.parametrize(
+    ("rows", "spread", "loss"),
+    [
+        (32, 0.03, lambda z, y: F.cross_entropy(z / 2, y)),
+        (1, 0.01, lambda z, y: F.mse_loss(z, F.one_hot(y, 10).to(z))),
+        (1, 0.03, lambda z, y: F.cross_entropy(z, y) + z.square().mean()),
+    ],
+    ids=["temperature in the loss", "mse", "with a logit penalty"],
+)
+def test_nearly_uniform_predictions_do_not_make_another_loss_pass_for_label_smoothing(rows, spread, loss):
+    """To first order in the logits such losses are linear in p there, as under smoothing, with slopes of their own."""
+    assert recover(lambda z, y: 64 * loss(z, y), rows=rows, spread=spread) == (1.0, False)
+
+
 def focal(z, y):
     p = F.softmax(z, 1).gather(1, y[:, None])
     return ((1 - p) ** 2 * -p.log()).mean()
@@ -221,7 +235,7 @@ def test_unreadable_factor_is_warned_about_once_and_only_when_it_may_matter():
         optimizer.step()
     optimizer.zero_grad()
     squared(model(data[3][0]), data[3][1]).backward()
-    with pytest.warns(UserWarning, match=r"pass criterion=<the loss module>, or loss_scale="):
+    with pytest.warns(UserWarning, match=r"pass criterion=<the loss module>, or loss_scale=.*\(1 if.*class_dim=-1"):
         squared(model(data[4][0]), data[4][1]).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -241,3 +255,31 @@ def test_unreadable_factor_is_warned_about_once_and_only_when_it_may_matter():
 def test_bad_sources(source, error, message):
     with pytest.raises(error, match=message):
         LossScale(source)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (None, TypeError, r"loss_scale's callable must return a number or a scalar tensor, got None"),
+        (torch.ones(2), TypeError, r"loss_scale's callable must return a number or a scalar tensor"),
+        (float("nan"), ValueError, r"loss_scale's callable returned nan"),
+        (torch.tensor(float("inf")), ValueError, r"loss_scale's callable returned inf"),
+    ],
+)
+def test_a_callable_that_gives_no_factor_is_an_error_before_anything_changes(given, error, message):
+    model = mlp()
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, loss_scale=lambda: given)
+    x, y = next(iter(batches(1)))
+    with pytest.raises(error, match=message):
+        F.cross_entropy(model(x), y).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer._regularizer.counted == 0
+
+
+@pytest.mark.parametrize("given", [2, torch.tensor(2.0), torch.tensor([2.0])])
+def test_a_callable_may_give_a_number_or_a_scalar_tensor(given):
+    model = mlp()
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, loss_scale=lambda: given)
+    x, y = next(iter(batches(1)))
+    (2.0 * F.cross_entropy(model(x), y)).backward()
+    assert optimizer.logs()["loss_scale"] == 2.0

@@ -111,6 +111,7 @@ dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, 
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance=mse, *, weight, alpha,
         criterion=None, labels=None, loss_scale='auto', logits=None, class_dim=1, strict=True)
     .add_param_group(self, param_group)
+    .alpha
     .defaults
     .detach(self)
     .load_state_dict(self, state_dict)
@@ -120,6 +121,7 @@ dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distanc
     .state
     .state_dict(self)
     .step(self, closure=None)
+    .weight
     .zero_grad(self, set_to_none=True)
 dcl_optim.forecaster.Forecaster()
     .begin(self, args, kwargs, state, step)

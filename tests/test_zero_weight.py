@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches
@@ -143,3 +143,24 @@ def test_lbfgs_minimises_loss_plus_penalty_at_a_fixed_companion():
     distance.backward()  # the companion learns once, from the first evaluation
     SGD(chased.parameters()).step()
     assert_same(companion, chased, rtol=1e-12, atol=1e-12)
+
+
+def test_lbfgs_with_a_closure_that_returns_a_number():
+    """As torch types it: the same run as with a tensor."""
+    models = []
+    for convert in (Tensor.item, Tensor.detach):
+        model, criterion = network().double(), nn.CrossEntropyLoss()
+        model[2].p = 0.0
+        base = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
+        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion)
+        for x, y in batches(3, dtype=torch.float64):
+
+            def closure(x=x, y=y, model=model, optimizer=optimizer, criterion=criterion, convert=convert):
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                return convert(loss)
+
+            optimizer.step(closure)
+        models.append(model.state_dict())
+    assert_same(*models)

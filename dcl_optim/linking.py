@@ -1,0 +1,92 @@
+"""What a call of the criterion is about: which forwards, and how many terms its loss sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from dcl_optim.forecaster import Forward
+from dcl_optim.inputs import tensors_of
+
+# Targets of the input's shape, and one term a row: distributions, sets of labels, another embedding.
+ONE_TERM_A_ROW = (
+    nn.CrossEntropyLoss,
+    nn.KLDivLoss,
+    nn.MultiLabelMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.TripletMarginLoss,
+)
+
+
+def concerned(waiting: list[Forward], arguments: Any) -> tuple[list[Forward], bool]:
+    """Find the forwards that a call of the criterion is about among those that wait for a backward.
+
+    Args:
+        waiting: the forwards.
+        arguments: what the criterion was called with, tensors in nested tuples, lists and dicts.
+
+    Returns:
+        The forwards, and whether the criterion was given their very outputs. If it was not, a single forward is it in
+        any case, and of several those whose outputs its arguments were computed from, as by ``torch.cat``.
+    """
+    tensors = [tensor for tensor in tensors_of(arguments) if tensor.requires_grad]
+    exact = [forward for forward in waiting if any(map(forward.produced, tensors))]
+    if exact or len(waiting) < 2:
+        return exact or waiting, bool(exact)
+    nodes = _reached(tensors, {forward.node for forward in waiting})
+    return [forward for forward in waiting if forward.node in nodes], False
+
+
+def _reached(tensors: Iterable[Tensor], wanted: set[int]) -> set[int]:
+    """The wanted ones, by number, of the autograd nodes that tensors come from; not those behind them."""
+    found, seen, stack = set(), set(), [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        number = node._sequence_nr()
+        if number in wanted:
+            found.add(number)
+        else:
+            stack += [before for before, _ in node.next_functions]
+    return found
+
+
+def terms_of_sum(criterion: nn.Module | None, logits: Any, targets: Any) -> float | Tensor:
+    """Say how many terms a criterion's mean would divide by, where it sums instead; 1 where it does not.
+
+    The rows that are not ignored, and every element for elementwise losses: those with floating-point targets of the
+    input's shape, but for ``ONE_TERM_A_ROW``. Class weights are left out.
+
+    Args:
+        criterion: the loss module, with or without an attribute ``reduction``.
+        logits: what it was called with.
+        targets: the labels it was called with.
+
+    Returns:
+        The number, at least 1; a tensor where counting would synchronise a device.
+
+    Examples:
+        >>> import torch
+        >>> summing = nn.CrossEntropyLoss(reduction="sum")
+        >>> terms_of_sum(summing, torch.zeros(3, 2), torch.tensor([0, -100, 1]))
+        2
+        >>> terms_of_sum(nn.MSELoss(reduction="sum"), torch.zeros(3, 2), torch.zeros(3, 2))
+        6
+        >>> terms_of_sum(nn.MSELoss(), torch.zeros(3, 2), torch.zeros(3, 2))
+        1
+    """
+    if getattr(criterion, "reduction", None) != "sum" or not isinstance(logits, Tensor):
+        return 1
+    if not isinstance(targets, Tensor):
+        return max(len(logits), 1) if logits.ndim else 1
+    if targets.shape == logits.shape and isinstance(criterion, ONE_TERM_A_ROW):
+        return max(targets[:, 0].numel(), 1) if targets.ndim > 1 else 1
+    ignored = getattr(criterion, "ignore_index", None)
+    if targets.is_floating_point() or ignored is None:
+        return max(targets.numel(), 1)
+    count = (targets != ignored).sum().clamp(min=1)
+    return count if count.device.type != "cpu" else count.item()

@@ -1,0 +1,134 @@
+"""Which forwards a call of the criterion is about, and what share of its factor each of them has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, assert_same, batches, mlp, sgd
+
+A, B = batches(2, size=12)
+SMALL = (B[0][:4], B[1][:4])
+
+
+def wrapped(criterion, variant="dcl"):
+    model = mlp()
+    if variant == "dcl":
+        return model, DCLOptimizer(sgd(model), model, criterion=criterion, preset="paper")
+    return model, DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, preset="paper")
+
+
+def scales(optimizer, loss):
+    """What each forward's loss was multiplied by, in the order of the forwards."""
+    forwards = [reference() for reference in optimizer._regularizer._outstanding]
+    loss.backward()
+    return [forward.loss_scale for forward in forwards]
+
+
+def both(outputs):
+    return torch.cat(outputs), torch.cat([A[1], SMALL[1]])
+
+
+def test_outputs_handed_over_one_by_one_have_the_factor_each():
+    criterion = nn.CosineEmbeddingLoss()
+    model, optimizer = wrapped(criterion)
+    first, second = model(A[0]), model(B[0])
+    assert scales(optimizer, criterion(first, second, torch.ones(12)) / 4) == [0.25, 0.25]
+
+
+def test_outputs_in_a_list_have_the_factor_each():
+    class OfAList(nn.Module):
+        def forward(self, outputs, y):
+            return sum(F.cross_entropy(z, y) for z in outputs)
+
+    criterion = OfAList()
+    model, optimizer = wrapped(criterion)
+    views = [model(A[0]), model(-A[0])]
+    assert scales(optimizer, criterion(views, A[1]) / 4) == [0.25, 0.25]
+
+
+def test_an_output_that_is_held_constant_has_no_part_in_it():
+    criterion = nn.MSELoss()
+    model, optimizer = wrapped(criterion)
+    first, second = model(A[0]), model(B[0])
+    loss = criterion(first, second.detach()) / 4 + criterion(second, torch.zeros_like(second))
+    assert scales(optimizer, loss) == [0.25, 1.0]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("keep", [True, False], ids=["outputs kept", "outputs gone"])
+def test_a_loss_of_forwards_put_together_is_shared_by_their_rows(reduction, keep):
+    """So says "auto", which reads each forward's part off its gradient."""
+    criterion = nn.CrossEntropyLoss(reduction=reduction)
+    found = []
+    for given in (criterion, None):
+        model, optimizer = wrapped(given)
+        if keep:
+            outputs = [model(A[0]), model(SMALL[0])]
+            loss = criterion(*both(outputs)) / 2
+        else:
+            loss = criterion(*both([model(A[0]), model(SMALL[0])])) / 2
+        if given:
+            parts = [6.0, 2.0] if reduction == "sum" else [0.375, 0.125]
+            assert scales(optimizer, loss) == pytest.approx(parts)
+        else:
+            loss.backward()
+        optimizer.step()
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found, rtol=1e-8, atol=1e-9)
+
+
+def test_a_mean_of_outputs_is_shared():
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer = wrapped(criterion)
+    assert scales(optimizer, criterion((model(A[0]) + model(-A[0])) / 2, A[1])) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_converted_outputs_of_several_forwards_are_told_apart_by_the_graph(variant):
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer = wrapped(criterion, variant)
+    first, second, _ = model(A[0]), model(SMALL[0]), model(-A[0])
+    loss = 0.3 * criterion(second.float(), SMALL[1]) + 0.7 * criterion(first.float(), A[1])
+    assert scales(optimizer, loss) == [pytest.approx(0.7), pytest.approx(0.3), None]
+
+
+def test_a_criterion_on_something_else_is_not_about_any_of_several_forwards():
+    criterion, other = nn.CrossEntropyLoss(), mlp(seed=1)
+    model, optimizer = wrapped(criterion)
+    first, second = model(A[0]), model(B[0])
+    loss = criterion(first, A[1]) + 0.4 * criterion(other(A[0]), A[1]) + 2 * criterion(second, B[1])
+    assert scales(optimizer, loss) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("loss_of", [
+    lambda criterion, first, second: criterion(torch.cat([first, second]), torch.cat([A[1], B[1]])),
+    lambda criterion, first, second: criterion((first + second) / 2, A[1]),
+    lambda criterion, first, second: criterion(first, second),
+])  # fmt: skip
+def test_labels_of_several_forwards_are_refused_with_a_mend_that_works(loss_of):
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer = wrapped(criterion, "dcp")
+    with pytest.raises(RuntimeError, match=r"set_targets\(labels\) before each forward"):
+        loss_of(criterion, model(A[0]), model(B[0]))
+    outputs = []
+    for x, y in (A, B):
+        optimizer.set_targets(y)
+        outputs.append(model(x))
+    loss_of(criterion, *outputs).backward()
+    optimizer.step()
+    z, y = torch.cat(outputs).detach(), torch.cat([A[1], B[1]])
+    for k in y.unique():
+        assert_same(optimizer.prototypes[k], z[y == k].mean(0), atol=1e-12)
+
+
+def test_two_empty_batches_are_two_forwards():
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    model, optimizer = wrapped(criterion)
+    first, second = model(A[0][:0]), model(B[0][:0])
+    criterion(second, B[1][:0])
+    assert [reference()._surely_linked for reference in optimizer._regularizer._outstanding] == [False, True]
+    del first

@@ -1,0 +1,55 @@
+"""λ and α as attributes: what was given, and what a script sets while it trains."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
+from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train
+
+
+def dcl(**options):
+    model = mlp()
+    return model, DCLOptimizer(sgd(model), model, companion=lambda: mlp(seed=1), **options)
+
+
+def test_they_are_what_was_given():
+    model = mlp()
+    warmup = LinearWarmup(1.0, steps=10)
+    assert (dcl()[1].weight, dcl()[1].alpha) == (0.1, 0.6)
+    assert DCPOptimizer(sgd(model), model, CLASSES).alpha == 0.97
+    optimizer = dcl(weight=warmup, alpha=1)[1]
+    assert optimizer.weight is warmup
+    assert optimizer.alpha == 1.0
+
+
+def test_what_is_set_is_what_a_schedule_would_have_given():
+    scheduled, optimizer = dcl(weight=lambda t: 0.3 if t < 4 else 2.0, alpha=lambda t: 0.5 if t < 4 else 0.0)
+    train(scheduled, optimizer, batches(6))
+    model, settable = dcl(weight=0.3, alpha=0.5)
+    data = list(batches(6))
+    train(model, settable, data[:3])
+    settable.weight, settable.alpha = 2.0, lambda t: 0.0
+    train(model, settable, data[3:])
+    assert_same(model.state_dict(), scheduled.state_dict())
+    assert_same(settable.state_dict(), optimizer.state_dict())
+    assert settable.logs()["weight"] == 2.0
+    assert copy.deepcopy(dcl(weight=0.7)[1]).weight == 0.7
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        ("weight", -1.0, ValueError, r"weight=-1.0 at step 1"),
+        ("weight", "1", TypeError, r"weight='1' must be a number"),
+        ("alpha", 1.5, ValueError, r"alpha=1.5 at step 1 must be in \[0, 1\]"),
+        ("alpha", lambda: 0.5, TypeError, r"alpha=.*cannot be called with the step alone"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(name, value, kind, message):
+    optimizer = dcl(weight=0.3, alpha=0.5)[1]
+    with pytest.raises(kind, match=message):
+        setattr(optimizer, name, value)
+    assert (optimizer.weight, optimizer.alpha) == (0.3, 0.5)
