@@ -25,6 +25,11 @@ from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.shares import Shares
 from dcl_optim.wrapper import all_or_nothing, gradients_of, parameters_of, without_gradient
 
+IN_COMPANION = (
+    "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
+    "after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
+)
+
 
 class Companion(Forecaster):
     r"""The second network :math:`\omega` of Deep Companion Learning (Algorithm 1).
@@ -138,7 +143,13 @@ class Companion(Forecaster):
 
     def _logits(self, inputs: Any) -> tuple[Tensor, torch.Size]:
         args, kwargs = inputs
-        logits = self._find_logits(self.module(*args, **kwargs))
+        try:
+            output = self.module(*args, **kwargs)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(IN_COMPANION)
+            raise
+        logits = self._find_logits(output)
         return to_rows(logits, self._class_dim), logits.shape
 
     # ---- learning ------------------------------------------------------------------------------------------------

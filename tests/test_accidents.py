@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -229,3 +230,17 @@ def test_an_empty_first_group(variant):
         return model.state_dict()
 
     assert_same(run([{"params": [], "weight_decay": 0.5}]), run([]))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
+def test_an_error_in_the_companions_forward_says_where_it_is_from():
+    script = Script("dcl", "plain")
+    (x, y), _ = batches(2)
+    in_companion("forward")(script)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        script.attempt(x, y, seed=0)
+    assert ["optimizer.companion" in note for note in caught.value.__notes__] == [True]
+    in_model("forward")(script)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        script.attempt(x, y, seed=0)
+    assert not hasattr(caught.value, "__notes__")
