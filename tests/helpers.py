@@ -119,9 +119,11 @@ def _rank(rank: int, function: Callable[..., None], folder: str, args: tuple[Any
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     function(rank, Path(folder), *args)
     dist.barrier()  # a rank that leaves early can break the other's last reduction
-    dist.destroy_process_group()
-    # gloo's threads outlive the group where DDP was in it, and now and then abort the interpreter's exit, with any
-    # optimizer (pytorch#179291)
+    # With any optimizer: torch 2.6 now and then waits here for good where the other rank has gone; and gloo's threads
+    # outlive the group where DDP was in it, and now and then abort the interpreter's exit (pytorch#179291).
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leaving.start()
+    leaving.join(timeout=20)
     os._exit(0)
 
 
