@@ -78,7 +78,7 @@ def build(
 
     Raises:
         TypeError: what was given or built is no module.
-        ValueError: it shares trained parameters with the model.
+        ValueError: it shares trained parameters with the model, or frozen ones that would be moved.
     """
     if companion is None:
         return move(copy_of(model, shares(device, dtype)), device, dtype)
@@ -91,6 +91,13 @@ def build(
     place = common_device(model)
     if device is None and place is not None and common_device(built) is not None:
         device = place
+    common = {id(parameter) for parameter in model.parameters()}
+    for parameter in (parameter for parameter in built.parameters() if id(parameter) in common):
+        if (device or parameter.device, dtype or parameter.dtype) != (parameter.device, parameter.dtype):
+            raise ValueError(
+                "companion shares frozen parameters with the model, which companion_device= or companion_dtype= would "
+                "move for both; build it with parameters of its own"
+            )
     return move(built, device, dtype)
 
 

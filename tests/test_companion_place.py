@@ -97,3 +97,14 @@ def test_an_optimizer_over_a_given_companion_goes_with_it() -> None:
     own = torch.optim.SGD(companion.parameters(), lr=0.1)
     wrap(mlp().to(META), companion=companion, companion_optimizer=own)
     assert {parameter.device for parameter in own.param_groups[0]["params"]} == {META}
+
+
+@pytest.mark.parametrize("place", [{"companion_dtype": torch.float32}, {"companion_device": META}])
+def test_frozen_parameters_that_a_given_companion_shares_are_not_moved(place: dict[str, Any]) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    companion = nn.Sequential(model[0], nn.Tanh(), nn.Linear(12, CLASSES).double())
+    with pytest.raises(ValueError, match=r"companion shares frozen parameters with the model.*parameters of its own"):
+        wrap(model, companion=companion, **place)
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("cpu", torch.float64)}
+    wrap(model, companion=companion)
