@@ -6,7 +6,9 @@ import copy
 import gc
 import os
 import sys
+import tempfile
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -111,19 +113,20 @@ def assert_same(first: Any, second: Any, **tolerance: float) -> None:
 
 def on_two_ranks(function: Callable[..., None], folder: Path, *args: Any) -> None:
     """Call function(rank, folder, *args) in two processes that are joined by gloo."""
-    mp.spawn(_rank, (function, str(folder), args), nprocs=2)
+    with tempfile.TemporaryDirectory() as meeting:
+        mp.spawn(_rank, (function, folder, Path(meeting), args), nprocs=2)
 
 
-def _rank(rank: int, function: Callable[..., None], folder: str, args: tuple[Any, ...]) -> None:
+def _rank(rank: int, function: Callable[..., None], folder: Path, meeting: Path, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    function(rank, Path(folder), *args)
-    dist.barrier()  # a rank that leaves early can break the other's last reduction
-    # With any optimizer: torch 2.6 now and then waits here for good where the other rank has gone; and gloo's threads
-    # outlive the group where DDP was in it, and now and then abort the interpreter's exit (pytorch#179291).
-    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    leaving.start()
-    leaving.join(timeout=20)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=2)
+    function(rank, folder, *args)
+    dist.barrier()
+    (meeting / str(rank)).touch()
+    while not all((meeting / name).exists() for name in "01"):  # one that leaves early can break the other's barrier
+        time.sleep(0.01)
+    # With any optimizer: torch 2.6 can wait for good in destroy_process_group, and gloo's threads, which outlive the
+    # group where DDP was in it, now and then abort the interpreter's exit (pytorch#179291).
     os._exit(0)
 
 
