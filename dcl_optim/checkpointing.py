@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim.callers import frames_of
+from dcl_optim.graph import nodes_behind
 
 
 def running_backward() -> int:
@@ -34,14 +35,7 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
 
 def recomputes_reentrantly(tensor: Tensor) -> bool:
     """Whether a reentrant checkpoint lies on a tensor's way back."""
-    found: set[Any] = set()
-    waiting = [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return any(node.name() == "CheckpointFunctionBackward" for node in found)
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_behind([tensor]))
 
 
 def _itself(tensor: Tensor) -> Tensor:

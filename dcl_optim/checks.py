@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from dcl_optim.wrapper import parameters_of
+from torch import Tensor
 
 
 def is_number(value: Any) -> bool:
@@ -28,6 +26,21 @@ def check_number(name: str, value: Any) -> None:
     """
     if not is_number(value):
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
+
+
+def check_positive(name: str, value: Any, most: float = math.inf) -> None:
+    """Demand a finite number above 0, and of at most ``most``.
+
+    Examples:
+        >>> check_positive("companion_fraction", 2, most=1.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: companion_fraction=2 must be in (0, 1]
+    """
+    check_number(name, value)
+    if not 0 < value <= most or value == math.inf:
+        allowed = f"in (0, {most:g}]" if most < math.inf else "a positive finite number"
+        raise ValueError(f"{name}={value!r} must be {allowed}")
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
@@ -67,22 +80,3 @@ def check_options(logits: Any, strict: Any) -> None:
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
     check_flag("strict", strict)
-
-
-def check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
-    """Demand a model that the base optimizer trains, and a criterion whose calls hooks see."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if criterion is not None and not isinstance(criterion, nn.Module):
-        raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
-    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
-        raise TypeError(
-            f"criterion's class {type(criterion).__name__} overrides __call__, which passes hooks by; pass loss_scale= "
-            "(and the labels to DCP as targets= or by set_targets) instead"
-        )
-    if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
-        raise ValueError(
-            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
-        )
-    if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
-        raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")

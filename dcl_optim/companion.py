@@ -122,7 +122,7 @@ class Companion(Forecaster):
             self._follower.compare(forward.logits, forward.forecast)
 
     def _forecast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
-        self._cut_all &= is_open((args, kwargs))
+        self._cut_all = self._cut_all and is_open((args, kwargs))
         inputs = to_place(cut((args, kwargs)), *self._place)
         if not self._learns:
             with torch.no_grad():

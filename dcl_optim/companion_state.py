@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,7 @@ def saved(optimizer: Optimizer, companion: nn.Module) -> dict[str, Any]:
     if names is not None and "param_groups" in state:
         groups = zip(state["param_groups"], names, strict=True)
         state = state | {"param_groups": [group | {NAMES: held} for group, held in groups]}
-    # Strings, as torch.distributed.checkpoint makes all keys strings.
-    return state | ({"state": {str(key): value for key, value in state["state"].items()}} if "state" in state else {})
+    return _with_keys(str, state)  # as torch.distributed.checkpoint makes all keys
 
 
 def check(state: dict[str, Any], optimizer: Optimizer, companion: nn.Module) -> None:
@@ -35,9 +35,7 @@ def loadable(state: dict[str, Any], optimizer: Optimizer, companion: nn.Module) 
     """A saved state with its groups and their parameters in the order in which the optimizer has them."""
     if "param_groups" in state:
         state = state | {"param_groups": _ordered(state["param_groups"], optimizer, companion)}
-    return state | (
-        {"state": {_number(key): value for key, value in state["state"].items()}} if "state" in state else {}
-    )
+    return _with_keys(_number, state)
 
 
 def _ordered(groups: list[dict[str, Any]], optimizer: Optimizer, companion: nn.Module) -> list[dict[str, Any]]:
@@ -65,6 +63,12 @@ def _names(optimizer: Optimizer, companion: nn.Module) -> list[list[str]] | None
     named = {id(parameter): name for name, parameter in companion.named_parameters()}
     groups = [[named.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     return None if any("" in group for group in groups) else groups
+
+
+def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
+    if "state" not in state:
+        return state
+    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
 
 
 def _number(key: Any) -> Any:

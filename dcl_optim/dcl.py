@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim.checks import check_flag, check_integer, check_number
+from dcl_optim.checks import check_flag, check_integer, check_positive
 from dcl_optim.companion import Companion
 from dcl_optim.functional import Distance, DistanceName, Reduction, resolve_distance
 from dcl_optim.mirror import MakeOptimizer
@@ -128,8 +128,8 @@ class DCLOptimizer(ForecastOptimizer):
         class_dim: int = 1,
         strict: bool = True,
     ) -> None:
-        _check_number("companion_lr_scale", companion_lr_scale, float("inf"))
-        _check_number("companion_fraction", companion_fraction, 1.0)
+        check_positive("companion_lr_scale", companion_lr_scale)
+        check_positive("companion_fraction", companion_fraction, most=1.0)
         every = check_integer("companion_every", companion_every, least=1)
         _check_dtype(companion_dtype)
         device = _checked_device(companion_device)
@@ -173,13 +173,6 @@ class DCLOptimizer(ForecastOptimizer):
     def companion_optimizer(self) -> Optimizer:
         """The companion's optimizer."""
         return self.forecaster.optimizer
-
-
-def _check_number(name: str, value: Any, upper: float) -> None:
-    check_number(name, value)
-    if not 0 < cast(float, value) <= upper or value == float("inf"):
-        allowed = f"in (0, {upper:g}]" if upper < float("inf") else "a positive finite number"
-        raise ValueError(f"{name}={value!r} must be {allowed}")
 
 
 def _checked_device(value: Any) -> torch.device | None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcl_optim import infinities
-from dcl_optim.checks import check_number
+from dcl_optim.checks import check_positive
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "l1", "kl", "infonce"]
@@ -148,9 +148,7 @@ def resolve_distance(
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
     if temperature is not None:
-        check_number("temperature", temperature)
-        if not 0 < temperature < float("inf"):
-            raise ValueError(f"temperature={temperature!r} must be a positive finite number")
+        check_positive("temperature", temperature)
     tempered, elementwise = distance in ("kl", "infonce"), distance in ("mse", "l1")
     if reduction != "mean" and not elementwise:
         raise ValueError(f"reduction={reduction!r} applies to distance 'mse' and 'l1' only, not {distance!r}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from dcl_optim.forecaster import Forward
+from dcl_optim.graph import nodes_behind
 from dcl_optim.inputs import tensors_of
 
 # Targets of the input's shape, and one term a row: distributions, sets of labels, another embedding.
@@ -35,24 +35,9 @@ def concerned(waiting: list[Forward], arguments: Any) -> tuple[list[Forward], bo
     exact = [forward for forward in waiting if any(map(forward.produced, tensors))]
     if exact or len(waiting) < 2:
         return exact or waiting, bool(exact)
-    nodes = _reached(tensors, {forward.node for forward in waiting})
-    return [forward for forward in waiting if forward.node in nodes], False
-
-
-def _reached(tensors: Iterable[Tensor], wanted: set[int]) -> set[int]:
-    """The wanted ones, by number, of the autograd nodes that tensors come from; not those behind them."""
-    found, seen, stack = set(), set(), [tensor.grad_fn for tensor in tensors]
-    while stack:
-        node: Any = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        number = node._sequence_nr()
-        if number in wanted:
-            found.add(number)
-        else:
-            stack += [before for before, _ in node.next_functions]
-    return found
+    outputs = {forward.node for forward in waiting}
+    reached = {node._sequence_nr() for node in nodes_behind(tensors, lambda node: node._sequence_nr() in outputs)}
+    return [forward for forward in waiting if forward.node in reached], False
 
 
 def terms_of_sum(criterion: nn.Module | None, logits: Any, targets: Any) -> float | Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim.checks import is_number
+from dcl_optim.checks import check_positive, is_number
 from dcl_optim.forecaster import Forward, Scale
 
 TINY = 1e-30
@@ -134,8 +134,7 @@ class LossScale:
         if isinstance(source, str) and not known:
             raise ValueError(f"loss_scale={source!r} is unknown; pass 'auto', a number, a GradScaler or a callable")
         if is_number(source):
-            if not 0 < float(source) < math.inf:
-                raise ValueError(f"loss_scale={source!r} must be a positive finite number")
+            check_positive("loss_scale", source)
         elif not known:
             raise TypeError(f"loss_scale must be 'auto', a number, a GradScaler or a callable, got {source!r}")
         self.source = source

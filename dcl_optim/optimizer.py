@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import interrupts
-from dcl_optim.checks import check_integer, check_modules, check_options
+from dcl_optim.checks import check_integer, check_options
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.functional import Distance, mse
 from dcl_optim.labels import Labels
@@ -19,7 +19,7 @@ from dcl_optim.regularizer import Regularizer
 from dcl_optim.schedules import Schedule, checked
 from dcl_optim.tap import find_logits
 from dcl_optim.twin import unwrapped
-from dcl_optim.wrapper import OptimizerWrapper
+from dcl_optim.wrapper import OptimizerWrapper, parameters_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,7 +66,7 @@ class ForecastOptimizer(OptimizerWrapper):
         strict: bool = True,
     ) -> None:
         super().__init__(base_optimizer)
-        check_modules(base_optimizer, model, criterion)
+        _check_modules(base_optimizer, model, criterion)
         schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
         check_options(logits, strict)
         class_dim = check_integer("class_dim", class_dim)
@@ -274,3 +274,22 @@ class ForecastOptimizer(OptimizerWrapper):
         if self._regularizer.labels is not None:
             self._regularizer.labels.forget()
         self._regularizer.steps = state["steps"]
+
+
+def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
+    """Demand a model that the base optimizer trains, and a criterion whose calls hooks see."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if criterion is not None and not isinstance(criterion, nn.Module):
+        raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
+    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
+        raise TypeError(
+            f"criterion's class {type(criterion).__name__} overrides __call__, which passes hooks by; pass loss_scale= "
+            "(and the labels to DCP as targets= or by set_targets) instead"
+        )
+    if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
+        raise ValueError(
+            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
+        )
+    if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
+        raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -164,8 +164,8 @@ class Regularizer:
         A loss of several forwards that were put together first is shared among them by their rows, as if they had been
         one forward; each of several that were handed over one by one has it whole.
         """
-        waiting = [forward for forward in (reference() for reference in self._outstanding) if forward is not None]
-        linked, surely = concerned([forward for forward in waiting if not forward.counted], arguments)
+        waiting = list(filter(_waits, (reference() for reference in self._outstanding)))
+        linked, surely = concerned(waiting, arguments)
         if self.labels is not None and len(linked) > 1 and any(forward.targets is None for forward in linked):
             raise RuntimeError(
                 "the criterion was called on several forwards of the model at once, and its labels do not say which "
@@ -257,5 +257,5 @@ class Regularizer:
             self.attach()
 
 
-def _waits(forward: Forward | None) -> bool:
+def _waits(forward: Forward | None) -> TypeGuard[Forward]:
     return forward is not None and not forward.counted

@@ -48,6 +48,17 @@ def dropout_net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, CLASSES)).double()
 
 
+class TwoHeads(nn.Module):
+    """A model that returns the logits and an auxiliary head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = mlp(), mlp(seed=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.main(x), self.side(x)
+
+
 MODELS = {"mlp": mlp, "batch_norm": batch_norm_net, "dropout": dropout_net}
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
+from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, mlp
 
 
 def wrap(model, **options):
@@ -305,14 +305,6 @@ def test_wrong_number_of_classes():
 @pytest.mark.parametrize("auxiliary_first", [False, True])
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_criterion_on_an_auxiliary_head_is_not_taken_for_the_logits(variant, auxiliary_first):
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.main, self.side = mlp(), mlp(seed=1)
-
-        def forward(self, x):
-            return self.main(x), self.side(x)
-
     model, criterion = TwoHeads(), nn.CrossEntropyLoss()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     if variant == "dcl":

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd
+from tests.helpers import CLASSES, TwoHeads, assert_same, batches, mlp, one, sgd
 
 
 def wrap(model: nn.Module, **options) -> DCPOptimizer:
@@ -79,15 +79,6 @@ def test_a_step_with_labels_after_stale_ones_takes_its_own(left_alone):
                 optimizer.zero_grad()
             optimizer.step(lambda: F.cross_entropy(model(x), y), targets=y)  # noqa: B023
     assert_same(*models)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.main, self.side = mlp(), mlp(seed=1)
-
-    def forward(self, x):
-        return self.main(x), self.side(x)
 
 
 @pytest.mark.parametrize("mend", [None, "own criterion", "set_targets"])
