@@ -60,7 +60,7 @@ def handwritten(script: Script) -> Training:
 def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | None = None, **options: Any) -> Training:
     """The same by wrapping the optimizer; ``finish`` is what a script does to the wrapper before it trains."""
     base = sgd(trained(script.model))
-    optimizer = DCLOptimizer(base, script.model, preset="paper", **options)
+    optimizer = DCLOptimizer(base, script.model, **{"weight": 1.0} | options)
     if finish is not None:
         finish(optimizer)
     state = [optimizer.base, optimizer.companion_optimizer]
@@ -71,7 +71,7 @@ def companion_prototype(script: Script) -> Training:
     """Class prototypes in the companion's place."""
     criterion = nn.CrossEntropyLoss()
     optimizer = DCPOptimizer(
-        sgd(trained(script.model)), script.model, script.work.classes, preset="paper", criterion=criterion
+        sgd(trained(script.model)), script.model, script.work.classes, weight=1.0, alpha=0.6, criterion=criterion
     )
     return Training(
         script.loop(optimizer, criterion),

@@ -33,7 +33,10 @@ def network(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 def wrap(model: nn.Module, lr: float = 0.1, **options: Any) -> DCPOptimizer:
     return DCPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), model, CLASSES, **options, preset="paper"
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        model,
+        CLASSES,
+        **{"weight": 1.0, "alpha": 0.6} | options,
     )
 
 

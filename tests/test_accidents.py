@@ -43,11 +43,9 @@ class Script:
         self.model, self.criterion, self.loop = nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), loop
         base = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if variant == "dcl":
-            self.optimizer = DCLOptimizer(base, self.model, weight=0.7, alpha=0.4, preset="paper")
+            self.optimizer = DCLOptimizer(base, self.model, weight=0.7, alpha=0.4)
         else:
-            self.optimizer = DCPOptimizer(
-                base, self.model, CLASSES, criterion=self.criterion, weight=0.7, alpha=0.4, preset="paper"
-            )
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, weight=0.7, alpha=0.4)
         self.fails_after = None
 
     def closure(self, x, y):

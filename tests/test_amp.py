@@ -33,10 +33,10 @@ class Script:
         inner = base(self.model.parameters())
         if variant == "dcl":
             companion = self.model_like(seed=3)  # apart from the model: penalty and chase are large from the start
-            self.optimizer = DCLOptimizer(inner, self.model, companion=companion, **options, preset="paper")
+            self.optimizer = DCLOptimizer(inner, self.model, companion=companion, **{"weight": 1.0} | options)
         else:
             self.optimizer = DCPOptimizer(
-                inner, self.model, CLASSES, criterion=self.criterion, **options, preset="paper"
+                inner, self.model, CLASSES, criterion=self.criterion, **{"weight": 1.0, "alpha": 0.6} | options
             )
 
     def model_like(self, seed):

@@ -73,7 +73,7 @@ def refused(build, error, message):
 
 @pytest.mark.parametrize(("options", "error", "message"), SHARED + DCL_ONLY, ids=lambda v: str(v)[:40])
 def test_dcl_arguments(options, error, message):
-    refused(lambda model: DCLOptimizer(sgd(model), model, **options, preset="paper"), error, message)
+    refused(lambda model: DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options), error, message)
 
 
 @pytest.mark.parametrize(("options", "error", "message"), SHARED + DCP_ONLY, ids=lambda v: str(v)[:40])
@@ -81,7 +81,9 @@ def test_dcp_arguments(options, error, message):
     if "reduction" in options and options["reduction"] == "max":
         message = r"reduction='max' is unknown; choose one of mean, sum_classes, per_class"
     refused(
-        lambda model: DCPOptimizer(sgd(model), model, **({"num_classes": CLASSES} | options), preset="paper"),
+        lambda model: DCPOptimizer(
+            sgd(model), model, **({"weight": 1.0, "alpha": 0.6} | {"num_classes": CLASSES} | options)
+        ),
         error,
         message,
     )
@@ -91,27 +93,27 @@ def test_dcp_arguments(options, error, message):
     ("build", "error", "message"),
     [
         (
-            lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3), preset="paper"),
+            lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3), weight=1.0),
             ValueError,
             r"model shares no parameters with base_optimizer",
         ),
         (
-            lambda m: DCLOptimizer(sgd(m), F.relu, preset="paper"),
+            lambda m: DCLOptimizer(sgd(m), F.relu, weight=1.0),
             TypeError,
             r"model must be a torch.nn.Module, got function",
         ),
         (
-            lambda m: DCLOptimizer(torch.optim.SGD, m, preset="paper"),
+            lambda m: DCLOptimizer(torch.optim.SGD, m, weight=1.0),
             TypeError,
             r"base_optimizer must be a torch.optim.Optimizer insta",
         ),
         (
-            lambda m: DCLOptimizer(sgd(m), m, companion=m, preset="paper"),
+            lambda m: DCLOptimizer(sgd(m), m, companion=m, weight=1.0),
             ValueError,
             r"companion shares trained parameters with the",
         ),
         (
-            lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU(), preset="paper"),
+            lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU(), weight=1.0),
             ValueError,
             r"companion has no parameter to train",
         ),
@@ -123,15 +125,15 @@ def test_model_and_base(build, error, message):
 
 def test_wrapper_inside_a_wrapper():
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     with pytest.raises(TypeError, match=r"is a DCLOptimizer itself; wrap the plain .* inside it, optimizer.base"):
-        DCLOptimizer(optimizer, model, preset="paper")
-    DCLOptimizer(optimizer.base, model, preset="paper")
+        DCLOptimizer(optimizer, model, weight=1.0)
+    DCLOptimizer(optimizer.base, model, weight=1.0)
 
 
 def test_bases_that_maximise():
     refused(
-        lambda m: DCLOptimizer(torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), m, preset="paper"),
+        lambda m: DCLOptimizer(torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), m, weight=1.0),
         ValueError,
         r"maximize=True.*negate the loss",
     )
@@ -146,7 +148,7 @@ def test_bases_that_maximise():
 )
 def test_schedules_that_leave_their_range(options, message):
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model, **options, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
     data = list(batches(3))
     for x, y in data[:2]:
         optimizer.zero_grad()
@@ -162,7 +164,7 @@ def test_schedules_that_leave_their_range(options, message):
 
 def test_distance_that_is_no_scalar():
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model, distance=lambda z, c: (z - c).square(), preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, distance=lambda z, c: (z - c).square(), weight=1.0)
     x, y = next(iter(batches(1)))
     loss = F.cross_entropy(model(x), y)
     with pytest.raises(ValueError, match=r"distance must return a scalar, got shape \(16, 5\); reduce it"):

@@ -72,7 +72,7 @@ def companions_way(make, alpha, steps=1, **options):
     model = mlp(seed=3)
     other = mlp(seed=4)
     start = {name: value.clone() for name, value in other.state_dict().items()}
-    optimizer = DCLOptimizer(make(model.parameters()), model, alpha=alpha, companion=other, **options, preset="paper")
+    optimizer = DCLOptimizer(make(model.parameters()), model, alpha=alpha, companion=other, **{"weight": 1.0} | options)
     train(model, optimizer, batches(steps))
     return torch.cat([(value - start[name]).flatten() for name, value in other.state_dict().items()])
 
@@ -106,9 +106,7 @@ def test_with_alpha_one_the_companion_rests():
 def test_a_schedule_is_followed():
     """Alpha 1 but for the third step: the companion moves there only."""
     model = mlp()
-    optimizer = DCLOptimizer(
-        adamw(model.parameters()), model, alpha=lambda step: 0.5 if step == 3 else 1.0, preset="paper"
-    )
+    optimizer = DCLOptimizer(adamw(model.parameters()), model, alpha=lambda step: 0.5 if step == 3 else 1.0, weight=1.0)
     moved = []
     for x, y in batches(5):
         before = [p.clone() for p in optimizer.companion.parameters()]
@@ -121,7 +119,7 @@ def test_a_schedule_is_followed():
 
 def test_the_learning_rates_are_those_of_the_base_outside_the_step():
     model = mlp()
-    optimizer = DCLOptimizer(adamw(model.parameters()), model, companion_lr_scale=2.0, preset="paper")
+    optimizer = DCLOptimizer(adamw(model.parameters()), model, companion_lr_scale=2.0, weight=1.0)
     seen = []
     optimizer.companion_optimizer.register_step_pre_hook(lambda own, *_: seen.append(own.param_groups[0]["lr"]))
     train(model, optimizer, batches(2))

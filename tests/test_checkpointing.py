@@ -43,8 +43,8 @@ class InnerCheckpoint(nn.Module):
 def wrap(variant: str, model: nn.Module):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "dcl":
-        return DCLOptimizer(base, model, criterion=nn.CrossEntropyLoss(), preset="paper")
-    return DCPOptimizer(base, model, CLASSES, targets=lambda args, kwargs: args[1], preset="paper")
+        return DCLOptimizer(base, model, criterion=nn.CrossEntropyLoss(), weight=1.0)
+    return DCPOptimizer(base, model, CLASSES, targets=lambda args, kwargs: args[1], weight=1.0, alpha=0.6)
 
 
 def trained(variant: str, model: nn.Module, call, steps: int = 6):

@@ -22,7 +22,7 @@ def sgd(model, **options):
 
 
 def wrap(model, **options):
-    return DCLOptimizer(sgd(model), model, **options, preset="paper")
+    return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
 
 
 # ---- how it is made -------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_copy_starts_equal_and_apart():
 def test_frozen_parameters_are_shared_and_not_saved():
     model = mlp()
     model[0].requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
     assert optimizer.companion[0].weight is model[0].weight
     train(model, optimizer, batches(3))
     assert model[0].weight.grad is None
@@ -135,10 +135,10 @@ def test_base_class_that_cannot_be_built_again():
 
     model = mlp()
     with pytest.raises(ValueError, match=r"second Odd for the companion could not be built.*companion_optimizer="):
-        DCLOptimizer(Odd(model.parameters(), required=1), model, preset="paper")
+        DCLOptimizer(Odd(model.parameters(), required=1), model, weight=1.0)
     assert not model._forward_hooks
     optimizer = DCLOptimizer(
-        Odd(model.parameters(), required=1), model, companion_optimizer=partial(torch.optim.SGD, lr=0.1), preset="paper"
+        Odd(model.parameters(), required=1), model, companion_optimizer=partial(torch.optim.SGD, lr=0.1), weight=1.0
     )
     train(model, optimizer, batches(2))
 

@@ -67,7 +67,7 @@ def compiled(order: str, weight: float = 1.0, **options):
         call = nn.DataParallel(call)  # without a GPU it calls the module inside
     if order in ("outer module wrapped", "parallel around compiled"):
         wrapped = call
-    optimizer = DCLOptimizer(base, wrapped, weight=weight, preset="paper")
+    optimizer = DCLOptimizer(base, wrapped, weight=weight)
     if order == "compiled after":
         call = torch.compile(model, **options)
     elif order == "compiled in place":
@@ -135,14 +135,14 @@ def test_wrapped_after_the_first_compiled_call():
     call(next(iter(batches(1)))[0])
     expected = Network()
     expected.load_state_dict(model.state_dict())
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     train_and_compare(optimizer, call, expected)
 
 
 def train_and_compare(optimizer, call, expected=None):
     expected = expected or Network()
     train(call, optimizer, batches(3))
-    train(expected, DCLOptimizer(torch.optim.SGD(expected.parameters(), lr=0.1), expected, preset="paper"), batches(3))
+    train(expected, DCLOptimizer(torch.optim.SGD(expected.parameters(), lr=0.1), expected, weight=1.0), batches(3))
     assert_same(network_of(call), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -153,7 +153,7 @@ def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregular
     x, y = next(iter(batches(1)))
     if first_call:
         call(x)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     with pytest.raises(Exception, match=r"Tap\.before_forward|compiled.* called, before it was wrapped"):
         train(call, optimizer, [(x, y)])
 
@@ -194,7 +194,7 @@ def test_loss_and_logits_of_one_graph(variant, factor):
 def test_a_compiled_step_function_compiles_both_networks():
     backend = Backend()
     model = Network()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
 
     @torch.compile(backend=backend)
     def loss_of(x, y):
@@ -206,6 +206,6 @@ def test_a_compiled_step_function_compiles_both_networks():
         loss_of(x, y).backward()
         optimizer.step()
     eager = Network()
-    train(eager, DCLOptimizer(torch.optim.SGD(eager.parameters(), lr=0.1), eager, preset="paper"), batches(3))
+    train(eager, DCLOptimizer(torch.optim.SGD(eager.parameters(), lr=0.1), eager, weight=1.0), batches(3))
     assert_same(model, eager, rtol=1e-10, atol=1e-12)
     assert backend.runs >= 6

@@ -79,7 +79,7 @@ def test_copied_model_is_not_tapped():
     ema.train()
     backward(ema, *one())
     assert optimizer._regularizer.counted == 0
-    DCLOptimizer(sgd(ema), ema, preset="paper")  # and may be wrapped itself
+    DCLOptimizer(sgd(ema), ema, weight=1.0)  # and may be wrapped itself
 
 
 def hooks(model):
@@ -92,7 +92,7 @@ def hooks(model):
 def test_detach_restores_the_modules_and_allows_wrapping_again():
     model, criterion = mlp(), nn.CrossEntropyLoss()
     before = hooks(model), hooks(criterion)
-    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, preset="paper")
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
     optimizer.detach()
     assert (hooks(model), hooks(criterion)) == before
     alone = copy.deepcopy(model)
@@ -195,9 +195,9 @@ def test_a_model_widened_after_wrapping_goes_on_in_its_dtype(variant):
             model.double()
         base, criterion = sgd(model), nn.CrossEntropyLoss()
         if variant == "dcl":
-            optimizer = DCLOptimizer(base, model, preset="paper")
+            optimizer = DCLOptimizer(base, model, weight=1.0)
         else:
-            optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion, preset="paper")
+            optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
         train(model, optimizer, batches(2, dtype=next(model.parameters()).dtype), loss=criterion)
         model.double()
         train(model, optimizer, batches(6, seed=4), loss=criterion)

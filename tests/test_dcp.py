@@ -15,7 +15,10 @@ from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, mlp
 
 def wrap(model, **options):
     return DCPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, CLASSES, **options, preset="paper"
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        model,
+        CLASSES,
+        **{"weight": 1.0, "alpha": 0.6} | options,
     )
 
 
@@ -175,7 +178,7 @@ def test_soft_labels_by_hand():
     """t = (3/4, 1/4): the forecast is the mixture of prototypes, and each class's mean weighs the row by its share."""
     model = nn.Linear(1, 2, bias=False).double()
     model.weight.data.copy_(torch.tensor([[4.0], [0.0]]))
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, 2, alpha=0.5, preset="paper")
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, 2, alpha=0.5, weight=1.0)
     known = torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64)
     optimizer.forecaster.load_state_dict({"values": known, "seen": torch.tensor([True, True])})
     optimizer.set_targets(torch.tensor([[0.75, 0.25], [0.0, 1.0]], dtype=torch.float64))
@@ -264,7 +267,7 @@ def test_dense_labels():
     model = nn.Conv2d(1, CLASSES, 1).double()
     criterion = nn.CrossEntropyLoss(ignore_index=255)
     optimizer = DCPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, CLASSES, criterion=criterion, preset="paper"
+        torch.optim.SGD(model.parameters(), lr=0.1), model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6
     )
     x, y = torch.randn(2, 1, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (2, 3, 3))
     y[0, 0, 0] = 255
@@ -295,7 +298,7 @@ def test_targets_of_a_step_need_a_closure():
 
 def test_wrong_number_of_classes():
     model = mlp()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 7, preset="paper")
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 7, weight=1.0, alpha=0.6)
     optimizer.set_targets(torch.tensor([0]))
     with pytest.raises(ValueError, match=r"num_classes=7 but the model gives 5 logits"):
         model(torch.randn(1, FEATURES, dtype=torch.float64)).sum().backward()
@@ -308,9 +311,9 @@ def test_criterion_on_an_auxiliary_head_is_not_taken_for_the_logits(variant, aux
     model, criterion = TwoHeads(), nn.CrossEntropyLoss()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     if variant == "dcl":
-        optimizer = DCLOptimizer(base, model, criterion=criterion, preset="paper")
+        optimizer = DCLOptimizer(base, model, criterion=criterion, weight=1.0)
     else:
-        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion, preset="paper")
+        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
     x, y = next(iter(batches(1)))
     main, side = model(x)
     calls = [lambda: criterion(main, y), lambda: 0.4 * criterion(side, y.flip(0))]

@@ -23,8 +23,8 @@ STEPS = 8
 def optimize(variant, model, criterion, base=None):
     base = base or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "dcl":
-        return DCLOptimizer(base, model, preset="paper")
-    return DCPOptimizer(base, model, CLASSES, criterion=criterion, preset="paper")
+        return DCLOptimizer(base, model, weight=1.0)
+    return DCPOptimizer(base, model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
 
 
 def snapshot(model, optimizer):
@@ -167,7 +167,7 @@ def synchronised_batch_norm_worker(rank: int, folder: Path) -> None:
     group = dist.new_group([0, 1])
     body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(body, process_group=group)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     twin = optimizer.companion[1]
     assert isinstance(twin, nn.SyncBatchNorm)
     assert twin is not model[1]

@@ -52,9 +52,9 @@ def squares(z, y):
 def trained(variant, with_empty, loss, soft=False, **options):
     model = mlp()
     if variant == "dcl":
-        optimizer = DCLOptimizer(sgd(model), model, **options, preset="paper")
+        optimizer = DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
     else:
-        optimizer = DCPOptimizer(sgd(model), model, CLASSES, **options, preset="paper")
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, **{"weight": 1.0, "alpha": 0.6} | options)
     for batch in batches(4):
         optimizer.zero_grad()
         for x, y in [EMPTY, batch, EMPTY] if with_empty else [batch]:
@@ -92,9 +92,9 @@ def test_a_step_on_nothing_else(variant):
     model, plain = mlp(), mlp()
     base = sgd(model)
     optimizer = (
-        DCLOptimizer(base, model, preset="paper")
+        DCLOptimizer(base, model, weight=1.0)
         if variant == "dcl"
-        else DCPOptimizer(base, model, CLASSES, preset="paper")
+        else DCPOptimizer(base, model, CLASSES, weight=1.0, alpha=0.6)
     )
     theirs = sgd(plain)
     with warnings.catch_warnings():

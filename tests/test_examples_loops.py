@@ -47,7 +47,7 @@ def trained(example: ModuleType, method: str, dtype: str, accumulate: int) -> to
 def test_mixed_precision_follows_float32_on_whole_batches(mixed_precision, method, monkeypatch):
     """With the paper's settings, whose penalty does more than rounding does in so short a training."""
     for name in ("DCLOptimizer", "DCPOptimizer"):
-        monkeypatch.setattr(mixed_precision, name, partial(getattr(mixed_precision, name), preset="paper"))
+        monkeypatch.setattr(mixed_precision, name, partial(getattr(mixed_precision, name), weight=1.0, alpha=0.6))
     reference = trained(mixed_precision, method, "float32", 1)
     torch.manual_seed(0)
     start = flat(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))

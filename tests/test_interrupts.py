@@ -18,9 +18,9 @@ from tests.helpers import CLASSES, assert_same, batches, mlp
 def wrap(variant, model):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return (
-        DCLOptimizer(base, model, preset="paper")
+        DCLOptimizer(base, model, weight=1.0)
         if variant == "dcl"
-        else DCPOptimizer(base, model, CLASSES, preset="paper")
+        else DCPOptimizer(base, model, CLASSES, weight=1.0, alpha=0.6)
     )
 
 

@@ -17,8 +17,8 @@ SMALL = (B[0][:4], B[1][:4])
 def wrapped(criterion, variant="dcl"):
     model = mlp()
     if variant == "dcl":
-        return model, DCLOptimizer(sgd(model), model, criterion=criterion, preset="paper")
-    return model, DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, preset="paper")
+        return model, DCLOptimizer(sgd(model), model, criterion=criterion, weight=1.0)
+    return model, DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
 
 
 def scales(optimizer, loss):

@@ -53,10 +53,12 @@ class Loop:
         self.precision, self.parts = precision, parts
         base, options = BASES[base](self.model.parameters()), METHOD | options
         if variant == "dcl":
-            self.optimizer = DCLOptimizer(base, self.model, companion=other(wide(precision)), **options, preset="paper")
+            self.optimizer = DCLOptimizer(
+                base, self.model, companion=other(wide(precision)), **{"weight": 1.0} | options
+            )
         else:
             self.optimizer = DCPOptimizer(
-                base, self.model, CLASSES, criterion=self.criterion, **options, preset="paper"
+                base, self.model, CLASSES, criterion=self.criterion, **{"weight": 1.0, "alpha": 0.6} | options
             )
         half = precision == "float16"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4, enabled=half)

@@ -126,7 +126,7 @@ def trained(factor, data=None, distance_free=False, **options):
     """Train with the loss multiplied by a factor and the gradients divided by it: the factor must cancel."""
     model = mlp()
     optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), model, **options, preset="paper"
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), model, **{"weight": 1.0} | options
     )
     loss_function = options.get("criterion", F.cross_entropy)
     for x, y in data or batches(30):
@@ -160,7 +160,7 @@ def test_penalty_and_chase_carry_the_factor(options):
 def test_given_scale_wins_over_what_the_criterion_says():
     model, criterion = mlp(), nn.CrossEntropyLoss()
     optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, loss_scale=3.0, criterion=criterion, preset="paper"
+        torch.optim.SGD(model.parameters(), lr=0.1), model, loss_scale=3.0, criterion=criterion, weight=1.0
     )
     x, y = next(iter(batches(1)))
     criterion(model(x), y).backward()
@@ -177,9 +177,9 @@ def test_micro_batches_equal_one_large_batch(variant, reads):
             options["loss_scale"] = 1 / parts
         base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
         if variant == "dcl":
-            optimizer = DCLOptimizer(base, model, **options, preset="paper")
+            optimizer = DCLOptimizer(base, model, **{"weight": 1.0} | options)
         else:
-            optimizer = DCPOptimizer(base, model, CLASSES, **options, preset="paper")
+            optimizer = DCPOptimizer(base, model, CLASSES, **{"weight": 1.0, "alpha": 0.6} | options)
         for x, y in batches(20, size=24):
             optimizer.zero_grad()
             for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
@@ -200,7 +200,7 @@ def test_unequal_micro_batches_weigh_as_the_loss_weighs_them():
 
     def run(sizes):
         model = mlp()
-        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.2), model, preset="paper")
+        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.2), model, weight=1.0)
         for x, y in batches(10, size=24):
             optimizer.zero_grad()
             for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
@@ -214,7 +214,7 @@ def test_unequal_micro_batches_weigh_as_the_loss_weighs_them():
 
 def test_two_views_in_one_backward_both_count():
     model = mlp()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     x, y = next(iter(batches(1)))
     (F.cross_entropy(model(x), y) + F.cross_entropy(model(-x), y)).backward()
     assert optimizer._regularizer.counted == 2
@@ -227,7 +227,7 @@ def squared(z, y):
 
 def test_unreadable_factor_is_warned_about_once_and_only_when_it_may_matter():
     model = mlp()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     data = list(batches(6))
     for x, y in data[:3]:  # one backward a step in float64: nothing suspicious
         optimizer.zero_grad()

@@ -24,7 +24,7 @@ sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 def wrap(model, seed=None, **options):
     """Wrapped with a companion apart from the model where a seed is given, else with a copy."""
     companion = None if seed is None else mlp(seed=seed)
-    return DCLOptimizer(sgd(model.parameters()), model, companion=companion, **METHOD | options, preset="paper")
+    return DCLOptimizer(sgd(model.parameters()), model, companion=companion, **METHOD | options)
 
 
 # ---- averages of the weights ----------------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ def averaged_run(variant, wrapped_first, averaging=True, **options):
     optimizer = sgd(model.parameters())
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     if variant == "dcl":
-        optimizer = DCLOptimizer(optimizer, model, **METHOD | options, preset="paper")
+        optimizer = DCLOptimizer(optimizer, model, **METHOD | options)
     if variant == "dcp":
-        optimizer = DCPOptimizer(optimizer, model, CLASSES, criterion=criterion, **METHOD | options, preset="paper")
+        optimizer = DCPOptimizer(optimizer, model, CLASSES, criterion=criterion, **METHOD | options)
     if wrapped_first:
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     for step, batch in enumerate(batches(10)):
@@ -98,9 +98,9 @@ def says(discriminator, x, real):
 def wrapped_gan(steps, toggled):
     generator, omega_g, discriminator, omega_d = gan()
     options = METHOD | {"loss_scale": 1.0}
-    g_optimizer = DCLOptimizer(sgd(generator.parameters()), generator, companion=omega_g, **options, preset="paper")
+    g_optimizer = DCLOptimizer(sgd(generator.parameters()), generator, companion=omega_g, **{"weight": 1.0} | options)
     d_optimizer = DCLOptimizer(
-        sgd(discriminator.parameters()), discriminator, companion=omega_d, **options, preset="paper"
+        sgd(discriminator.parameters()), discriminator, companion=omega_d, **{"weight": 1.0} | options
     )
     for step, (x, _) in enumerate(batches(steps)):
         d_optimizer.zero_grad()
@@ -190,7 +190,7 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
     model, theirs = mlp(), mlp()
     base, plain = sgd(model.parameters()), sgd(theirs.parameters())
     data = list(batches(15))
-    optimizer = DCLOptimizer(base, model, **METHOD, preset="paper")
+    optimizer = DCLOptimizer(base, model, **METHOD)
     if by == "context manager":
         with optimizer:
             train(model, optimizer, data[:5])
@@ -202,7 +202,7 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
         train(model, optimizer, data[5:10])
-    again = DCLOptimizer(base, model, **METHOD, preset="paper")
+    again = DCLOptimizer(base, model, **METHOD)
     train(model, again, data[10:])
 
     for part, regularised in ((data[:5], True), (data[5:10], False), (data[10:], True)):
@@ -255,7 +255,7 @@ def test_a_replaced_optimizer_says_so_and_has_stepped_nothing():
 def test_two_optimizers_over_one_model():
     """Both get the regularised gradient; the companion learns what the wrapped one trains, the rest stays as it was."""
     model, theirs, omega = mlp(), mlp(), mlp(seed=3)
-    body = DCLOptimizer(sgd(model[0].parameters()), model, companion=mlp(seed=3), **METHOD, preset="paper")
+    body = DCLOptimizer(sgd(model[0].parameters()), model, companion=mlp(seed=3), **METHOD)
     head = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
     for x, y in batches(8):
         body.zero_grad()
@@ -285,9 +285,11 @@ def loaded_run(variant, epochs, **options):
     torch.manual_seed(2)
     model, criterion = dropout_net(), nn.CrossEntropyLoss()
     if variant == "dcl":
-        optimizer = DCLOptimizer(sgd(model.parameters()), model, **METHOD, preset="paper")
+        optimizer = DCLOptimizer(sgd(model.parameters()), model, **METHOD)
     else:
-        optimizer = DCPOptimizer(sgd(model.parameters()), model, CLASSES, criterion=criterion, **METHOD, preset="paper")
+        optimizer = DCPOptimizer(
+            sgd(model.parameters()), model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | METHOD
+        )
     x, y = next(batches(1, size=60))
     loader = DataLoader(TensorDataset(x, y), 16, shuffle=True, **options)
     for _ in range(epochs):

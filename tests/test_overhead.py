@@ -34,12 +34,14 @@ from tests.helpers import (
 
 
 def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **options, preset="paper")
+    return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
 
 
 def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
     criterion = nn.CrossEntropyLoss()
-    return DCPOptimizer(sgd(model), model, **{"num_classes": CLASSES, "criterion": criterion} | options, preset="paper")
+    return DCPOptimizer(
+        sgd(model), model, **{"weight": 1.0, "alpha": 0.6} | {"num_classes": CLASSES, "criterion": criterion} | options
+    )
 
 
 def loss_of(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -102,13 +104,13 @@ def frozen(layers: int) -> Deep:
 
 def head_only(layers: int) -> DCLOptimizer:
     model = frozen(layers)
-    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, preset="paper")
+    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0)
 
 
 def in_groups(layers: int) -> DCLOptimizer:
     model = Deep(layers)
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
-    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, preset="paper")
+    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0)
 
 
 SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {

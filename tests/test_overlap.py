@@ -68,9 +68,7 @@ LOOPS = {
 def test_every_loop(network, base, loop):
     def script(overlap):
         model = MODELS[network]()
-        optimizer = DCLOptimizer(
-            BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, overlap=overlap, preset="paper"
-        )
+        optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, overlap=overlap)
         LOOPS[loop](model, optimizer, batches(STEPS))
         return optimizer
 

@@ -44,7 +44,7 @@ class Script(serial.Script):
     def __init__(self, loop, overlap=True):
         super().__init__("dcl", loop)
         options = {"weight": 0.7, "alpha": 0.4, "overlap": overlap}
-        self.optimizer = DCLOptimizer(self.optimizer.base, self.model, **options, preset="paper")
+        self.optimizer = DCLOptimizer(self.optimizer.base, self.model, **{"weight": 1.0} | options)
 
 
 @LOOPS
@@ -130,7 +130,7 @@ def test_an_error_in_the_companions_step_names_the_mend_and_the_next_step_is_ano
     """The model has stepped by then, as it has serially."""
     model, calm = mlp(), mlp()
     optimizer, expected = (
-        DCLOptimizer(FailsOnce(m.parameters(), lr=0.1), m, overlap=o, preset="paper")
+        DCLOptimizer(FailsOnce(m.parameters(), lr=0.1), m, overlap=o, weight=1.0)
         for m, o in ((model, overlap), (calm, False))
     )
     train(model, optimizer, batches(3))
@@ -146,8 +146,8 @@ def test_an_error_in_the_companions_step_names_the_mend_and_the_next_step_is_ano
 def test_an_error_in_the_bases_step():
     """The companion has stepped beside it; a second call of step makes up for the model's."""
     model, calm, steps = mlp(), mlp(), []
-    optimizer = DCLOptimizer(FailsOnce(model.parameters(), lr=0.1), model, overlap=True, preset="paper")
-    expected = DCLOptimizer(FailsOnce(calm.parameters(), lr=0.1), calm, preset="paper")
+    optimizer = DCLOptimizer(FailsOnce(model.parameters(), lr=0.1), model, overlap=True, weight=1.0)
+    expected = DCLOptimizer(FailsOnce(calm.parameters(), lr=0.1), calm, weight=1.0)
     *others, last = batches(4)
     train(model, optimizer, others)
     train(calm, expected, [*others, last])
@@ -187,9 +187,7 @@ def test_a_companion_that_is_still_running_when_the_model_fails(error, monkeypat
     def script(overlap):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(FEATURES, 12), Late(), nn.Dropout(0.2), nn.Tanh(), nn.Linear(12, CLASSES))
-        optimizer = DCLOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5), model, weight=5.0, overlap=overlap, preset="paper"
-        )
+        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, weight=5.0, overlap=overlap)
         for step, (x, y) in enumerate(batches(8, dtype=torch.float32)):
             optimizer.zero_grad()
             micro_batch(model, x, y)

@@ -57,7 +57,7 @@ def trained(order, overlap, backend, dropout=0.0, steps=6, **options):
     model, graphs = Network(dropout), []
     call = torch.compile(model, backend=backend) if order == "compiled before" else model
     optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), call, overlap=overlap, **options, preset="paper"
+        torch.optim.SGD(model.parameters(), lr=0.1), call, overlap=overlap, **{"weight": 1.0} | options
     )
     if order == "compiled after":
         call = torch.compile(model, backend=backend)

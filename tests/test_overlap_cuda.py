@@ -31,7 +31,7 @@ def network():
 def trained(overlap, parts, dtype=None, **options):
     model = network()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = DCLOptimizer(base, model, overlap=overlap, loss_scale=1 / parts, **options, preset="paper")
+    optimizer = DCLOptimizer(base, model, overlap=overlap, loss_scale=1 / parts, **{"weight": 1.0} | options)
     torch.manual_seed(7)
     for x, y in batches(STEPS, size=96, dtype=torch.float32):
         optimizer.zero_grad()
@@ -58,7 +58,7 @@ def test_a_stream_of_its_own_changes_nothing(dtype, parts, options):
 def test_the_companions_kernels_run_on_another_stream():
     streams = []
     model = network()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True, weight=1.0)
     for module in (model, optimizer.companion):
         module[2].register_forward_hook(lambda *_: streams.append(torch.cuda.current_stream()))
     for x, y in batches(3, dtype=torch.float32):

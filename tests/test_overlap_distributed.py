@@ -38,7 +38,7 @@ def trained(rank: int, order: str, accumulate: int, overlap: bool):
     model = nn.Sequential(nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.Dropout(0.2), nn.Linear(12, CLASSES)).double()
     parallel = DistributedDataParallel(model) if order == "wrapped after" else None
     optimizer = DCLOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.01), parallel or model, overlap=overlap, preset="paper"
+        torch.optim.AdamW(model.parameters(), lr=0.01), parallel or model, overlap=overlap, weight=1.0
     )
     parallel = parallel or DistributedDataParallel(model)
     torch.manual_seed(20 + rank)

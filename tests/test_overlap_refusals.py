@@ -42,7 +42,7 @@ def refused(optimizer, data, message):
         optimizer.zero_grad()
         assert torch.get_num_threads() == 4
     optimizer.detach()
-    again = DCLOptimizer(sgd(optimizer.model), optimizer.model, preset="paper")
+    again = DCLOptimizer(sgd(optimizer.model), optimizer.model, weight=1.0)
     train(optimizer.model, again, batches(2))
 
 

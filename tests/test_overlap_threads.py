@@ -79,7 +79,7 @@ def test_both_networks_are_inside_at_once(phase, base):
 
     enabled = False
     model = network(meet)
-    optimizer = DCLOptimizer(base(model.parameters(), lr=0.01), model, overlap=True, preset="paper")
+    optimizer = DCLOptimizer(base(model.parameters(), lr=0.01), model, overlap=True, weight=1.0)
     report_steps(optimizer, meet)
     train(model, optimizer, batches(1))  # the first forward is done in its turn
     enabled = True
@@ -94,7 +94,7 @@ class Foreign(torch.optim.SGD):
 def test_the_step_of_another_librarys_optimizer_is_not_overlapped():
     order = []
     model = mlp()
-    optimizer = DCLOptimizer(Foreign(model.parameters(), lr=0.1), model, overlap=True, preset="paper")
+    optimizer = DCLOptimizer(Foreign(model.parameters(), lr=0.1), model, overlap=True, weight=1.0)
     optimizer.base.register_step_post_hook(lambda *_: order.append("model"))
     optimizer.companion_optimizer.register_step_pre_hook(lambda *_: order.append(threading.current_thread().name))
     train(model, optimizer, batches(3))

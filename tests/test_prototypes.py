@@ -56,7 +56,7 @@ def test_all_prototypes_and_those_of_some_classes_are_copies_of_the_same(form):
 
 def test_the_prototypes_of_very_many_classes_are_refused_as_a_whole():
     model = nn.Linear(1, 1)
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 100_000, preset="paper")
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 100_000, weight=1.0, alpha=0.6)
     with pytest.raises(RuntimeError, match=r"100000 classes would take 37 GiB; prototypes_of\(classes\)"):
         _ = optimizer.prototypes
     assert optimizer.prototypes_of(torch.tensor([99_999])).shape == (1, 100_000)
@@ -223,7 +223,7 @@ def test_no_tensor_is_larger_than_the_logits_or_the_classes_seen(reduction):
     torch.manual_seed(0)
     model, criterion = nn.Linear(2, count), nn.CrossEntropyLoss(ignore_index=7)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DCPOptimizer(base, model, count, criterion=criterion, reduction=reduction, preset="paper")
+    optimizer = DCPOptimizer(base, model, count, criterion=criterion, reduction=reduction, weight=1.0, alpha=0.6)
     labels = torch.randint(count, (3, size)).index_fill_(1, torch.tensor([0]), 7)
     with LargestTensor() as largest:
         for y in labels.repeat(2, 1):

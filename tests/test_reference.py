@@ -70,7 +70,7 @@ def check_dcl(base, kind, loop, distance):
     options, function = DISTANCES[distance]
     model = MODELS[kind]()
     theirs, companion = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, **options, preset="paper")
+    optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, **options)
     torch.manual_seed(5)
     run(model, optimizer, loop)
 
@@ -109,7 +109,7 @@ def check_dcp(base, kind, loop, distance, per_class):
     options = options | ({"reduction": "per_class"} if per_class else {})
     optimizer = DCPOptimizer(
         BASES[base](model.parameters()), model, CLASSES, weight=0.7, alpha=0.4, **options,
-        targets=lambda args, kwargs: labels[optimizer.logs()["step"].__int__()], preset="paper"
+        targets=lambda args, kwargs: labels[optimizer.logs()["step"].__int__()]
     )  # fmt: skip
     torch.manual_seed(5)
     run(model, optimizer, loop)
@@ -130,7 +130,7 @@ def test_one_dcl_step_by_hand():
     model.weight.data.fill_(2.0)
     companion.weight.data.fill_(1.0)
     optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, weight=3.0, alpha=0.75, companion=companion, preset="paper"
+        torch.optim.SGD(model.parameters(), lr=0.1), model, weight=3.0, alpha=0.75, companion=companion
     )
     model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()  # the task's gradient is 1
     optimizer.step()
@@ -143,9 +143,7 @@ def test_two_dcp_steps_by_hand():
     """Class 0 is seen first at z = (2, 0), which becomes its prototype; the second batch is pulled to it."""
     model = torch.nn.Linear(2, 2, bias=False).double()
     model.weight.data.copy_(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
-    optimizer = DCPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5), model, 2, alpha=0.25, weight=1.0, preset="paper"
-    )
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, 2, alpha=0.25, weight=1.0)
     x = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     for shift in (1.0, 0.0):
         optimizer.set_targets(torch.tensor([0]))

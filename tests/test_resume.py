@@ -29,9 +29,11 @@ def build(variant: str, base: str):
     schedules = {"weight": CosineRamp(1.0, steps=8), "alpha": RunningAverage()}
     inner = BASES[base](model.parameters())
     if variant == "dcl":
-        optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **schedules, preset="paper")
+        optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **{"weight": 1.0} | schedules)
     else:
-        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion, **schedules, preset="paper")
+        optimizer = DCPOptimizer(
+            inner, model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | schedules
+        )
     return model, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
 
 
@@ -84,7 +86,7 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, tmp_path):
 
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
-    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, preset="paper")
+    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0)
     for x, y in batches(3):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -98,17 +100,17 @@ def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
 
 def dcl_and_other():
     model, other = mlp(), mlp()
-    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, preset="paper")
-    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, CLASSES, preset="paper")
+    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0)
+    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, CLASSES, weight=1.0, alpha=0.6)
     return dcl, dcp
 
 
 def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     dcl, dcp = dcl_and_other()
     wide = mlp(width=13)
-    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, preset="paper")
+    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, weight=1.0)
     three = mlp()
-    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3, preset="paper")
+    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3, weight=1.0, alpha=0.6)
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
     for state, message in (

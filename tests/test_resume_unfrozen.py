@@ -25,7 +25,7 @@ def square(frozen: bool) -> nn.Sequential:
 
 def wrap(model: nn.Module, groups: int, **options: Any) -> DCLOptimizer:
     layers = model.parameters() if groups == 1 else [{"params": layer.parameters()} for layer in model]
-    return DCLOptimizer(torch.optim.SGD(layers, lr=0.1, momentum=0.9), model, preset="paper", **options)
+    return DCLOptimizer(torch.optim.SGD(layers, lr=0.1, momentum=0.9), model, **{"weight": 1.0} | options)
 
 
 def unfrozen_midway(groups: int, steps_after: int = 2) -> tuple[nn.Module, DCLOptimizer]:
@@ -98,7 +98,7 @@ def test_parameters_in_other_groups_are_refused() -> None:
     crossed = [{"params": [layer.weight for layer in model]}, {"params": [layer.bias for layer in model]}]
     base = torch.optim.SGD(crossed, lr=0.1, momentum=0.9)
     before = repr(optimizer.state_dict())
-    other = DCLOptimizer(base, model, preset="paper").state_dict()
+    other = DCLOptimizer(base, model, weight=1.0).state_dict()
     with pytest.raises(ValueError, match=r"its parameters in groups of \[\['0.weight', '1.weight'\], .*not \[\['0.w"):
         optimizer.load_state_dict(other)
     assert repr(optimizer.state_dict()) == before

@@ -124,7 +124,7 @@ def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
     model = mlp()
     optimizer = LAYOUTS[layout](model, base)
     optimizer = DCLOptimizer(
-        optimizer, model, companion=mlp(seed=3), companion_lr_scale=factor, **METHOD, preset="paper"
+        optimizer, model, companion=mlp(seed=3), companion_lr_scale=factor, **{"weight": 1.0} | METHOD
     )
     schedule = SCHEDULERS[scheduler](optimizer)
     theta, omega = recorded(optimizer.base), recorded(optimizer.companion_optimizer)
@@ -147,7 +147,7 @@ def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
 def test_rates_in_tensors_are_not_shared_and_stay_in_their_place(base):
     """What writes into one optimizer's tensor must not reach the other's; a captured step reads one and the same."""
     model = mlp()
-    optimizer = DCLOptimizer(tensor_rate(model, base), model, preset="paper")
+    optimizer = DCLOptimizer(tensor_rate(model, base), model, weight=1.0)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
     theirs, ours = (o.param_groups[0]["lr"] for o in (optimizer, optimizer.companion_optimizer))
     assert ours.data_ptr() != theirs.data_ptr()
@@ -164,9 +164,9 @@ def build(variant, scheduler, base):
     model, criterion = mlp(), torch.nn.CrossEntropyLoss()
     inner = several_groups(model, base)
     if variant == "dcl":
-        optimizer = DCLOptimizer(inner, model, companion=mlp(seed=3), companion_lr_scale=0.5, preset="paper")
+        optimizer = DCLOptimizer(inner, model, companion=mlp(seed=3), companion_lr_scale=0.5, weight=1.0)
     else:
-        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion, preset="paper")
+        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
     return model, criterion, optimizer, SCHEDULERS[scheduler](optimizer)
 
 
@@ -207,7 +207,7 @@ def test_scheduler_of_the_base_built_before_it_was_wrapped():
         model = mlp()
         base = one_group(model, "sgd")
         early_schedule = lr_scheduler.StepLR(base, 2, 0.5) if early else None
-        optimizer = DCLOptimizer(base, model, companion=mlp(seed=3), preset="paper")
+        optimizer = DCLOptimizer(base, model, companion=mlp(seed=3), weight=1.0)
         schedule = early_schedule or lr_scheduler.StepLR(optimizer, 2, 0.5)
         omega = recorded(optimizer.companion_optimizer)
         for batch in batches(6):
@@ -220,7 +220,7 @@ def test_scheduler_of_the_base_built_before_it_was_wrapped():
 
 def test_rate_set_by_hand_before_each_step():
     model = mlp()
-    optimizer = DCLOptimizer(several_groups(model, "sgd"), model, companion_lr_scale=2.0, preset="paper")
+    optimizer = DCLOptimizer(several_groups(model, "sgd"), model, companion_lr_scale=2.0, weight=1.0)
     omega = recorded(optimizer.companion_optimizer)
     for step, batch in enumerate(batches(4)):
         for group in optimizer.param_groups:

@@ -43,16 +43,16 @@ def sharded(seed: int = 0) -> nn.Module:
 def wrap(variant: str, model: nn.Module):
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     if variant == "dcp":
-        return DCPOptimizer(base, model, CLASSES, criterion=CRITERION, preset="paper")
+        return DCPOptimizer(base, model, CLASSES, criterion=CRITERION, weight=1.0, alpha=0.6)
     if not isinstance(next(model.parameters()), DTensor):
-        return DCLOptimizer(base, model, preset="paper")
+        return DCLOptimizer(base, model, weight=1.0)
 
     def companion() -> nn.Module:
         twin = sharded(seed=7)
         twin.load_state_dict(model.state_dict())
         return twin
 
-    return DCLOptimizer(base, model, companion=companion, preset="paper")
+    return DCLOptimizer(base, model, companion=companion, weight=1.0)
 
 
 def train_rank(rank, model, optimizer, data) -> None:
@@ -99,7 +99,7 @@ def test_sharded_training_equals_one_process_on_the_joint_batch(tmp_path: Path):
 def refusal_worker(rank: int, folder: Path) -> None:
     model = sharded()
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
-        DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper")
+        DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
 
 

@@ -17,7 +17,7 @@ from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batche
 
 def two_optimizers(model: nn.Module, **options: Any) -> tuple[DCLOptimizer, torch.optim.Optimizer]:
     """The head's is wrapped, the body's is not."""
-    head = DCLOptimizer(torch.optim.SGD(model[-1].parameters(), lr=0.1), model, preset="paper", **options)
+    head = DCLOptimizer(torch.optim.SGD(model[-1].parameters(), lr=0.1), model, **{"weight": 1.0} | options)
     return head, torch.optim.SGD(model[:-1].parameters(), lr=0.2, momentum=0.9)
 
 

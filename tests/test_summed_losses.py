@@ -59,9 +59,9 @@ def trained(variant, criterion, factor, sizes=(16,), ignore=None, hand_over=True
     model = mlp()
     options = {"criterion": criterion} if hand_over else {}
     if variant == "dcl":
-        optimizer = DCLOptimizer(sgd(model), model, **options, preset="paper")
+        optimizer = DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
     else:
-        optimizer = DCPOptimizer(sgd(model), model, CLASSES, **options, preset="paper")
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, **{"weight": 1.0, "alpha": 0.6} | options)
     for x, y in batches(6, size=sum(sizes)):
         if ignore is not None:
             y = y.where(y != ignore, -100)

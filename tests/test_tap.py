@@ -37,12 +37,12 @@ def test_a_loss_taken_before_the_logits_were_converted(variant, loss_of):
     model, plain = Converting(loss_of), mlp(dtype=torch.float32)
     if variant == "dcl":
         optimizer, expected = (
-            DCLOptimizer(sgd(model), model, preset="paper"),
-            DCLOptimizer(sgd(plain), plain, loss_scale=0.5, preset="paper"),
+            DCLOptimizer(sgd(model), model, weight=1.0),
+            DCLOptimizer(sgd(plain), plain, loss_scale=0.5, weight=1.0),
         )
     else:
-        optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels", preset="paper")
-        expected = DCPOptimizer(sgd(plain), plain, CLASSES, loss_scale=0.5, preset="paper")
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels", weight=1.0, alpha=0.6)
+        expected = DCPOptimizer(sgd(plain), plain, CLASSES, loss_scale=0.5, weight=1.0, alpha=0.6)
     for x, y in batches(5, dtype=torch.float32):
         optimizer.zero_grad()
         (0.5 * model(x, labels=y)["loss"]).backward()
@@ -58,8 +58,8 @@ def test_a_loss_taken_before_the_logits_were_converted(variant, loss_of):
 
 def test_a_loss_on_the_converted_logits_counts_once():
     model, plain = nn.Sequential(mlp(dtype=torch.float32), ToDouble()), mlp(dtype=torch.float32)
-    train(model, DCLOptimizer(sgd(model), model, preset="paper"), batches(4, dtype=torch.float32))
-    train(plain, DCLOptimizer(sgd(plain), plain, preset="paper"), batches(4, dtype=torch.float32))
+    train(model, DCLOptimizer(sgd(model), model, weight=1.0), batches(4, dtype=torch.float32))
+    train(plain, DCLOptimizer(sgd(plain), plain, weight=1.0), batches(4, dtype=torch.float32))
     assert_same(model[0], plain, rtol=1e-4, atol=1e-6)
 
 

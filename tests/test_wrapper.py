@@ -26,7 +26,7 @@ from tests.helpers import (
 def test_is_an_optimizer_and_shares_the_bases_objects():
     model = mlp()
     base = sgd(model)
-    optimizer = DCLOptimizer(base, model, preset="paper")
+    optimizer = DCLOptimizer(base, model, weight=1.0)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is base.param_groups
     assert optimizer.state is base.state
@@ -76,7 +76,7 @@ def test_zero_grad_both_ways():
 def test_several_groups_are_mirrored_by_name():
     model = mlp()
     groups = [{"params": [model[2].weight, model[2].bias], "lr": 0.5}, {"params": model[0].parameters(), "lr": 0.01}]
-    optimizer = DCLOptimizer(torch.optim.SGD(groups, momentum=0.9), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(groups, momentum=0.9), model, weight=1.0)
     mirrored = optimizer.companion_optimizer.param_groups
     assert [group["lr"] for group in mirrored] == [0.5, 0.01]
     assert {id(p) for p in mirrored[0]["params"]} == {id(p) for p in optimizer.companion[2].parameters()}
@@ -91,7 +91,7 @@ def test_several_groups_are_mirrored_by_name():
 def test_add_param_group_unfreezes_in_both():
     model = mlp()
     model[0].requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
     assert optimizer.companion[0].weight is model[0].weight
     train(model, optimizer, batches(2))
     model[0].requires_grad_(True)
@@ -144,9 +144,7 @@ class CountsInItsGroups(torch.optim.SGD):
 def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_sets_is_shared(tensor_lr):
     model = mlp()
     lr = torch.tensor(0.1) if tensor_lr else 0.1
-    optimizer = DCLOptimizer(
-        CountsInItsGroups(model.parameters(), lr=lr), model, companion_lr_scale=0.5, preset="paper"
-    )
+    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters(), lr=lr), model, companion_lr_scale=0.5, weight=1.0)
     ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
     for steps, batch in enumerate(batches(4), start=1):
         if steps == 3:
@@ -177,7 +175,7 @@ class HasMethods(torch.optim.SGD):
 
 def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     model = mlp()
-    optimizer = DCLOptimizer(HasMethods(model.parameters(), lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(HasMethods(model.parameters(), lr=0.1), model, weight=1.0)
     optimizer.eval()
     assert optimizer.base.mode == "eval"
     assert not hasattr(optimizer, "first_step")

@@ -74,10 +74,10 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop):
     expected = list(losses(alone, DENSE[name](alone.parameters()), loop))
     base = DENSE[name](model.parameters())
     if variant == "dcl":
-        optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=SGD if lbfgs else None, preset="paper")
+        optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=SGD if lbfgs else None)
     else:
         optimizer = DCPOptimizer(
-            base, model, CLASSES, weight=0.0, targets=lambda args, kwargs: (args[0][:, 0] > 0).long(), preset="paper"
+            base, model, CLASSES, weight=0.0, targets=lambda args, kwargs: (args[0][:, 0] > 0).long(), alpha=0.6
         )
     assert list(losses(model, optimizer, loop)) == expected
     assert_same(model, alone)
@@ -90,7 +90,7 @@ def test_every_optimizer_trains_a_companion_of_its_own_class():
         if name.startswith("LBFGS"):
             continue
         model = network()
-        optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.5, preset="paper")
+        optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.5)
         list(losses(model, optimizer, "plain"))
         assert type(optimizer.companion_optimizer) is type(optimizer.base)
         for key, value in optimizer.param_groups[0].items():
@@ -101,7 +101,7 @@ def test_every_optimizer_trains_a_companion_of_its_own_class():
 def test_lbfgs_needs_another_optimizer_for_the_companion():
     model = network()
     with pytest.raises(ValueError, match=r"LBFGS cannot train the companion.*companion_optimizer="):
-        DCLOptimizer(torch.optim.LBFGS(model.parameters()), model, preset="paper")
+        DCLOptimizer(torch.optim.LBFGS(model.parameters()), model, weight=1.0)
 
 
 def test_lbfgs_minimises_loss_plus_penalty_at_a_fixed_companion():
@@ -114,9 +114,7 @@ def test_lbfgs_minimises_loss_plus_penalty_at_a_fixed_companion():
     def make(parameters):
         return torch.optim.LBFGS(parameters, lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
 
-    optimizer = DCLOptimizer(
-        make(model.parameters()), model, weight=2.0, companion=companion, companion_optimizer=SGD, preset="paper"
-    )
+    optimizer = DCLOptimizer(make(model.parameters()), model, weight=2.0, companion=companion, companion_optimizer=SGD)
     base = make(alone.parameters())
 
     def task():

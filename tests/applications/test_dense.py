@@ -101,7 +101,7 @@ def test_ignored_pixels_with_dcl_by_hand(parts):
     x, y = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.randint(3, (2, 4, 4))
     y[:, :2, 1:] = 255
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DCLOptimizer(base, model, companion=twin, preset="paper", criterion=criterion)
+    optimizer = DCLOptimizer(base, model, companion=twin, weight=1.0, criterion=criterion)
     c = twin(x).detach()
     (criterion(model(x), y) / parts).backward()
     assert optimizer.logs()["loss_scale"] == 1 / parts

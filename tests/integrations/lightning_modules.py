@@ -39,11 +39,11 @@ def loader(dtype: torch.dtype = torch.float64, seed: int = 1) -> DataLoader[tupl
 def wrap(method: str, base: Optimizer, model: nn.Module, criterion: nn.Module, **settings: Any) -> Optimizer:
     """The line that is new in configure_optimizers."""
     if method == "dcl":
-        return DCLOptimizer(base, model, criterion=criterion, **settings, preset="paper")
+        return DCLOptimizer(base, model, criterion=criterion, **{"weight": 1.0} | settings)
     if method == "dcl without criterion":
-        return DCLOptimizer(base, model, **settings, preset="paper")
+        return DCLOptimizer(base, model, **{"weight": 1.0} | settings)
     if method == "dcp":
-        return DCPOptimizer(base, model, CLASSES, criterion=criterion, **settings, preset="paper")
+        return DCPOptimizer(base, model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | settings)
     return base
 
 

@@ -35,9 +35,9 @@ def wrap(variant: str, model: nn.Module, criterion: nn.Module, **options):
     if variant == "plain":
         return base
     return (
-        DCLOptimizer(base, model, **options, preset="paper")
+        DCLOptimizer(base, model, **{"weight": 1.0} | options)
         if variant == "dcl"
-        else DCPOptimizer(base, model, CLASSES, criterion=criterion, **options, preset="paper")
+        else DCPOptimizer(base, model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | options)
     )
 
 

@@ -40,8 +40,8 @@ def wrap(method, model, criterion, weight=5.0):
     if method == "plain":
         return base
     if method == "dcl":
-        return DCLOptimizer(base, model, weight=weight, preset="paper")
-    return DCPOptimizer(base, model, CLASSES, criterion=criterion, weight=weight, preset="paper")
+        return DCLOptimizer(base, model, weight=weight)
+    return DCPOptimizer(base, model, CLASSES, criterion=criterion, weight=weight, alpha=0.6)
 
 
 def dataset():
@@ -152,7 +152,7 @@ def test_schedule_free_is_switched_through_accelerates_optimizer():
     states = []
     for with_accelerate in (True, False):
         model = mlp()
-        optimizer = DCLOptimizer(AdamWScheduleFree(model.parameters(), lr=1e-2), model, weight=5.0, preset="paper")
+        optimizer = DCLOptimizer(AdamWScheduleFree(model.parameters(), lr=1e-2), model, weight=5.0)
         ours = optimizer
         with accelerator() as shared:
             if with_accelerate:

@@ -28,8 +28,8 @@ def fresh_accelerator():
 
 def wrap(method, model, criterion):
     if method == "dcl":
-        return DCLOptimizer(sgd(model), model, weight=5.0, preset="paper")
-    return DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=5.0, preset="paper")
+        return DCLOptimizer(sgd(model), model, weight=5.0)
+    return DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=5.0, alpha=0.6)
 
 
 def prepared(method, model, order, criterion=None, parts=1):
@@ -143,7 +143,7 @@ def test_the_companions_backward_is_outside_of_the_scripts_autocast():
     expected = copy.deepcopy(model)
     companions = []
     for network, early in ((model, False), (expected, True)):
-        optimizer = DCLOptimizer(sgd(network), network, weight=5.0, preset="paper")
+        optimizer = DCLOptimizer(sgd(network), network, weight=5.0)
         for index, (x, y) in enumerate(data(), start=1):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 z = network(x)
@@ -162,7 +162,7 @@ def test_a_companion_that_calls_the_model_is_reported():
     model = mlp()
     forward, before = model.forward, copy.deepcopy(model.state_dict())
     model.forward = lambda x: forward(x)
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match="companion="):

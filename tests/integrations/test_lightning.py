@@ -171,7 +171,7 @@ class CallsItself(Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         return DCLOptimizer(
-            optimizer, self if self.wrapped == "self" else self.net, criterion=self.criterion, preset="paper"
+            optimizer, self if self.wrapped == "self" else self.net, criterion=self.criterion, weight=1.0
         )
 
 

@@ -78,7 +78,7 @@ def test_labels_that_are_set_through_lightnings_shell_are_found():
 
         def configure_optimizers(self):
             base = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-            return DCPOptimizer(base, self.net, CLASSES, loss_scale=1.0, preset="paper")
+            return DCPOptimizer(base, self.net, CLASSES, loss_scale=1.0, weight=1.0, alpha=0.6)
 
     module, net = SetsTargets("dcp", network()), network()
     ours, theirs = fit(module), by_hand("dcp", net)
@@ -105,7 +105,7 @@ def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnin
     module, net = Skips("dcl", network(dropout=0.0), loss_scale=1.0), network(dropout=0.0)
     ours = fit(module, max_epochs=1)
     base = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    theirs = DCLOptimizer(base, net, loss_scale=1.0, preset="paper")
+    theirs = DCLOptimizer(base, net, loss_scale=1.0, weight=1.0)
     for index, (x, y) in enumerate(loader()):
         loss = nn.functional.cross_entropy(net(x), y)  # batch norm sees the skipped batches, the optimizers do not
         if index % 3 != 1:
@@ -165,8 +165,8 @@ def wrapped_pair(generator, discriminator, criterion):
     """Both optimizers of a GAN; the generator's loss is no function of its own output alone, so its factor is said."""
     bases = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (generator, discriminator)]
     return [
-        DCLOptimizer(bases[0], generator, loss_scale=1.0, preset="paper"),
-        DCLOptimizer(bases[1], discriminator, criterion=criterion, preset="paper"),
+        DCLOptimizer(bases[0], generator, loss_scale=1.0, weight=1.0),
+        DCLOptimizer(bases[1], discriminator, criterion=criterion, weight=1.0),
     ]
 
 

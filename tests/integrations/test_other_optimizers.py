@@ -69,7 +69,7 @@ def is_moved(network: nn.Module, by: float = 0.0) -> bool:
 def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) -> None:
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base = in_training_mode(build(name, plain))
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0, preset="paper"))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0))
     for trained, stepping in ((plain, base), (model, optimizer)):
         torch.manual_seed(7)
         train(trained, stepping, batches(12, dtype=torch.float32))
@@ -83,7 +83,7 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> No
     companion = copy.deepcopy(by_hand)
     # Alpha 0 for those that divide a constant factor out: what it does to them is test_chase.py's.
     settings = {"weight": 0.3, "alpha": 0.0 if ignores_gradient_scale(build(name, model)) else 0.6}
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, preset="paper", **settings))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **{"weight": 1.0} | settings))
     base, companions = (in_training_mode(build(name, network)) for network in (by_hand, companion))
     for x, y in batches(12):
         dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, **settings)
@@ -105,13 +105,13 @@ def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     model, data = mlp(dtype=torch.float32), list(batches(8, dtype=torch.float32))
     resumed = copy.deepcopy(model)
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3, preset="paper"))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3))
     torch.manual_seed(7)
     train(model, optimizer, data[:4])
     state = torch.load(halfway(model, optimizer), weights_only=name not in STATE_OF_OTHER_TYPES)
     train(model, optimizer, data[4:])
 
-    second = DCLOptimizer(build(name, resumed), resumed, weight=0.3, preset="paper")
+    second = DCLOptimizer(build(name, resumed), resumed, weight=0.3)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"])
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(DRAWING | IN_FLOAT32_ONLY))
 def test_a_base_that_draws_random_numbers_trains_the_companion_too(name: str) -> None:
     model = mlp(dtype=torch.float32)
-    optimizer = DCLOptimizer(build(name, model), model, preset="paper")
+    optimizer = DCLOptimizer(build(name, model), model, weight=1.0)
     train(model, optimizer, batches(8, dtype=torch.float32))
     assert optimizer.companion_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert is_moved(optimizer.companion)
@@ -132,11 +132,11 @@ def test_a_base_that_draws_random_numbers_trains_the_companion_too(name: str) ->
 def test_racs_leaves_the_companion_where_it_is_and_adashift_throws_it_away() -> None:
     """What the docs warn of; a release that mends it may leave LEFT_BEHIND."""
     model, thrown = mlp(), mlp()
-    optimizer = DCLOptimizer(build("racs", model), model, preset="paper")
+    optimizer = DCLOptimizer(build("racs", model), model, weight=1.0)
     train(model, optimizer, batches(30))
     assert is_moved(model, by=1e-4)
     assert not is_moved(optimizer.companion, by=1e-8)
-    optimizer = DCLOptimizer(build("adashift", thrown), thrown, preset="paper")
+    optimizer = DCLOptimizer(build("adashift", thrown), thrown, weight=1.0)
     train(thrown, optimizer, batches(12))
     assert (optimizer.companion[0].weight - thrown[0].weight).abs().max() > 10
 
@@ -145,7 +145,7 @@ def test_racs_leaves_the_companion_where_it_is_and_adashift_throws_it_away() -> 
 def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companion_optimizer(name: str) -> None:
     model = mlp()
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, preset="paper")
+    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=1.0)
     train(model, optimizer, batches(25))
     assert all(parameter.isfinite().all() for parameter in optimizer.companion.parameters())
     assert is_moved(optimizer.companion)
@@ -156,7 +156,7 @@ def test_a_base_that_is_built_from_a_module_is_refused_with_the_mend(name: str) 
     model = mlp()
     base = pytorch_optimizer.load_optimizer(name)(model)
     with pytest.raises(ValueError, match=r"could not be built .*pass\s+companion_optimizer="):
-        DCLOptimizer(base, model, preset="paper")
+        DCLOptimizer(base, model, weight=1.0)
 
 
 def test_a_base_that_is_built_from_a_module_works_with_a_companion_of_its_own() -> None:
@@ -169,7 +169,6 @@ def test_a_base_that_is_built_from_a_module_works_with_a_companion_of_its_own() 
         weight=0.0,
         companion=twin,
         companion_optimizer=second,
-        preset="paper",
     )
     train(plain, pytorch_optimizer.AdamMini(plain, lr=0.05), batches(3))
     train(model, optimizer, batches(3))
@@ -181,7 +180,7 @@ def test_a_base_that_is_built_from_a_module_works_with_a_companion_of_its_own() 
 @pytest.mark.parametrize("name", sorted(NEED_SECOND_ORDER))
 def test_a_base_that_needs_second_derivatives_is_refused_at_the_step(name: str) -> None:
     model = mlp()
-    optimizer = DCLOptimizer(build(name, model), model, preset="paper")
+    optimizer = DCLOptimizer(build(name, model), model, weight=1.0)
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward(create_graph=True)
     with pytest.raises(RuntimeError, match="create_graph=True"):
@@ -191,7 +190,7 @@ def test_a_base_that_needs_second_derivatives_is_refused_at_the_step(name: str) 
 def test_lbfgs_is_refused_with_the_mend() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="companion_optimizer=<callable"):
-        DCLOptimizer(build("lbfgs", model), model, preset="paper")
+        DCLOptimizer(build("lbfgs", model), model, weight=1.0)
 
 
 def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
@@ -203,7 +202,7 @@ def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Te
 
 def test_a_base_that_steps_with_a_closure_only_is_refused_at_the_companions_step() -> None:
     model = mlp()
-    optimizer = DCLOptimizer(pytorch_optimizer.AliG(model.parameters(), max_lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(pytorch_optimizer.AliG(model.parameters(), max_lr=0.1), model, weight=1.0)
     with pytest.raises(RuntimeError, match=r"AliG .*companion_optimizer="):
         step_with_its_loss(model, optimizer, *next(batches(1)))
 
@@ -213,7 +212,7 @@ def test_a_base_that_steps_with_a_closure_only_works_beside_another_companion_op
     base = pytorch_optimizer.AliG(plain.parameters(), max_lr=0.1)
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
     wrapped = pytorch_optimizer.AliG(model.parameters(), max_lr=0.1)
-    optimizer = DCLOptimizer(wrapped, model, weight=0.0, companion_optimizer=second, preset="paper")
+    optimizer = DCLOptimizer(wrapped, model, weight=0.0, companion_optimizer=second)
     for x, y in batches(3):
         step_with_its_loss(plain, base, x, y)
         step_with_its_loss(model, optimizer, x, y)
@@ -235,7 +234,7 @@ def test_a_wrapper_of_an_optimizer_is_refused_with_the_mend(name: str) -> None:
     model = mlp()
     base = WRAPPERS[name](torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"could not be built .*pass\s+companion_optimizer="):
-        DCLOptimizer(base, model, preset="paper")
+        DCLOptimizer(base, model, weight=1.0)
 
 
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if name != "PCGrad"])  # which steps another way
@@ -245,7 +244,7 @@ def test_the_mend_for_a_wrapper_trains_both_networks_by_it(name: str) -> None:
 
     by_hand, model = mlp(), mlp()
     companion = copy.deepcopy(by_hand)
-    optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.3, companion_optimizer=make, preset="paper")
+    optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.3, companion_optimizer=make)
     base, second = make(by_hand.parameters()), make(companion.parameters())
     for x, y in batches(14):  # past the slow weights' first two updates
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
@@ -261,7 +260,7 @@ def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
     sgd = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
     second = torch.optim.SGD(companion.parameters(), lr=0.1, momentum=0.9)
     base = lookahead(sgd, k=3)
-    inner = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, weight=0.3, preset="paper")
+    inner = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, weight=0.3)
     for x, y in batches(7):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
     train(model, lookahead(inner, k=3), batches(7))
@@ -272,7 +271,7 @@ def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
 def test_what_the_base_was_built_with_beside_its_defaults_reaches_the_companions_optimizer() -> None:
     model = mlp()
     base = pytorch_optimizer.RAdam(model.parameters(), n_sma_threshold=2, degenerated_to_sgd=True)
-    second: Any = DCLOptimizer(base, model, preset="paper").companion_optimizer
+    second: Any = DCLOptimizer(base, model, weight=1.0).companion_optimizer
     assert (second.n_sma_threshold, second.degenerated_to_sgd) == (2, True)
     assert second.param_groups[0]["params"][0] is not base.param_groups[0]["params"][0]
 
@@ -280,7 +279,7 @@ def test_what_the_base_was_built_with_beside_its_defaults_reaches_the_companions
 def test_a_base_that_maximises_is_refused_wherever_it_keeps_that() -> None:
     model = mlp()
     with pytest.raises(ValueError, match="negate the loss"):
-        DCLOptimizer(pytorch_optimizer.Lion(model.parameters(), maximize=True), model, preset="paper")
+        DCLOptimizer(pytorch_optimizer.Lion(model.parameters(), maximize=True), model, weight=1.0)
 
 
 @pytest.mark.parametrize("name", TIMM)
@@ -288,7 +287,7 @@ def test_with_weight_zero_the_run_is_timms_optimizers_bit_for_bit(name: str) -> 
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     # timm's own grouping: no decay on the biases
     base, wrapped = (timm.optim.create_optimizer_v2(m, name, lr=0.01, weight_decay=0.05) for m in (plain, model))
-    optimizer = DCLOptimizer(wrapped, model, weight=0.0, preset="paper")
+    optimizer = DCLOptimizer(wrapped, model, weight=0.0)
     for trained, stepping in ((plain, base), (model, optimizer)):
         torch.manual_seed(7)
         train(trained, stepping, batches(4, dtype=torch.float32))
@@ -305,14 +304,14 @@ def test_wrapped_in_the_middle_of_a_run_a_base_keeps_its_own_counters(name: str)
     base, wrapped = (timm.optim.create_optimizer_v2(m, name, lr=0.01, weight_decay=0.05) for m in (plain, model))
     train(plain, base, data)
     train(model, wrapped, data[:3])
-    train(model, DCLOptimizer(wrapped, model, weight=0.0, preset="paper"), data[3:])
+    train(model, DCLOptimizer(wrapped, model, weight=0.0), data[3:])
     assert_same(plain, model)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning:torch")
 def test_timms_second_order_optimizer_is_refused_at_the_step() -> None:
     model = mlp()
-    optimizer = DCLOptimizer(timm.optim.create_optimizer_v2(model, "adahessian", lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(timm.optim.create_optimizer_v2(model, "adahessian", lr=0.1), model, weight=1.0)
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward(create_graph=True)
     with pytest.raises(RuntimeError, match="create_graph=True"):

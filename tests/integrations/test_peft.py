@@ -75,7 +75,7 @@ def trained_size(model: nn.Module) -> int:
 
 def test_frozen_tensors_are_the_models_own_and_the_rest_is_apart():
     model = lora()
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     train(model, optimizer, data())
     for (name, theirs), ours in pairs(model, optimizer.companion):
         assert (ours.data_ptr() == theirs.data_ptr()) == (not theirs.requires_grad), name
@@ -86,7 +86,7 @@ def test_frozen_tensors_are_the_models_own_and_the_rest_is_apart():
 
 def test_the_saved_state_holds_the_trained_part_alone():
     model = lora()
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     train(model, optimizer, data())
     own = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]
     assert own["model"].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -105,7 +105,7 @@ def test_equals_the_reference_and_leaves_frozen_weights_alone():
     networks = Logits(by_hand).train(), Logits(second).train()
     for words, labels in data():
         dcl_step(*networks, base, companions, words, labels, F.cross_entropy, mse, weight=5.0)
-    optimizer = DCLOptimizer(sgd(model), model, weight=5.0, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=5.0)
     train(model, optimizer, data())
     assert_same(dict(model.named_parameters()), dict(by_hand.named_parameters()), rtol=1e-4, atol=1e-6)
     for ours, theirs in zip(optimizer.companion.parameters(), second.parameters(), strict=True):
@@ -116,16 +116,16 @@ def test_equals_the_reference_and_leaves_frozen_weights_alone():
 
 def test_dropout_inside_the_adapters_is_replayed():
     model = lora(dropout=0.3)
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     train(model, optimizer, data(steps=1))
     assert optimizer.penalty == 0.0
 
 
 def test_a_resumed_run_equals_the_uninterrupted_one():
     model, again = lora(), lora()
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     train(model, optimizer, data())
-    second = DCLOptimizer(sgd(again), again, preset="paper")
+    second = DCLOptimizer(sgd(again), again, weight=1.0)
     again.load_state_dict(model.state_dict())
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, data())
@@ -136,7 +136,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one():
 
 def test_adapters_are_saved_and_merged_as_without_the_wrapper(tmp_path):
     model = lora()
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     train(model, optimizer, data())
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(text_classifier(), tmp_path)
@@ -156,8 +156,8 @@ def test_adapters_are_saved_and_merged_as_without_the_wrapper(tmp_path):
 
 def test_prototypes_with_lora():
     model, by_hand = lora(), lora()
-    optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels", weight=5.0, preset="paper")
-    second = DCPOptimizer(sgd(by_hand), by_hand, CLASSES, weight=5.0, preset="paper")
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels", weight=5.0, alpha=0.6)
+    second = DCPOptimizer(sgd(by_hand), by_hand, CLASSES, weight=5.0, alpha=0.6)
     model.train()
     by_hand.train()
     for words, labels in data():
@@ -176,7 +176,7 @@ def test_a_linear_probe_of_a_convolutional_backbone(way):
     model.requires_grad_(False)
     model.fc.requires_grad_(True)
     parameters = model.fc.parameters() if way.startswith("only") else model.parameters()
-    optimizer = DCLOptimizer(torch.optim.SGD(parameters, lr=0.1), model, preset="paper")
+    optimizer = DCLOptimizer(torch.optim.SGD(parameters, lr=0.1), model, weight=1.0)
     assert [name for (name, theirs), ours in pairs(model, optimizer.companion) if ours is not theirs] == [
         "fc.weight",
         "fc.bias",

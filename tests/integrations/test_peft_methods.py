@@ -73,7 +73,7 @@ def fit(net, optimizer, batches):
 def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
     net, by_hand, plain = (Masked(adapted(method)) for _ in range(3))
     frozen = {name: p.detach().clone() for name, p in net.named_parameters() if not p.requires_grad}
-    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT, preset="paper")
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
     for (name, theirs), ours in pairs(net, optimizer.companion):
         assert (ours.data_ptr() == theirs.data_ptr()) == (name in frozen), name
     second = copy.deepcopy(by_hand).train()
@@ -94,7 +94,7 @@ def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_saved_state_of_every_method_holds_what_trains(method):
     model = adapted(method)
-    optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
     saved = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]["model"]
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     others = {name for name in saved if name not in trained}
@@ -109,7 +109,7 @@ def test_the_saved_state_of_every_method_holds_what_trains(method):
 def test_lora_in_trainer_is_the_hand_written_loop(options, tmp_path):
     """Dropout in the model and in the adapters; checkpointing makes PEFT and Trainer put hooks of theirs on."""
     model, expected = (adapted("LoRA with dropout", dropout=0.2) for _ in range(2))
-    optimizer, second = (DCLOptimizer(sgd(m), m, weight=WEIGHT, preset="paper") for m in (model, expected))
+    optimizer, second = (DCLOptimizer(sgd(m), m, weight=WEIGHT) for m in (model, expected))
     tape = Tape()
     train(tmp_path, model, optimizer, sentences(), tape, gradient_accumulation_steps=2, **options)
     repeat(expected, second, tape.updates(2, 6), autocast=options.get("bf16", False))
@@ -123,7 +123,7 @@ def test_lora_resumes_from_trainers_checkpoint_with_a_companion_of_the_adapters(
     runs = []
     for checkpoint in (None, str(tmp_path / "checkpoint-4")):
         model = adapted("LoRA with dropout")
-        optimizer = DCLOptimizer(sgd(model), model, preset="paper")
+        optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
         train(tmp_path, model, optimizer, sentences(), resume=checkpoint, **settings)
         runs.append((model, optimizer))
     (model, optimizer), (again, second) = runs
@@ -139,7 +139,7 @@ def test_a_reference_forward_without_the_adapters_changes_no_bit():
     runs = []
     for with_reference in (True, False):
         model = adapted("DoRA")
-        optimizer = DCLOptimizer(sgd(model), model, weight=WEIGHT, preset="paper")
+        optimizer = DCLOptimizer(sgd(model), model, weight=WEIGHT)
         model.train()
         for words, labels in data():
             if with_reference:
@@ -156,12 +156,12 @@ def test_a_reference_forward_without_the_adapters_changes_no_bit():
 def test_after_a_change_of_adapters_the_model_is_wrapped_again():
     """Which adapter is active is not in the weights: a companion of before would go on with the old one."""
     model, net = (m := adapted("DoRA")), Masked(m)
-    fit(net, DCLOptimizer(sgd(net), net, preset="paper"), shorter(2))
+    fit(net, DCLOptimizer(sgd(net), net, weight=1.0), shorter(2))
     first = {name: p.detach().clone() for name, p in model.named_parameters() if ".default." in name}
     torch.manual_seed(5)
     model.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **PLACES))
     model.set_adapter("second")
-    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT, preset="paper")
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
     fit(net, optimizer, shorter(1))
     assert optimizer.penalty == 0.0
     fit(net, optimizer, shorter(3))

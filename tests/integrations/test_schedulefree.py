@@ -60,7 +60,7 @@ class ByHand:
 @pytest.mark.parametrize("network", [mlp, batch_norm_net])
 def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name: str, network: Any) -> None:
     hand, model = ByHand(name, network()), network()
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, preset="paper")
+    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT)
     optimizer.train()
     hand.run(batches(9))
     train(model, optimizer, batches(9))
@@ -79,7 +79,7 @@ def test_with_weight_zero_the_run_is_schedulefrees_bit_for_bit(name: str) -> Non
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base, optimizer = (
         make(name, plain.parameters()),
-        DCLOptimizer(make(name, model.parameters()), model, weight=0.0, preset="paper"),
+        DCLOptimizer(make(name, model.parameters()), model, weight=0.0),
     )
     for trained, stepping in ((plain, base), (model, optimizer)):
         stepping.train()
@@ -92,8 +92,8 @@ def test_with_weight_zero_the_run_is_schedulefrees_bit_for_bit(name: str) -> Non
 @PER_NAME
 def test_an_evaluation_in_the_middle_leaves_the_training_as_it_was(name: str) -> None:
     straight, model = mlp(), mlp()
-    uninterrupted = DCLOptimizer(make(name, straight.parameters()), straight, weight=WEIGHT, preset="paper")
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, preset="paper")
+    uninterrupted = DCLOptimizer(make(name, straight.parameters()), straight, weight=WEIGHT)
+    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT)
     uninterrupted.train()
     train(straight, uninterrupted, batches(8))
     for part in (list(batches(8))[:4], list(batches(8))[4:]):
@@ -112,7 +112,7 @@ def test_an_evaluation_in_the_middle_leaves_the_training_as_it_was(name: str) ->
 def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     model, resumed = mlp(), mlp(seed=5)
     optimizer, data = (
-        DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, preset="paper"),
+        DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT),
         list(batches(8)),
     )
     optimizer.train()
@@ -124,7 +124,7 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
     optimizer.train()
     train(model, optimizer, data[4:])
 
-    second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT, preset="paper")
+    second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT)
     state = torch.load(file, weights_only=True)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
@@ -137,7 +137,7 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
 
 def test_a_learning_rate_set_before_train_reaches_the_companion() -> None:
     hand, model = ByHand("sgd", mlp()), mlp()
-    optimizer = DCLOptimizer(make("sgd", model.parameters()), model, weight=WEIGHT, preset="paper")
+    optimizer = DCLOptimizer(make("sgd", model.parameters()), model, weight=WEIGHT)
     optimizer.train()
     hand.run(list(batches(6))[:3])
     train(model, optimizer, list(batches(6))[:3])
@@ -155,7 +155,9 @@ def test_a_learning_rate_set_before_train_reaches_the_companion() -> None:
 def test_prototypes_go_beside_a_schedule_free_optimizer() -> None:
     model = mlp()
     criterion = nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(make("adamw", model.parameters()), model, CLASSES, criterion=criterion, preset="paper")
+    optimizer = DCPOptimizer(
+        make("adamw", model.parameters()), model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6
+    )
     optimizer.train()
     (x, y), *_ = batches(1)
     criterion(model(x), y).backward()
@@ -169,7 +171,7 @@ def test_prototypes_go_beside_a_schedule_free_optimizer() -> None:
 
 def test_a_step_in_eval_mode_raises_schedulefrees_own_error_and_moves_nothing() -> None:
     model = mlp()
-    optimizer = DCLOptimizer(make("sgd", model.parameters()), model, preset="paper")
+    optimizer = DCLOptimizer(make("sgd", model.parameters()), model, weight=1.0)
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward()
     with pytest.raises(Exception, match="not in train mode"):
@@ -180,7 +182,7 @@ def test_a_step_in_eval_mode_raises_schedulefrees_own_error_and_moves_nothing() 
 
 def test_train_and_eval_are_there_only_where_the_base_has_them() -> None:
     model = mlp()
-    assert not hasattr(DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, preset="paper"), "train")
+    assert not hasattr(DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0), "train")
 
 
 @pytest.mark.parametrize("wrapper", [schedulefree.ScheduleFreeWrapper, schedulefree.ScheduleFreeWrapperReference])
@@ -188,7 +190,7 @@ def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper: Any) -> N
     model = mlp()
     base = wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer instance, got ScheduleFreeWrapper"):
-        DCLOptimizer(base, model, preset="paper")
+        DCLOptimizer(base, model, weight=1.0)
 
 
 CLOSURES = {
@@ -202,7 +204,7 @@ CLOSURES = {
 def test_a_variant_that_steps_with_a_closure_only_is_refused_with_the_mend(name: str) -> None:
     model = mlp()
     with pytest.raises(ValueError, match=r"steps with a closure only.*pass\s+companion_optimizer="):
-        DCLOptimizer(CLOSURES[name][0](model.parameters()), model, preset="paper")
+        DCLOptimizer(CLOSURES[name][0](model.parameters()), model, weight=1.0)
 
 
 @pytest.mark.parametrize("name", CLOSURES)
@@ -218,7 +220,7 @@ def test_the_mend_regularises_the_gradient_at_y_as_written_out(name: str) -> Non
     companion = copy.deepcopy(hand)
     base, second = with_closure(hand.parameters(), lr=lr), companions(companion.parameters())
     optimizer = DCLOptimizer(
-        with_closure(model.parameters(), lr=lr), model, weight=WEIGHT, companion_optimizer=companions, preset="paper"
+        with_closure(model.parameters(), lr=lr), model, weight=WEIGHT, companion_optimizer=companions
     )
     for x, y in batches(6):
 

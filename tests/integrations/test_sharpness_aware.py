@@ -96,7 +96,7 @@ class ByHand:
 @pytest.mark.parametrize("kind", MODELS)
 def test_sam_is_sam_with_the_penalty_in_both_gradients(kind: str, loop: Callable[..., None]) -> None:
     hand, model = ByHand(MODELS[kind]()), MODELS[kind]()
-    optimizer = DCLOptimizer(sam(model), model, weight=WEIGHT, alpha=ALPHA, preset="paper")
+    optimizer = DCLOptimizer(sam(model), model, weight=WEIGHT, alpha=ALPHA)
     schedulers = [StepLR(each, 3, gamma=0.3) for each in (hand.base.base_optimizer, hand.second, optimizer)]
     torch.manual_seed(3)
     for x, y in batches(7):
@@ -116,7 +116,7 @@ def test_sam_is_sam_with_the_penalty_in_both_gradients(kind: str, loop: Callable
 def test_prototypes_learn_once_a_step_from_the_unperturbed_model() -> None:
     hand, model = mlp(), mlp()
     criterion = nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(sam(model), model, CLASSES, weight=0.0, criterion=criterion, preset="paper")
+    optimizer = DCPOptimizer(sam(model), model, CLASSES, weight=0.0, criterion=criterion, alpha=0.6)
     base, still = sam(hand), torch.optim.SGD(hand.parameters(), lr=0.0)
     prototypes: dict[int, Tensor] = {}
     for x, y in batches(5):
@@ -139,7 +139,7 @@ def test_prototypes_learn_once_a_step_from_the_unperturbed_model() -> None:
 @pytest.mark.parametrize("with_closure", [True, False])
 def test_sam_without_a_closure_says_so_and_its_own_two_steps_point_to_step(with_closure: bool) -> None:
     model = mlp()
-    optimizer: Any = DCLOptimizer(sam(model), model, preset="paper")
+    optimizer: Any = DCLOptimizer(sam(model), model, weight=1.0)
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward()
     if with_closure:
@@ -189,7 +189,7 @@ def test_the_kin_trains_as_alone_and_the_companion_learns_from_the_unperturbed_m
     plain, model = mlp(), mlp()
     companion = copy.deepcopy(plain)
     second = torch.optim.SGD(companion.parameters(), lr=0.1)
-    base, optimizer = kin(name, plain), DCLOptimizer(kin(name, model), model, weight=0.0, alpha=ALPHA, preset="paper")
+    base, optimizer = kin(name, plain), DCLOptimizer(kin(name, model), model, weight=0.0, alpha=ALPHA)
     torch.manual_seed(3)
     for x, y in batches(6):
         z, c = plain(x).detach(), companion(x)
@@ -206,7 +206,7 @@ def test_the_kin_trains_as_alone_and_the_companion_learns_from_the_unperturbed_m
 
 def test_bsam_cannot_train_the_companion_and_says_so() -> None:
     model = mlp()
-    optimizer = DCLOptimizer(kin("BSAM", model), model, preset="paper")
+    optimizer = DCLOptimizer(kin("BSAM", model), model, weight=1.0)
     with pytest.raises(RuntimeError, match=r"a BSAM, could not step.*companion_optimizer="):
         step_as_its_docs_say("BSAM", model, optimizer, *next(batches(1)))
 
@@ -215,7 +215,7 @@ def test_bsam_trains_as_alone_beside_another_companion_optimizer() -> None:
     plain, model = mlp(), mlp()
     base = kin("BSAM", plain)
     second = functools.partial(torch.optim.SGD, lr=0.1)
-    optimizer = DCLOptimizer(kin("BSAM", model), model, weight=0.0, companion_optimizer=second, preset="paper")
+    optimizer = DCLOptimizer(kin("BSAM", model), model, weight=0.0, companion_optimizer=second)
     for trained, stepping in ((plain, base), (model, optimizer)):
         torch.manual_seed(3)  # it adds noise to the weights
         for x, y in batches(5):

@@ -34,7 +34,7 @@ def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str
     by_hand, model = create(name), create(name)
     companion = copy.deepcopy(by_hand)
     base, second = adamw(by_hand), adamw(companion)
-    optimizer = DCLOptimizer(adamw(model), model, weight=0.3, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, weight=0.3)
     torch.manual_seed(5)
     for x, y in images(3):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
@@ -54,7 +54,7 @@ def test_the_companion_drops_the_paths_and_patches_that_the_model_dropped(name: 
     state = model.state_dict()
     assert not torch.equal(model(x), model(x))  # it does draw
     model.load_state_dict(state)
-    optimizer = DCLOptimizer(adamw(model), model, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, weight=1.0)
     F.cross_entropy(model(x), y).backward()
     assert optimizer.penalty == 0.0  # same weights, same draws: the same logits to the last bit
 
@@ -66,7 +66,7 @@ def test_a_distilled_model_is_held_to_its_first_head_only() -> None:
     plain, model = models
     companion = create("deit_tiny_distilled_patch16_224", seed=1, **TINY)
     companion.set_distilled_training(True)
-    optimizer = DCLOptimizer(adamw(model), model, companion=companion, weight=0.3, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, companion=companion, weight=0.3)
     x, y = next(images(1))
 
     def loss_of(output: tuple[Tensor, Tensor]) -> Tensor:
@@ -82,7 +82,7 @@ def test_a_distilled_model_is_held_to_its_first_head_only() -> None:
 
 def test_gradient_checkpointing_of_the_blocks_changes_nothing() -> None:
     models = create(), create()
-    optimizers = [DCLOptimizer(adamw(model), model, preset="paper") for model in models]
+    optimizers = [DCLOptimizer(adamw(model), model, weight=1.0) for model in models]
     models[1].set_grad_checkpointing(True)
     for model, optimizer in zip(models, optimizers, strict=True):
         torch.manual_seed(5)
@@ -97,9 +97,7 @@ def test_gradient_checkpointing_of_the_blocks_changes_nothing() -> None:
 def test_what_timm_froze_is_shared_and_its_statistics_stay() -> None:
     model = create("resnet10t")
     timm.utils.freeze(model, ["conv1", "bn1", "layer1"])
-    optimizer: Any = DCLOptimizer(
-        timm.optim.create_optimizer_v2(model, "sgd", lr=0.1, momentum=0.9), model, preset="paper"
-    )
+    optimizer: Any = DCLOptimizer(timm.optim.create_optimizer_v2(model, "sgd", lr=0.1, momentum=0.9), model, weight=1.0)
     before = copy.deepcopy(model.layer1.state_dict())
     for x, y in images(2):
         optimizer.zero_grad()
@@ -125,7 +123,7 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay() -> None:
     by_hand, model = create(drop_path_rate=0.0, patch_drop_rate=0.0), create(drop_path_rate=0.0, patch_drop_rate=0.0)
     companion = copy.deepcopy(by_hand)
     base, second = adamw(by_hand), adamw(companion)
-    optimizer = DCLOptimizer(adamw(model), model, weight=0.3, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, weight=0.3)
     first, other, ours = (cosine(each) for each in (base, second, optimizer))
     for update, (x, y) in enumerate(images(6), start=1):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
@@ -149,7 +147,7 @@ def test_model_ema_v3_beside_it_averages_as_without_and_copies_no_hook(ema_first
     plain, model = create("mobilenetv3_small_050"), create("mobilenetv3_small_050")
     their_ema = timm.utils.ModelEmaV3(plain, decay=0.9, use_warmup=True)
     ema = timm.utils.ModelEmaV3(model, decay=0.9, use_warmup=True) if ema_first else None
-    optimizer = DCLOptimizer(adamw(model), model, weight=0.0, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, weight=0.0)
     ema = ema or timm.utils.ModelEmaV3(model, decay=0.9, use_warmup=True)
     for trained, stepping, average in ((plain, adamw(plain), their_ema), (model, optimizer, ema)):
         torch.manual_seed(5)
@@ -174,7 +172,7 @@ def test_timms_scaler_and_clipping_act_on_loss_and_penalty_together(mode: str, c
     base, second, optimizer = (
         adamw(by_hand),
         adamw(companion),
-        DCLOptimizer(adamw(model), model, weight=2.0, preset="paper"),
+        DCLOptimizer(adamw(model), model, weight=2.0),
     )
     for x, y in images(3):
         z, c = (seeded(network, x) for network in (by_hand, companion))
@@ -202,7 +200,7 @@ def seeded(network: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning:torch")
 def test_timms_scaler_with_create_graph_is_refused_at_the_step() -> None:
     model = create().float()
-    optimizer, scaler = DCLOptimizer(adamw(model), model, preset="paper"), timm.utils.NativeScaler("cpu")
+    optimizer, scaler = DCLOptimizer(adamw(model), model, weight=1.0), timm.utils.NativeScaler("cpu")
     x, y = next(images(1))
     with pytest.raises(RuntimeError, match="create_graph=True"):
         scaler(F.cross_entropy(model(x.float()), y), optimizer, create_graph=True)
@@ -216,7 +214,7 @@ def run(model: nn.Module, optimizer: Any, scaler: Any, data: list[tuple[Tensor, 
 
 def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     model, data = create("mobilenetv3_small_050").float(), list(images(5))
-    optimizer, scaler = DCLOptimizer(adamw(model), model, preset="paper"), timm.utils.NativeScaler("cpu")
+    optimizer, scaler = DCLOptimizer(adamw(model), model, weight=1.0), timm.utils.NativeScaler("cpu")
     ema = timm.utils.ModelEmaV3(model, decay=0.9)
     saver = timm.utils.CheckpointSaver(model, optimizer, model_ema=ema, amp_scaler=scaler, checkpoint_dir=str(tmp_path))
     torch.manual_seed(5)
@@ -226,7 +224,7 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     run(model, optimizer, scaler, data[3:])
 
     resumed = create("mobilenetv3_small_050", seed=9).float()
-    second, its_scaler = DCLOptimizer(adamw(resumed), resumed, preset="paper"), timm.utils.NativeScaler("cpu")
+    second, its_scaler = DCLOptimizer(adamw(resumed), resumed, weight=1.0), timm.utils.NativeScaler("cpu")
     path = str(tmp_path / "last.pth.tar")
     assert timm.models.resume_checkpoint(resumed, path, second, its_scaler, log_info=False) == 1
     torch.manual_seed(6)
@@ -237,9 +235,9 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
 
 def test_timms_task_holds_model_and_criterion_and_trains_as_the_plain_loop() -> None:
     plain, model = create(), create()
-    theirs = DCLOptimizer(adamw(plain), plain, preset="paper")
+    theirs = DCLOptimizer(adamw(plain), plain, weight=1.0)
     task = timm.task.ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
-    ours = DCLOptimizer(adamw(model), task.trainable_module, criterion=task.criterion, preset="paper")
+    ours = DCLOptimizer(adamw(model), task.trainable_module, criterion=task.criterion, weight=1.0)
     torch.manual_seed(5)
     for x, y in images(3):
         theirs.zero_grad()

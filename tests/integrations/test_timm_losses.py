@@ -32,7 +32,7 @@ def test_mixup_with_soft_targets_trains_as_the_algorithm_written_out(given: bool
     by_hand, model = create(), create()
     companion, criterion = copy.deepcopy(by_hand), timm.loss.SoftTargetCrossEntropy()
     base, second = adamw(by_hand), adamw(companion)
-    optimizer = DCLOptimizer(adamw(model), model, weight=0.3, criterion=criterion if given else None, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, weight=0.3, criterion=criterion if given else None)
     data = list(mixed(3, smoothing=0.1))
     torch.manual_seed(5)
     for x, y in data:
@@ -51,7 +51,7 @@ def test_mixup_with_soft_targets_trains_as_the_algorithm_written_out(given: bool
 def test_prototypes_take_mixed_labels_from_timms_criterion_or_by_hand(given: str) -> None:
     model, criterion = create(), timm.loss.SoftTargetCrossEntropy()
     optimizer = DCPOptimizer(
-        adamw(model), model, CLASSES, criterion=criterion if given == "criterion" else None, preset="paper"
+        adamw(model), model, CLASSES, criterion=criterion if given == "criterion" else None, weight=1.0, alpha=0.6
     )
     data = list(mixed(2, smoothing=0.1))  # smoothed: every class has its share of every row
     expected, logits = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), []
@@ -79,7 +79,7 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_factor_on_any_of_timms_losses_is_read_off_the_criterion(name: str) -> None:
     model, criterion = create(), LOSSES[name]()
-    optimizer = DCLOptimizer(adamw(model), model, criterion=criterion, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, criterion=criterion, weight=1.0)
     for x, y in images(2):
         target = F.one_hot(y, CLASSES).double() if name == "soft" else y
         (criterion(model(x), target) / 4).backward()
@@ -89,12 +89,12 @@ def test_the_factor_on_any_of_timms_losses_is_read_off_the_criterion(name: str) 
 def test_a_criterion_that_passes_hooks_by_is_refused() -> None:
     model = create()
     with pytest.raises(TypeError, match=r"JsdCrossEntropy.*loss_scale="):
-        DCLOptimizer(adamw(model), model, criterion=timm.loss.JsdCrossEntropy(), preset="paper")
+        DCLOptimizer(adamw(model), model, criterion=timm.loss.JsdCrossEntropy(), weight=1.0)
 
 
 def test_the_factor_on_timms_smoothed_loss_is_read_off_the_gradient() -> None:
     model, criterion = create(), LOSSES["smoothed"]()
-    optimizer = DCLOptimizer(adamw(model), model, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, weight=1.0)
     for x, y in images(2):
         (criterion(model(x), y) / 4).backward()
         assert optimizer.logs()["loss_scale"] == pytest.approx(0.25)
@@ -102,7 +102,7 @@ def test_the_factor_on_timms_smoothed_loss_is_read_off_the_gradient() -> None:
 
 def test_a_binary_loss_hides_its_factor_and_the_second_part_of_a_batch_warns() -> None:
     model, criterion = create(), LOSSES["binary"]()
-    optimizer = DCLOptimizer(adamw(model), model, preset="paper")
+    optimizer = DCLOptimizer(adamw(model), model, weight=1.0)
     (x, y), (more, labels) = images(2)
     (criterion(model(x), y) / 2).backward()
     assert optimizer.logs()["loss_scale"] == 1.0

@@ -60,7 +60,7 @@ def test_a_classifier_trains_as_the_algorithm_written_out(name: str) -> None:
     by_hand, model = build(make), build(make)
     companion = copy.deepcopy(by_hand)
     base, second = sgd(by_hand.parameters()), sgd(companion.parameters())
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, preset="paper")
+    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT)
     torch.manual_seed(5)
     for x, y in batches(2, shape):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
@@ -132,7 +132,7 @@ def test_the_penalty_is_on_the_main_logits_only(name: str) -> None:
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     second = copy.deepcopy(other)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, companion=other, preset="paper")
+    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, companion=other)
     ((x, y),) = batches(1, shape, size=2, dense=name in ("deeplab", "lraspp"))
     z, c = seeded(by_hand, x), main(seeded(second, x))
     penalty = mse(main(z), c.detach())
@@ -165,7 +165,7 @@ def assert_gradients_agree(expected: nn.Module, found: nn.Module) -> None:
 def test_the_factor_is_read_off_a_criterion_that_is_called_on_every_head(name: str) -> None:
     make, shape, _, _ = SEVERAL[name]
     model, criterion = build(make), nn.CrossEntropyLoss(ignore_index=IGNORED)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, criterion=criterion, preset="paper")
+    optimizer = DCLOptimizer(sgd(model.parameters()), model, criterion=criterion, weight=1.0)
     ((x, y),) = batches(1, shape, dense=name == "deeplab")
     heads = model(x)
     main, *others = heads.values() if name == "deeplab" else (heads.logits, heads.aux_logits1, heads.aux_logits2)
@@ -181,9 +181,7 @@ def test_the_factor_is_read_off_a_criterion_that_is_called_on_every_head(name: s
 def test_prototypes_take_dense_labels_and_leave_ignored_pixels_out(make: Callable[[], nn.Module]) -> None:
     model, by_hand = build(make), build(make)
     criterion, base = nn.CrossEntropyLoss(ignore_index=IGNORED), sgd(by_hand.parameters())
-    optimizer = DCPOptimizer(
-        sgd(model.parameters()), model, CLASSES, weight=WEIGHT, criterion=criterion, preset="paper"
-    )
+    optimizer = DCPOptimizer(sgd(model.parameters()), model, CLASSES, weight=WEIGHT, criterion=criterion, alpha=0.6)
     prototypes = torch.zeros(CLASSES, CLASSES, dtype=torch.float64)
     for step, (x, y) in enumerate(batches(2, (3, 32, 32), dense=True)):
         output = seeded(by_hand, x)
@@ -213,7 +211,7 @@ def test_prototypes_take_dense_labels_and_leave_ignored_pixels_out(make: Callabl
 def test_a_detector_gives_losses_and_no_logits_and_is_refused_at_its_first_forward() -> None:
     torch.manual_seed(0)
     model = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=CLASSES)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, preset="paper")
+    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=1.0)
     boxes = torch.tensor([[2.0, 2.0, 20.0, 20.0]])
     targets = [{"boxes": boxes, "labels": torch.tensor([1])} for _ in range(2)]
     with pytest.raises(TypeError, match=r"no logits found in the model's output of type dict.*logits=<function"):

@@ -37,8 +37,8 @@ def wrap(variant: str, model: nn.Module, classes: int = CLASSES, **options):
     if variant == "plain":
         return base
     if variant == "dcl":
-        return DCLOptimizer(base, model, **options, preset="paper")
-    return DCPOptimizer(base, model, classes, targets="labels", **options, preset="paper")
+        return DCLOptimizer(base, model, **{"weight": 1.0} | options)
+    return DCPOptimizer(base, model, classes, targets="labels", **{"weight": 1.0, "alpha": 0.6} | options)
 
 
 class Recorder:
@@ -210,7 +210,7 @@ def test_a_regression_head_gets_its_factor_from_the_models_own_loss(tmp_path):
     optimizer, batches, _ = fitted(tmp_path, "dcl", model, data, gradient_accumulation_steps=2)
     factor = optimizer.logs()["loss_scale"]
     second = DCLOptimizer(
-        torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, loss_scale=factor, preset="paper"
+        torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, loss_scale=factor, weight=1.0
     )
     expected.train()
     for index, batch in enumerate(batches, start=1):

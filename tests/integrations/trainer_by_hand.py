@@ -58,14 +58,13 @@ def wrap(method: str, model: nn.Module, classes: int = CLASSES, **options: Any) 
     if method == "plain":
         return sgd(model)
     if method == "dcl":
-        return DCLOptimizer(sgd(model), model, **options, preset="paper")
+        return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
     return DCPOptimizer(
         sgd(model),
         model,
         classes,
-        **({} if "criterion" in options else {"targets": "labels"}),
+        **({"weight": 1.0, "alpha": 0.6} | {} if "criterion" in options else {"targets": "labels"}),
         **options,
-        preset="paper",
     )
 
 
