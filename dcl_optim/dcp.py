@@ -12,7 +12,6 @@ from dcl_optim.checks import check_integer, check_labels
 from dcl_optim.functional import Distance, DistanceName, Reduction, resolve_distance
 from dcl_optim.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.presets import DCP, Preset, settled
 from dcl_optim.prototypes import REDUCTIONS, Prototypes
 from dcl_optim.schedules import Schedule
 
@@ -43,10 +42,10 @@ class DCPOptimizer(ForecastOptimizer):
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains.
         num_classes: K, the number of classes and of logits, at least 1.
-        preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
-        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1; 1 for the preset paper, which names none.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97; the paper's is 0.6, with which logits
-            and prototypes grow without end in long training with few rows of a class in a batch.
+        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1. The paper names no value for DCP; its
+            experiments with DCL use 1.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
+            logits and prototypes grow without end in long training with few rows of a class in a batch.
         distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
             they get the rows that have a prototype, which has to be looked at.
         reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
@@ -88,9 +87,8 @@ class DCPOptimizer(ForecastOptimizer):
         model: nn.Module,
         num_classes: int,
         *,
-        preset: Preset = "default",
-        weight: float | Schedule | None = None,
-        alpha: float | Schedule | None = None,
+        weight: float | Schedule = 0.1,
+        alpha: float | Schedule = 0.97,
         distance: DistanceName | Distance = "mse",
         reduction: Reduction | Literal["per_class"] = "mean",
         temperature: float | None = None,
@@ -103,7 +101,6 @@ class DCPOptimizer(ForecastOptimizer):
         strict: bool = True,
     ) -> None:
         classes = check_integer("num_classes", num_classes, least=1)
-        settings = settled(DCP, preset, weight=weight, alpha=alpha)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
@@ -115,7 +112,8 @@ class DCPOptimizer(ForecastOptimizer):
             model,
             lambda: Prototypes(classes, per_class, ignored, next(model.parameters())),
             resolve_distance(distance, "mean" if reduction == "per_class" else reduction, temperature),
-            **settings,
+            weight=weight,
+            alpha=alpha,
             criterion=criterion,
             labels=Labels(targets),
             loss_scale=loss_scale,

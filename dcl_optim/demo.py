@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from dcl_optim import DCLOptimizer, DCPOptimizer, __version__
 from dcl_optim.metrics import top_non_target_consistency
 from dcl_optim.plots import training_curves
-from dcl_optim.presets import PRESETS
 from dcl_optim.report import format_table, summarise, verdict
 
 METHODS = ("plain", "DCL", "DCP")
@@ -88,7 +87,7 @@ class Run:
         base = SGD(self.model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
         if method == "plain":
             return base
-        options = {"preset": args.preset, "weight": args.weight, "alpha": args.alpha, "criterion": self.criterion}
+        options = _given(args) | {"criterion": self.criterion}
         if method == "DCL":
             return DCLOptimizer(base, self.model, **options)
         return DCPOptimizer(base, self.model, CLASSES, **options)
@@ -126,6 +125,12 @@ class Run:
         base = optimizer.base if isinstance(optimizer, (DCLOptimizer, DCPOptimizer)) else optimizer
         self.history["bytes_added"] = _bytes(optimizer.state_dict()) - _bytes(base.state_dict())
         return self.history
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of DCL and DCP that the command line names; the rest are the optimizers' own defaults."""
+    settings = {"weight": args.weight, "alpha": args.alpha}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _bytes(tree: Any) -> int:
@@ -190,11 +195,10 @@ def report(args: argparse.Namespace, histories: dict[str, list[History]], interr
     save_results(args, histories, interrupted)
     rows, split = summarise(histories), "validation" if args.validation else "test"
     images = VALIDATION_SIZE if args.validation else TEST_SIZE
-    given = {"weight": args.weight, "alpha": args.alpha}
-    settings = ", ".join([f"preset {args.preset}", *(f"{name} {v:g}" for name, v in given.items() if v is not None)])
+    settings = "".join(f", {name} {value:g}" for name, value in _given(args).items())
     print(
         f"digits: {args.train_size} training and {images} {split} images, {args.epochs} epochs, "
-        f"{len(histories['plain'])} seeds; {settings}\n"
+        f"{len(histories['plain'])} seeds{settings}\n"
     )
     print(format_table(rows, split), "\n")
     for row in rows[1:]:
@@ -220,9 +224,8 @@ def make_parser() -> argparse.ArgumentParser:
     train_help = f"training images of each run, {CLASSES} to {POOL_SIZE} (default: %(default)s)"
     add("--train-size", type=int, default=TRAIN_SIZE, metavar="N", help=train_help)
     add("--lr", type=float, default=LEARNING_RATE, help="learning rate at the start (default: %(default)s)")
-    add("--preset", choices=PRESETS, default="default", help="settings of DCL and DCP (default: %(default)s)")
-    add("--alpha", type=float, help="share of the past in DCL and DCP, 0 to 1 (default: the preset's)")
-    add("--weight", type=float, help="weight of the penalty in DCL and DCP (default: the preset's)")
+    add("--alpha", type=float, help="share of the past in DCL and DCP, 0 to 1 (default: the optimizer's own)")
+    add("--weight", type=float, help="weight of the penalty in DCL and DCP (default: the optimizer's own)")
     validation_help = "report on the validation split; this is how the defaults were chosen"
     add("--validation", action="store_true", help=validation_help)
     add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="for the results (default: %(default)s)")

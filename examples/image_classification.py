@@ -79,7 +79,7 @@ def build_optimizer(
     options: argparse.Namespace, model: nn.Module, criterion: nn.Module
 ) -> DCLOptimizer | DCPOptimizer | torch.optim.SGD:
     base = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
-    method = {"preset": "paper", "weight": options.weight, "alpha": options.alpha, "criterion": criterion}
+    method = {"weight": options.weight, "alpha": options.alpha, "criterion": criterion}
     if options.method == "dcl":
         return DCLOptimizer(base, model, **method)
     if options.method == "dcp":

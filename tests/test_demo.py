@@ -189,6 +189,6 @@ def test_as_a_module():
 
     assert output("--version").strip() == f"dcl-optim {__version__}"
     text = output("--help")
-    for flag in ("--epochs", "--seeds", "--train-size", "--preset", "--alpha", "--weight", "--validation", "--out"):
+    for flag in ("--epochs", "--seeds", "--train-size", "--alpha", "--weight", "--validation", "--out"):
         assert flag in text
-    assert "default: default" in text
+    assert "default: 40" in text

@@ -25,22 +25,19 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)member
 
 FROZEN = """\
 dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
-dcl_optim.DCLOptimizer(base_optimizer, model, *, preset='default', weight=None, alpha=None, distance='mse',
-        reduction='mean', temperature=None, companion=None, companion_optimizer=None, companion_lr_scale=1.0,
-        companion_fraction=1.0, companion_every=1, companion_device=None, companion_dtype=None, overlap=False,
-        criterion=None, loss_scale='auto', logits=None, class_dim=1, strict=True)
+dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', reduction='mean',
+        temperature=None, companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0,
+        companion_every=1, companion_device=None, companion_dtype=None, overlap=False, criterion=None,
+        loss_scale='auto', logits=None, class_dim=1, strict=True)
     .companion
     .companion_optimizer
-dcl_optim.DCPOptimizer(base_optimizer, model, num_classes, *, preset='default', weight=None, alpha=None,
-        distance='mse', reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None,
-        loss_scale='auto', logits=None, class_dim=1, strict=True)
+dcl_optim.DCPOptimizer(base_optimizer, model, num_classes, *, weight=0.1, alpha=0.97, distance='mse',
+        reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None, loss_scale='auto',
+        logits=None, class_dim=1, strict=True)
     .prototypes
     .prototypes_of(self, classes)
     .set_targets(self, targets)
     .step(self, closure=None, targets=None)
-dcl_optim.presets.PRESETS = ('default', 'paper')
-dcl_optim.presets.DCL = {'default': {'weight': 0.1, 'alpha': 0.6}, 'paper': {'weight': 1.0, 'alpha': 0.6}}
-dcl_optim.presets.DCP = {'default': {'weight': 0.1, 'alpha': 0.97}, 'paper': {'weight': 1.0, 'alpha': 0.6}}
 dcl_optim.schedules.RunningAverage()
     .__call__(self, step)
 dcl_optim.schedules.LinearWarmup(value, steps)

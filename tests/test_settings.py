@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
 from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train
@@ -25,6 +26,28 @@ def test_they_are_what_was_given():
     assert optimizer.alpha == 1.0
 
 
+@pytest.mark.parametrize(
+    ("kind", "alpha"),
+    [(DCLOptimizer, 0.6), (DCPOptimizer, 0.97)],
+)
+def test_the_defaults_are_these_numbers(kind, alpha):
+    """Not the paper's, which are weight=1 and alpha=0.6 for both."""
+
+    def trained(**options):
+        model, criterion = mlp(), nn.CrossEntropyLoss()
+        classes = () if kind is DCLOptimizer else (CLASSES,)
+        optimizer = kind(sgd(model), model, *classes, criterion=criterion, **options)
+        train(model, optimizer, batches(6), criterion)
+        return model.state_dict(), optimizer.state_dict()
+
+    assert_same(trained(), trained(weight=0.1, alpha=alpha, distance="mse", reduction="mean"))
+    for other in ({"weight": 1.0}, {"alpha": 0.5}):
+        with pytest.raises(AssertionError):
+            assert_same(trained(), trained(**other))
+    with pytest.raises(TypeError, match="preset"):
+        trained(preset="paper")
+
+
 def test_what_is_set_is_what_a_schedule_would_have_given():
     scheduled, optimizer = dcl(weight=lambda t: 0.3 if t < 4 else 2.0, alpha=lambda t: 0.5 if t < 4 else 0.0)
     train(scheduled, optimizer, batches(6))
@@ -43,6 +66,7 @@ def test_what_is_set_is_what_a_schedule_would_have_given():
     ("name", "value", "kind", "message"),
     [
         ("weight", -1.0, ValueError, r"weight=-1.0 at step 1"),
+        ("weight", None, TypeError, r"weight=None must be a number"),
         ("weight", "1", TypeError, r"weight='1' must be a number"),
         ("alpha", 1.5, ValueError, r"alpha=1.5 at step 1 must be in \[0, 1\]"),
         ("alpha", lambda: 0.5, TypeError, r"alpha=.*cannot be called with the step alone"),

@@ -6,9 +6,9 @@
 The paper's Table 7 has the first two, on CIFAR-100 with WRN-28-10 (accuracy in per cent: CE 81.4 and DCL 84.2 with crop
 and mirror, CE 84.3 and DCL 85.7 with TrivialAugment) and on ImageNet with ResNet-50 (76.0 and 77.1, 76.2 and 77.3):
 
-    python -m examples.applications.augmentations --preset paper --train-size 0 --epochs 200 \
+    python -m examples.applications.augmentations --weight 1 --train-size 0 --epochs 200 \
         --data cifar100 --folder runs/data --network wrn-28-10
-    python -m examples.applications.augmentations --preset paper --train-size 0 --epochs 90 --batch-size 256 \
+    python -m examples.applications.augmentations --weight 1 --train-size 0 --epochs 90 --batch-size 256 \
         --data imagenet --folder DIR --network resnet50 --workers 16
 
 A tenth of these training pictures is held out for validation, which the paper does not say of its own.
@@ -69,7 +69,7 @@ def step(optimizer: Optimizer, model: nn.Module, criterion: nn.Module, x: Tensor
 
 def train(
     *, method: str, augmentation: str | None, mix: str, data: str, folder: str | None, network: str, train_size: int,
-    epochs: int, batch_size: int, lr: float, weight_decay: float, mix_alpha: float, preset: str, workers: int,
+    epochs: int, batch_size: int, lr: float, weight_decay: float, mix_alpha: float, weight: float, workers: int,
     part: str, seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its accuracy in per cent on ``part`` after the last epoch."""
@@ -83,10 +83,10 @@ def train(
     model = networks.build(network, pictures.classes, pictures.shape).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-    if method == "dcl":
-        optimizer = DCLOptimizer(optimizer, model, preset=preset, criterion=criterion)  # the one line that is new
-    if method == "dcp":
-        optimizer = DCPOptimizer(optimizer, model, pictures.classes, preset=preset, criterion=criterion)  # or this one
+    if method == "dcl":  # the one line that is new
+        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6, criterion=criterion)
+    if method == "dcp":  # or this one
+        optimizer = DCPOptimizer(optimizer, model, pictures.classes, weight=weight, alpha=0.97, criterion=criterion)
     scheduler = CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):
@@ -122,7 +122,7 @@ SETTINGS = {
     "lr": 0.1,
     "weight_decay": 5e-4,
     "mix_alpha": 1.0,
-    "preset": "default",
+    "weight": 0.1,
     "workers": 0,
     "part": "test",
 }

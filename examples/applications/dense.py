@@ -92,7 +92,7 @@ def mean_intersection_over_union(predicted: Tensor, labels: Tensor, classes: int
 
 def train(
     *, method: str, data: str, folder: str | None, network: str, width: int, train_size: int, articles: int, size: int,
-    epochs: int, batch_size: int, lr: float, weight_decay: float, preset: str, part: str,
+    epochs: int, batch_size: int, lr: float, weight_decay: float, weight: float, part: str,
     seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its mean intersection over union in per cent on ``part`` after the last epoch."""
@@ -103,10 +103,10 @@ def train(
     model = build(network, x.shape[1], found.classes, width).to(device, memory_format=torch.channels_last)
     optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     criterion = nn.CrossEntropyLoss(ignore_index=scenes.IGNORED)
-    if method == "dcl":
-        optimizer = DCLOptimizer(optimizer, model, preset=preset, criterion=criterion)  # the one line that is new
-    if method == "dcp":
-        optimizer = DCPOptimizer(optimizer, model, found.classes, preset=preset, criterion=criterion)  # or this one
+    if method == "dcl":  # the one line that is new
+        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6, criterion=criterion)
+    if method == "dcp":  # or this one
+        optimizer = DCPOptimizer(optimizer, model, found.classes, weight=weight, alpha=0.97, criterion=criterion)
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled() -> Iterator[tuple[Tensor, Tensor]]:
@@ -130,7 +130,7 @@ SETTINGS = {
     "batch_size": 16,
     "lr": 3e-3,
     "weight_decay": 1e-2,
-    "preset": "default",
+    "weight": 0.1,
     "part": "test",
 }
 APPLICATION = Application("dense", "mean IoU, %", train, ROWS, SETTINGS)

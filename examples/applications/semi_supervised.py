@@ -86,14 +86,13 @@ class Settings:
 
 def train(
     *,
-    preset: str | None,
+    weight: float | None,
     seed: int,
     device: torch.device,
     progress: Callable[[str], None],
-    weight: float | None = None,
     **settings: Any,
 ) -> float:
-    """Train one network; give its accuracy in per cent. ``preset`` is DCL's, None to go without; ``weight`` its λ."""
+    """Train one network; give its accuracy in per cent. ``weight`` is DCL's λ, None to go without DCL."""
     chosen = Settings(**settings)
     data = load_data(chosen.data, chosen.folder, chosen.train_size or None, seed)
     stream = training_batches(chosen, data, seed)
@@ -101,8 +100,8 @@ def train(
     model = placed(networks.build(chosen.network, data.classes, data.shape), device)
     deployed = moving_average(model, chosen.average, warm_up=True)
     optimizer: Optimizer = SGD(groups(model, chosen.weight_decay), lr=chosen.lr, momentum=0.9, nesterov=True)
-    if preset:
-        optimizer = DCLOptimizer(optimizer, model, preset=preset, weight=weight, loss_scale=1.0)
+    if weight is not None:
+        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6, loss_scale=1.0)
     scheduler = LambdaLR(optimizer, lambda step: cosine(step, chosen.steps))
     parts = [chosen.batch_size, chosen.ratio * chosen.batch_size, chosen.ratio * chosen.batch_size]
     for step, (x, y) in zip(range(1, chosen.steps + 1), stream, strict=False):
@@ -176,9 +175,9 @@ APPLICATION = Application(
     score="accuracy, %",
     train=train,
     rows={
-        "FixMatch": Row({"preset": None}),
-        "FixMatch, DCL": Row({"preset": "default"}, against="FixMatch"),
-        "FixMatch, DCL, paper": Row({"preset": "paper"}, against="FixMatch"),
+        "FixMatch": Row({"weight": None}),
+        "FixMatch, DCL": Row({"weight": 0.1}, against="FixMatch"),
+        "FixMatch, DCL, paper": Row({"weight": 1.0}, against="FixMatch"),
     },
     settings=asdict(Settings()),
 )

@@ -75,7 +75,7 @@ class Classifier(nn.Module):
 
 def train(
     *, method: str, data: str, folder: str | None, vocabulary: int, length: int, width: int, layers: int,
-    dropout: float, epochs: int, batch_size: int, lr: float, weight_decay: float, preset: str, part: str,
+    dropout: float, epochs: int, batch_size: int, lr: float, weight_decay: float, weight: float, part: str,
     seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its accuracy in per cent on ``part`` after the last epoch."""
@@ -90,10 +90,10 @@ def train(
     model = Classifier(vocabulary, length, len(corpus.names), width, layers, dropout).to(device)
     optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     criterion = nn.CrossEntropyLoss()
-    if method == "dcl":
-        optimizer = DCLOptimizer(optimizer, model, preset=preset)  # the one line that is new
-    if method == "dcp":
-        optimizer = DCPOptimizer(optimizer, model, len(corpus.names), preset=preset, criterion=criterion)  # or this one
+    if method == "dcl":  # the one line that is new
+        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6)
+    if method == "dcp":  # or this one
+        optimizer = DCPOptimizer(optimizer, model, len(corpus.names), weight=weight, alpha=0.97, criterion=criterion)
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled() -> Iterator[tuple[Tensor, Tensor]]:
@@ -118,7 +118,7 @@ SETTINGS = {
     "batch_size": 64,
     "lr": 2e-3,
     "weight_decay": 1e-2,
-    "preset": "default",
+    "weight": 0.1,
     "part": "test",
 }
 APPLICATION = Application("text", "accuracy, %", train, ROWS, SETTINGS)

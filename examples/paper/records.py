@@ -32,7 +32,18 @@ def read(path: Path) -> list[Record]:
     wrong = next((number for number, line in enumerate(lines, 1) if not _is_record(line)), None)
     if wrong is not None:
         raise ValueError(f"{path}, line {wrong}: no record of a run; mend or delete the line")
-    return [json.loads(line) for line in lines]
+    return [_by_argument(json.loads(line)) for line in lines]
+
+
+def _by_argument(record: Record) -> Record:
+    """Name weight and alpha where a record has ``preset``, an argument that the optimizers had when it was written."""
+    configuration = record.get("configuration", {})  # of examples.applications, which had no other alphas than today's
+    if "preset" in configuration:
+        configuration["weight"] = {None: None, "default": 0.1, "paper": 1.0}[configuration.pop("preset")]
+    options = configuration.get("options", {})  # of examples.paper, where it was always the paper's
+    if options.pop("preset", None):
+        configuration["options"] = {"weight": 1.0, "alpha": 0.6} | options
+    return record
 
 
 def _is_record(line: str) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from sklearn.metrics import jaccard_score
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from examples.applications import dense, scenes
+from examples.applications import scenes
 from examples.applications.comparison import main
 from examples.applications.dense import APPLICATION, ROWS, UNet, build, logits, mean_intersection_over_union
 from examples.paper import records
@@ -27,11 +25,6 @@ def trained(label, **settings):
     options = dict(APPLICATION.settings) | SMALL | {"part": "train"} | settings
     texts = []
     return APPLICATION.train(**options | dict(ROWS[label].options), seed=1, device=CPU, progress=texts.append), texts
-
-
-def weigh(monkeypatch, weight):
-    monkeypatch.setattr(dense, "DCLOptimizer", partial(DCLOptimizer, weight=weight))
-    monkeypatch.setattr(dense, "DCPOptimizer", partial(DCPOptimizer, weight=weight))
 
 
 @pytest.fixture(autouse=True)
@@ -197,12 +190,10 @@ def test_what_is_not_there_is_named(tmp_path):
         APPLICATION.train(**dict(APPLICATION.settings) | {"method": "x"}, seed=0, device=CPU, progress=print)
 
 
-def test_without_weight_the_rows_are_equal(monkeypatch):
-    weigh(monkeypatch, 0.0)
+def test_without_weight_the_rows_are_equal():
     plain = trained("plain")
-    assert plain == trained("plain") == trained("DCL") == trained("DCP")
-    weigh(monkeypatch, 1e3)
-    assert len({tuple(trained(label)[1]) for label in ROWS}) == 3
+    assert plain == trained("plain") == trained("DCL", weight=0.0) == trained("DCP", weight=0.0)
+    assert len({tuple(trained(label, weight=1e3)[1]) for label in ROWS}) == 3
 
 
 def test_the_command(tmp_path, capsys):

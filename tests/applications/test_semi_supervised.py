@@ -25,7 +25,7 @@ SMALL |= {"steps": 6, "batch_size": 4, "ratio": 2, "threshold": 0.15}
 
 def score(**changed):
     texts = []
-    settings = SMALL | {"preset": None, "seed": 1, "device": torch.device("cpu"), "progress": texts.append} | changed
+    settings = SMALL | {"weight": None, "seed": 1, "device": torch.device("cpu"), "progress": texts.append} | changed
     return train(**settings), texts
 
 
@@ -70,7 +70,7 @@ def test_training_with_dcl_is_algorithm_1_by_hand_over_all_rows(threshold, unlab
     monkeypatch.setattr(semi_supervised, "batches", recorded)
     monkeypatch.setattr(semi_supervised.networks, "build", built)
     settings = {"threshold": threshold, "unlabelled_weight": unlabelled_weight, "ratio": 1, "weight_decay": 0.1}
-    score(**settings, preset="paper")
+    score(**settings, weight=1.0)
     theta, omega = initial[0], copy.deepcopy(initial[0])
     steppers = [_stepper(network) for network in (theta, omega)]
     for k, (x, y) in enumerate(seen):
@@ -98,8 +98,8 @@ def _stepper(network):
 
 def test_without_weight_dcl_equals_plain_bit_for_bit_and_with_weight_it_does_not(trained):
     network = {"network": "cnn"}  # has dropout, whose draws must be the same
-    (plain, texts), _, _ = score(**network), score(**network, preset="paper", weight=0.0), score(**network)
-    score(**network, preset="paper")
+    (plain, texts), _, _ = score(**network), score(**network, weight=0.0), score(**network)
+    score(**network, weight=1.0)
     weights = [torch.cat([v.flatten().double() for v in one.state_dict().values()]) for one in trained]
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
@@ -118,7 +118,7 @@ def test_rows_of_a_seed_see_the_same_batches_and_other_seeds_others(monkeypatch)
             yield x, y
 
     monkeypatch.setattr(semi_supervised, "batches", recorded)
-    for changed in ({}, {"preset": "paper"}, {"seed": 2}):
+    for changed in ({}, {"weight": 1.0}, {"seed": 2}):
         score(**changed, network="cnn")
     plain, companion, other = seen
     assert len(plain) == SMALL["steps"]
@@ -224,4 +224,4 @@ def test_the_command_trains_every_row(tmp_path, capsys):
     assert "| FixMatch, DCL, paper | " in capsys.readouterr().out
     found = records.read(tmp_path / "application-semi-supervised.jsonl")
     assert [r["label"] for r in found] == list(APPLICATION.rows) * 2
-    assert all(r["score"] == score(preset=r["configuration"]["preset"], seed=r["seed"])[0] for r in found[:3])
+    assert all(r["score"] == score(weight=r["configuration"]["weight"], seed=r["seed"])[0] for r in found[:3])

@@ -183,7 +183,7 @@ def test_mutual_learning_updates_both_from_the_same_predictions() -> None:
 
 @pytest.mark.parametrize("own_architecture", [False, True])
 def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: bool) -> None:
-    options: dict[str, Any] = {"preset": "paper", "weight": 0.5, "alpha": 0.3, "reduction": "sum_classes"}
+    options: dict[str, Any] = {"weight": 0.5, "alpha": 0.3, "reduction": "sum_classes"}
     options["companion_lr_scale"] = 2.0
     if own_architecture:
         options["companion"] = functools.partial(smooth, width=3)
@@ -204,7 +204,7 @@ def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: 
 
 
 def test_companion_prototype_holds_the_model_to_its_class_means() -> None:
-    method = started("dcp", by_hand(), preset="paper", weight=0.5, alpha=0.3)
+    method = started("dcp", by_hand(), weight=0.5, alpha=0.3)
     net, prototypes = twin(method), {}
     for batch in batches():
         epoch, _, x, y, _ = batch

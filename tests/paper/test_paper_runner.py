@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from dcl_optim import presets
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.paper import __main__ as command
 from examples.paper import datasets, jobs, methods, networks, records
 from examples.paper.configuration import Configuration, Experiment
-from examples.paper.experiments import DEFAULT_DCL, DEFAULT_DCP, EXPERIMENTS
+from examples.paper.experiments import DEFAULT_DCL, DEFAULT_DCP, EXPERIMENTS, PAPER
 from examples.paper.table import markdown, paired, probability
 from examples.paper.trainer import Run, train
 from tests.helpers import assert_same
@@ -37,8 +39,9 @@ def test_every_experiment_names_what_there_is(name):
 
 
 def test_the_rows_dcl_and_dcp_are_the_wrappers_defaults():
-    for written, preset in ((DEFAULT_DCL, presets.DCL), (DEFAULT_DCP, presets.DCP)):
-        assert preset["paper"] | written == preset["default"]
+    for written, kind in ((DEFAULT_DCL, DCLOptimizer), (DEFAULT_DCP, DCPOptimizer)):
+        arguments = inspect.signature(kind).parameters
+        assert PAPER | written == {name: arguments[name].default for name in ("weight", "alpha")}
 
 
 def test_choices_are_made_on_validation_pictures():
@@ -88,7 +91,7 @@ def test_a_companion_is_named_and_a_schedule_too():
 
 
 def test_the_weight_grows_over_half_of_the_training():
-    run = Run(replace(TINY, method="dcl", options={"preset": "paper", "weight": "warm-up"}), 0, CPU)
+    run = Run(replace(TINY, method="dcl", options={"weight": "warm-up"}), 0, CPU)
     seen = []
     for _ in range(3):  # epochs of three steps
         run.train_epoch()
@@ -212,6 +215,29 @@ def test_a_line_cut_by_a_crash_is_dropped(tmp_path):
     assert records.read(path) == [{"seed": 0}]
     records.append({"seed": 2}, path)
     assert records.read(path) == [{"seed": 0}, {"seed": 2}]
+
+
+def test_presets_in_older_records_are_read_as_the_arguments_that_they_stood_for(tmp_path):
+    """They are still the records of the experiments' configurations, not runs to be made again."""
+    path = tmp_path / "some.jsonl"
+    records.append({"configuration": {"preset": None, "lr": 0.1}}, path)
+    records.append({"configuration": {"preset": "default"}}, path)
+    records.append({"configuration": {"preset": "paper"}}, path)
+    records.append({"configuration": {"options": {"preset": "paper", "distance": "kl"}}}, path)
+    records.append({"configuration": {"options": {"preset": "paper", "weight": 0.1, "alpha": 0.97}}}, path)
+    assert [record["configuration"] for record in records.read(path)] == [
+        {"weight": None, "lr": 0.1},
+        {"weight": 0.1},
+        {"weight": 1.0},
+        {"options": {"weight": 1.0, "alpha": 0.6, "distance": "kl"}},
+        {"options": {"weight": 0.1, "alpha": 0.97}},
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "main-cifar100"])
+def test_the_records_of_the_repository_are_the_experiments_own(name):
+    found = records.read(Path(__file__).parents[2] / command.RESULTS / f"{name}.jsonl")
+    assert list(jobs.pending(EXPERIMENTS[name], found, EXPERIMENTS[name].seeds)) == []
 
 
 def test_a_broken_line_before_the_last_is_an_error(tmp_path):

@@ -18,12 +18,12 @@ NO_FLAGS = ["yes", 1, 0.0, None, [], {}]
 NO_INTEGERS = [1.5, "1", NAN, [], {}, True, 1j]
 
 WRONG: dict[str, list[Any]] = {
-    "weight": [-1, -0.1, NAN, INF, -INF, True, "0.5", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
-    "alpha": [-0.1, 1.01, NAN, INF, -INF, False, "0.6", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
+    "weight": [-1, -0.1, NAN, INF, -INF, True, None, "0.5", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
+    "alpha": [-0.1, 1.01, NAN, INF, -INF, False, None, "0.6", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
     "distance": ["mes", "", "MSE", 3, None, [], 1.5, b"mse", {}],
     "reduction": ["max", "", "Mean", None, 3, [], {}],
     "temperature": [0, -1.0, NAN, INF, True, *NO_NUMBERS],
-    "preset": ["best", "", None, 3, [], {}],
+    "preset": ["default", "paper", None],
     "loss_scale": [0, -2, NAN, INF, True, None, "fp16", "", [], {}, b"auto"],
     "criterion": [F.cross_entropy, "cross entropy", 3, nn.CrossEntropyLoss, [nn.CrossEntropyLoss()]],
     "logits": [3, "logits", [0], {}, 1.5],
@@ -53,9 +53,8 @@ WRONG_DCP: dict[str, list[Any]] = {
     "companion_fraction": [0.5],
 }
 RIGHT: dict[str, list[Any]] = {
-    "weight": [0.0, 0.1, 2, None, LinearWarmup(1.0, 3)],
-    "alpha": [0.0, 0.6, 1, None],
-    "preset": ["default", "paper"],
+    "weight": [0.0, 0.1, 2, LinearWarmup(1.0, 3)],
+    "alpha": [0.0, 0.6, 1],
     "distance": ["mse", "l1"],
     "reduction": ["mean", "sum_classes"],
     "criterion": [None, nn.CrossEntropyLoss()],
