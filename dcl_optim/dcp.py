@@ -32,9 +32,9 @@ class DCPOptimizer(ForecastOptimizer):
     its prototype; the paper does not say.
 
     **Labels.** One way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the model's
-    keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward, or
-    ``step(closure, targets=...)``; the latter three outrank the criterion. Class indices, one for each row of logits,
-    or soft labels of the logits' shape (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
+    keyword that holds them, or a function of the model's arguments), or :meth:`set_targets` before the forward; the
+    latter two outrank the criterion. Class indices, one for each row of logits, or soft labels of the logits' shape
+    (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
     Soft labels are distributions: no share below 0, each row's sum 1. For models with sigmoid outputs (binary,
     multi-label) and for regression, whose targets have the logits' shape too, take :class:`~dcl_optim.DCLOptimizer`.
 
@@ -153,30 +153,14 @@ class DCPOptimizer(ForecastOptimizer):
         """Give the labels of the batch whose training forward comes next.
 
         They belong to the model's very next forward: one in eval mode or under ``no_grad`` drops them, and so does
-        ``load_state_dict``.
+        ``load_state_dict``. With ``step(closure)`` call this inside the closure, before the model: some optimizers
+        evaluate the closure several times.
 
         Raises:
             TypeError: no tensor.
         """
         check_labels(targets)
         self._labels.of_next_forward = targets
-
-    def step(self, closure: Callable[[], Any] | None = None, targets: Tensor | None = None) -> Any:
-        """As :meth:`ForecastOptimizer.step`; ``targets`` are the labels of the batch that the closure evaluates.
-
-        Raises:
-            ValueError: targets without a closure: backward has run by then.
-            TypeError: targets are no tensor.
-        """
-        if targets is not None and closure is None:
-            raise ValueError("targets need a closure: without one the backward is over; call set_targets before it")
-        if targets is not None:
-            check_labels(targets)
-        self._labels.of_closure = targets
-        try:
-            return super().step(closure)
-        finally:
-            self._labels.of_closure = None
 
     @property
     def _labels(self) -> Labels:

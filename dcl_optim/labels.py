@@ -1,4 +1,4 @@
-"""Where a forward's labels come from: the criterion, the model's arguments, a call, or the step."""
+"""Where a forward's labels come from: the criterion, the model's arguments, or a call."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ class Labels:
 
     Attributes:
         of_next_forward: labels that the script gave ahead of the forward they belong to.
-        of_closure: labels of the batch that the running closure evaluates.
     """
 
     def __init__(self, source: Targets | None) -> None:
         if source is not None and not isinstance(source, str) and not callable(source):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {source!r}")
         self._source = source
-        self.of_closure: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -60,10 +58,11 @@ class Labels:
         elif self._source is not None:
             found = self._source(args, kwargs)
         ahead, self._of_this_forward = self._of_this_forward, None
-        given = [labels for labels in (ahead, found, self.of_closure) if labels is not None]
-        if len(given) > 1:
-            raise RuntimeError("one forward was given labels twice: give them one way only")
-        forward.targets = given[0] if given else None
+        if ahead is not None and found is not None:
+            raise RuntimeError(
+                "one forward was given labels twice, by targets= and by set_targets: give them one way only"
+            )
+        forward.targets = found if ahead is None else ahead
 
     def take(self, forward: Forward, targets: Any) -> None:
         """Give a forward the labels that the criterion was called with.

@@ -77,11 +77,17 @@ def ways():
 
     yield "set_targets", set_model, by_call, call_step
 
-    step_model = mlp()
-    by_step = wrap(step_model)
-    yield "step", step_model, by_step, lambda x, y: by_step.step(
-        lambda: F.cross_entropy(step_model(x), y), targets=y
-    )  # fmt: skip
+    closure_model = mlp()
+    in_closure = wrap(closure_model)
+
+    def closure_step(x, y):
+        def closure():
+            in_closure.set_targets(y)
+            return F.cross_entropy(closure_model(x), y)
+
+        in_closure.step(closure)
+
+    yield "set_targets in a closure", closure_model, in_closure, closure_step
 
 
 def test_every_way_to_give_labels_is_the_same():
@@ -217,9 +223,11 @@ def test_labels_given_twice_are_refused():
     criterion(z, y)
     with pytest.raises(RuntimeError, match=r"criterion was called twice on one forward.*soft labels"):
         criterion(z, y.flip(0))
+    labelled = WithLabels()
+    optimizer = wrap(labelled, targets="labels")
     optimizer.set_targets(y)
-    with pytest.raises(RuntimeError, match="given labels twice"):
-        optimizer.step(lambda: criterion(model(x), y), targets=y)
+    with pytest.raises(RuntimeError, match="given labels twice, by targets= and by set_targets"):
+        labelled(x, labels=y)
 
 
 def test_mixup_with_the_criterion_called_twice_and_soft_labels_given():
@@ -290,10 +298,41 @@ def test_keyword_that_is_missing():
     del optimizer
 
 
-def test_targets_of_a_step_need_a_closure():
+def test_step_takes_no_labels():
     model = mlp()
-    with pytest.raises(ValueError, match="targets need a closure"):
-        wrap(model).step(targets=torch.tensor([0]))
+    optimizer = wrap(model)
+    x, y = next(iter(batches(1)))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises(TypeError, match="targets"):
+        optimizer.step(lambda: F.cross_entropy(model(x), y), targets=y)
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+
+
+def test_labels_set_in_a_closure_that_is_evaluated_several_times():
+    """The line search of LBFGS evaluates it at other weights, and each evaluation needs the labels."""
+
+    def trained(by):
+        model, criterion = mlp(), nn.CrossEntropyLoss()
+        base = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+        given = {"criterion": criterion, "loss_scale": 1.0} if by == "criterion" else {"loss_scale": 1.0}
+        optimizer = DCPOptimizer(base, model, CLASSES, weight=1.0, alpha=0.6, **given)
+        evaluations = []
+
+        def closure(x, y):
+            evaluations.append(x)
+            optimizer.zero_grad()
+            if by == "set_targets":
+                optimizer.set_targets(y)
+            loss = criterion(model(x), y)
+            loss.backward()
+            return loss
+
+        for x, y in batches(3):
+            optimizer.step(lambda: closure(x, y))  # noqa: B023
+        assert len(evaluations) > 6
+        return model.state_dict(), optimizer.prototypes
+
+    assert_same(trained("set_targets"), trained("criterion"))
 
 
 def test_wrong_number_of_classes():

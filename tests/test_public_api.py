@@ -37,7 +37,6 @@ dcl_optim.DCPOptimizer(base_optimizer, model, num_classes, *, weight=0.1, alpha=
     .prototypes
     .prototypes_of(self, classes)
     .set_targets(self, targets)
-    .step(self, closure=None, targets=None)
 dcl_optim.schedules.RunningAverage()
     .__call__(self, step)
 dcl_optim.schedules.LinearWarmup(value, steps)

@@ -33,6 +33,7 @@ def constructors(model: nn.Module, base: torch.optim.Optimizer, name: str) -> No
 
 def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
     optimizer.step(targets=z)  # pyright: ignore[reportCallIssue]
+    prototypes.step(lambda: z, targets=z)  # pyright: ignore[reportCallIssue]
     optimizer.step(z)  # pyright: ignore[reportArgumentType]
     optimizer.companion = nn.Linear(1, 1)  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.load_state_dict([])  # pyright: ignore[reportArgumentType]

@@ -74,7 +74,7 @@ def closure_loop() -> float:
 
 
 def prototypes() -> Tensor:
-    """DCP, its labels from the criterion and then by the step's argument."""
+    """DCP, its labels from the criterion and then by a call in the closure."""
     model, criterion = network(), nn.CrossEntropyLoss()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = DCPOptimizer(base, model, CLASSES, weight=CosineRamp(0.1, steps=4), criterion=criterion)
@@ -82,7 +82,12 @@ def prototypes() -> Tensor:
     optimizer.zero_grad()
     criterion(model(x), y).backward()
     optimizer.step()
-    optimizer.step(lambda: cross_entropy(model(x), y), targets=y)
+
+    def closure() -> Tensor:
+        optimizer.set_targets(y)
+        return cross_entropy(model(x), y)
+
+    optimizer.step(closure)
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
     return optimizer.prototypes + optimizer.prototypes_of(torch.arange(CLASSES))
