@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import interrupts
 from dcl_optim.checks import check_integer, check_options
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.functional import Distance, mse
@@ -103,8 +102,6 @@ class ForecastOptimizer(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         r"""Step the base optimizer with the regularised gradient, then let the forecaster learn from the same batch.
 
-        An interrupt (Ctrl-C) that arrives meanwhile takes effect after both, a second one at once.
-
         Args:
             closure: as in torch.optim: clears the gradients, computes the loss, calls backward and returns the loss.
                 One that only computes and returns the loss is served too. A base that evaluates it several times
@@ -124,14 +121,13 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.prepare()
         if closure is None and self._is_dry_step():
             return self._dry_step()
-        with interrupts.postponed():
-            try:
-                loss = self._step_without() if closure is None else self._step_with(closure)
-                self.forecaster.step()
-            finally:
-                self.forecaster.rest()
-            self._regularizer.counted = 0
-            self._regularizer.steps += 1
+        try:
+            loss = self._step_without() if closure is None else self._step_with(closure)
+            self.forecaster.step()
+        finally:
+            self.forecaster.rest()
+        self._regularizer.counted = 0
+        self._regularizer.steps += 1
         return loss
 
     def _step_without(self) -> Any:

@@ -227,16 +227,28 @@ def test_after_a_forward_that_failed_the_companion_rests_and_the_caller_has_its_
         assert torch.get_num_threads() == 4
 
 
-def test_an_interrupt_during_a_step_comes_after_both_networks_have_stepped():
+def test_an_interrupt_during_a_step_comes_at_once_and_a_loaded_state_is_continued():
+    """The companion may have stepped in its thread by then."""
     model, calm = dropout_net(), dropout_net()
     optimizer, expected = wrap(model, overlap=True), wrap(calm)
-    optimizer.base.register_step_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    reached = []
     for x, y in batches(3):
-        torch.manual_seed(2)
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        handles = [
+            optimizer.base.register_step_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT)),
+            optimizer.base.register_step_pre_hook(lambda *_: reached.append("the base's step")),
+        ]
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, [(x, y)])
-        torch.manual_seed(2)
-        train(calm, expected, [(x, y)])
+        for handle in handles:
+            handle.remove()
+        assert reached == []
+        assert_same(model.state_dict(), before[0])
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
+        for own in (optimizer, expected):
+            torch.manual_seed(2)
+            train(own.model, own, [(x, y)])
         assert_same(snapshot(optimizer), snapshot(expected))
 
 
