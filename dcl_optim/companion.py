@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import companion_state, distributed, random_state, twin
-from dcl_optim.chase import ignores_gradient_scale, slowed
 from dcl_optim.checkpointing import outside_checkpoints, recomputes_reentrantly
 from dcl_optim.follower import Follower
 from dcl_optim.forecast import Forecast
@@ -94,13 +93,13 @@ class Companion(Forecaster):
         self.overlaps, self._overlap = overlap, Overlap(self.module, wanted=overlap)
         self._cut_all = True  # whether the inputs of all forwards so far could be taken out of their graph
         self._refuses_ends: bool | None = None  # whether its backward cannot be told where to end; unknown at first
-        self._learns, self._slows = True, ignores_gradient_scale(self.optimizer)
+        self._learns = True
         self._reset()
 
     def _reset(self) -> None:
         self._pending: list[Callable[[], None]] = []  # backwards that have been started
         self._moved: Callable[[], None] | None = None  # the step that has been started
-        self._shares, self._alpha = Shares(), 0.0
+        self._shares = Shares()
 
     # ---- the forecast --------------------------------------------------------------------------------------------
 
@@ -161,7 +160,6 @@ class Companion(Forecaster):
         target = chase_target(forward.logits[: len(c)].to(c.device), c, alpha)
         _, gradient = value_and_gradient(distance, c, target)
         gradient = self._shares.weigh(gradient, scale, half=c.dtype == torch.float16).to(c.dtype)
-        self._alpha = alpha
         self._pending.append(self._overlap.lane.start(functools.partial(self._backward, c, gradient)))
 
     def _backward(self, logits: Tensor, gradient: Tensor) -> None:
@@ -226,7 +224,7 @@ class Companion(Forecaster):
         if self._shares.half and not _finite(list(gradients_of(self.optimizer))):
             return
         try:
-            with random_state.kept(self.optimizer), slowed(self.optimizer, 1 - self._alpha if self._slows else 1.0):
+            with random_state.kept(self.optimizer):
                 self.optimizer.step()
         except Exception as error:
             kind = type(self.optimizer).__name__

@@ -40,9 +40,10 @@ class DCLOptimizer(ForecastOptimizer):
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
         preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1; the paper's is 1.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. With SGD and mse it
-            scales the companion's gradient by :math:`1-\alpha`. An optimizer that divides such a factor out, as Adam
-            does, gets the learning rate times :math:`1-\alpha` for the companion's steps instead.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. It shapes the
+            companion's target and nothing else: with mse it scales the companion's gradient by :math:`1-\alpha`. Under
+            Adam and its kin (Adagrad, RMSprop, Lion, Muon, ...), which divide a constant factor of the gradient out, a
+            constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale`` there.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
@@ -53,7 +54,8 @@ class DCLOptimizer(ForecastOptimizer):
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
             parameters. The latter two are left alone.
-        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
+        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1. The companion's pace
+            under Adam and its kin, where ``alpha`` does not set it.
         companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
             penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
             norm sees the parts and dropout masks differ from the model's.
