@@ -91,6 +91,21 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> No
     assert name in LEFT_BEHIND or is_moved(optimizer.companion)
 
 
+@pytest.mark.parametrize("name", SERVED)
+def test_a_frozen_layer_in_the_base_is_an_empty_slot_in_the_companions_optimizer_until_it_trains(name: str) -> None:
+    model = mlp(dtype=torch.float32)
+    model[0].requires_grad_(False)
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3))
+    train(model, optimizer, batches(3, dtype=torch.float32))
+    slots = [slot for group in optimizer.companion_optimizer.param_groups for slot in group["params"]]
+    trained = [parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]]
+    assert [slot.numel() > 0 for slot in slots] == trained
+    assert all(slot.grad is None for slot in slots)
+    model[0].requires_grad_(True)
+    train(model, optimizer, batches(12, dtype=torch.float32))
+    assert name in LEFT_BEHIND or is_moved(optimizer.companion)
+
+
 def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:
     file = io.BytesIO()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
