@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import companion_state, distributed, random_state, twin
-from dcl_optim.chase import ignores_gradient_scale, slowed
+from dcl_optim import distributed, random_state, twin
 from dcl_optim.checkpointing import outside_checkpoints, recomputes_reentrantly
 from dcl_optim.follower import Follower
 from dcl_optim.forecast import Forecast
@@ -25,6 +24,7 @@ from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.shares import Shares
 from dcl_optim.wrapper import all_or_nothing, gradients_of, parameters_of, without_gradient
 
+NAMES = "names_in_companion"  # of a group's parameters, which earlier versions saved
 IN_COMPANION = (
     "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
     "after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
@@ -94,13 +94,13 @@ class Companion(Forecaster):
         self.overlaps, self._overlap = overlap, Overlap(self.module, wanted=overlap)
         self._cut_all = True  # whether the inputs of all forwards so far could be taken out of their graph
         self._refuses_ends: bool | None = None  # whether its backward cannot be told where to end; unknown at first
-        self._learns, self._slows = True, ignores_gradient_scale(self.optimizer)
+        self._learns = True
         self._reset()
 
     def _reset(self) -> None:
         self._pending: list[Callable[[], None]] = []  # backwards that have been started
         self._moved: Callable[[], None] | None = None  # the step that has been started
-        self._shares, self._alpha = Shares(), 0.0
+        self._shares = Shares()
 
     # ---- the forecast --------------------------------------------------------------------------------------------
 
@@ -161,7 +161,6 @@ class Companion(Forecaster):
         target = chase_target(forward.logits[: len(c)].to(c.device), c, alpha)
         _, gradient = value_and_gradient(distance, c, target)
         gradient = self._shares.weigh(gradient, scale, half=c.dtype == torch.float16).to(c.dtype)
-        self._alpha = alpha
         self._pending.append(self._overlap.lane.start(functools.partial(self._backward, c, gradient)))
 
     def _backward(self, logits: Tensor, gradient: Tensor) -> None:
@@ -226,7 +225,7 @@ class Companion(Forecaster):
         if self._shares.half and not _finite(list(gradients_of(self.optimizer))):
             return
         try:
-            with random_state.kept(self.optimizer), slowed(self.optimizer, 1 - self._alpha if self._slows else 1.0):
+            with random_state.kept(self.optimizer):
                 self.optimizer.step()
         except Exception as error:
             kind = type(self.optimizer).__name__
@@ -237,7 +236,8 @@ class Companion(Forecaster):
 
     def _fill_gradients(self) -> None:
         for parameter in without_gradient(self.optimizer):
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
 
     def create_state(self) -> None:
         if not self.optimizer.state:
@@ -261,16 +261,33 @@ class Companion(Forecaster):
     def state_dict(self) -> dict[str, Any]:
         self.prepare()  # what the script has changed since the last step, as a scheduler does, is saved too
         self._follower.follow_unfrozen()
-        return {"model": self._follower.own_state(), "optimizer": companion_state.saved(self.optimizer, self.module)}
+        # With keys as torch.distributed.checkpoint makes them.
+        return {"model": self._follower.own_state(), "optimizer": _with_keys(str, self.optimizer.state_dict())}
 
     def check_state(self, state: dict[str, Any]) -> None:
         self._follower.follow_unfrozen()
         check_tensors(state.get("model", {}), self._follower.own_state(), "companion")
-        companion_state.check(state.get("optimizer", {}), self.optimizer, self.module)
+        self._check_optimizer_state(state.get("optimizer", {}))
+
+    def _check_optimizer_state(self, state: dict[str, Any]) -> None:
+        groups = state.get("param_groups", [])
+        if any(NAMES in group for group in groups):
+            named = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            ours = [[named.get(id(p), "") for p in group["params"]] for group in self.optimizer.param_groups]
+            if [group.get(NAMES) for group in groups] != ours:
+                raise ValueError(
+                    "the state of the companion's optimizer was written by an earlier version of dcl_optim, which left "
+                    "frozen parameters out or had the others in another order; load the model's weights, wrap the "
+                    "model anew, and the companion starts as its copy"
+                )
+        sizes = [len(group["params"]) for group in self.optimizer.state_dict().get("param_groups", [])]
+        found = [len(group["params"]) for group in groups]
+        if found != sizes:
+            raise ValueError(f"the state of the companion's optimizer has groups of {found} parameters, not {sizes}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with all_or_nothing(self.optimizer):
-            self.optimizer.load_state_dict(companion_state.loadable(state["optimizer"], self.optimizer, self.module))
+            self.optimizer.load_state_dict(_loadable(state["optimizer"]))
             self.module.load_state_dict(state["model"], strict=False)
         self._follower.no_longer_equal()
         self.forget()
@@ -279,6 +296,20 @@ class Companion(Forecaster):
 
 def _finite(gradients: list[Tensor]) -> bool:
     return bool(torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all())
+
+
+def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
+    if "state" not in state:
+        return state
+    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
+
+
+def _loadable(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with numbers for keys, and without the names that earlier versions saved."""
+    if "param_groups" in state:
+        groups = [{key: value for key, value in group.items() if key != NAMES} for group in state["param_groups"]]
+        state = state | {"param_groups": groups}
+    return _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
 
 
 def _nothing() -> None:

@@ -15,6 +15,7 @@ from dcl_optim.companion import Companion
 from dcl_optim.functional import Distance, DistanceName, Reduction, resolve_distance
 from dcl_optim.mirror import MakeOptimizer
 from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.presets import DCL, Preset, settled
 from dcl_optim.schedules import Schedule
 from dcl_optim.tap import find_logits
 
@@ -37,11 +38,12 @@ class DCLOptimizer(ForecastOptimizer):
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
-        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper's value is 1,
-            which lost to plain training in our measurements.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. With SGD and mse it
-            scales the companion's gradient by :math:`1-\alpha`. An optimizer that divides such a factor out, as Adam
-            does, gets the learning rate times :math:`1-\alpha` for the companion's steps instead.
+        preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
+        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1; the paper's is 1.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. It shapes the
+            companion's target and nothing else: with mse it scales the companion's gradient by :math:`1-\alpha`. Under
+            Adam and its kin (Adagrad, RMSprop, Lion, Muon, ...), which divide a constant factor of the gradient out, a
+            constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale`` there.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
@@ -52,7 +54,8 @@ class DCLOptimizer(ForecastOptimizer):
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
             parameters. The latter two are left alone.
-        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
+        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1. The companion's pace
+            under Adam and its kin, where ``alpha`` does not set it.
         companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
             penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
             norm sees the parts and dropout masks differ from the model's.
@@ -107,8 +110,9 @@ class DCLOptimizer(ForecastOptimizer):
         base_optimizer: Optimizer,
         model: nn.Module,
         *,
-        weight: float | Schedule = 0.1,
-        alpha: float | Schedule = 0.6,
+        preset: Preset = "default",
+        weight: float | Schedule | None = None,
+        alpha: float | Schedule | None = None,
         distance: DistanceName | Distance = "mse",
         reduction: Reduction = "mean",
         temperature: float | None = None,
@@ -132,6 +136,7 @@ class DCLOptimizer(ForecastOptimizer):
         _check_dtype(companion_dtype)
         device = _checked_device(companion_device)
         check_flag("overlap", overlap)
+        settings = settled(DCL, preset, weight=weight, alpha=alpha)
         make = functools.partial(
             Companion,
             model,
@@ -152,8 +157,7 @@ class DCLOptimizer(ForecastOptimizer):
             model,
             make,
             resolve_distance(distance, reduction, temperature),
-            weight=weight,
-            alpha=alpha,
+            **settings,
             criterion=criterion,
             labels=None,
             loss_scale=loss_scale,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.wrapper import inner_of, parameters_of
@@ -23,8 +23,10 @@ NO_OPTIONS = ("params", "param_names")  # what a group holds beside its options
 class MirroredOptimizer:
     """Trains the companion as the base optimizer trains the model: class, hyper-parameters, groups, schedule.
 
-    A companion's parameter is in the group that holds the model's parameter of the same name. Parameters of a
-    different architecture, whose names the model does not know, follow the base's first group.
+    One group for each group of the base, in its order, and in it one slot for each of the base's parameters: the
+    companion's own parameter of the same name, or an empty one that never trains where the companion has none of its
+    own (frozen and shared, not the model's). So the order in a checkpoint does not depend on what was unfrozen when.
+    Parameters of a companion of another architecture, whose names the model does not know, end the first group.
 
     Args:
         base: the optimizer of the model.
@@ -39,7 +41,6 @@ class MirroredOptimizer:
 
     def __init__(self, base: Optimizer, model: nn.Module, lr_scale: float, given: Optimizer | MakeOptimizer | None):
         self.base, self._model, self._lr_scale, self._given = base, model, lr_scale, given
-        self._followed: list[int] = []  # for each of our groups the base's group it mirrors
         self._seen: list[dict[str, tuple[Any, int]]] = []  # the base's options after its last step, tensors' versions
 
     def build(self, companion: nn.Module, strangers: bool) -> Optimizer:
@@ -48,8 +49,8 @@ class MirroredOptimizer:
         Raises:
             ValueError: no second optimizer of the base's class can be built, or the given one does not fit.
         """
-        groups = self._groups(companion, strangers)
-        trained = [p for parameters in groups.values() for p in parameters]
+        groups = self._slots(companion, strangers)
+        trained = [p for slots in groups for p in slots if p.requires_grad]
         if not trained:
             raise ValueError("companion has no parameter to train: none has requires_grad=True and is in the optimizer")
         if isinstance(self._given, Optimizer):
@@ -63,17 +64,18 @@ class MirroredOptimizer:
                     f"companion_optimizer must be an optimizer, a callable that builds one, or None, got {built!r}"
                 )
             return built
-        self._followed = list(groups)
         self.note()
-        return second(self.base, [self._options(i) | {"params": groups[i]} for i in groups])
+        return second(self.base, [self._options(i) | {"params": slots} for i, slots in enumerate(groups)])
 
     def follow(self, optimizer: Optimizer) -> None:
         """Copy what the script has changed in the base's groups since its last step."""
-        for index, group in zip(self._followed, optimizer.param_groups, strict=False):
+        if self._given is not None:
+            return
+        for index, (theirs, ours) in enumerate(zip(self.base.param_groups, optimizer.param_groups, strict=False)):
             seen = self._seen[index] if index < len(self._seen) else {}
-            for key, value in self.base.param_groups[index].items():
+            for key, value in theirs.items():
                 if key not in NO_OPTIONS and not (key in seen and _is_same(value, *seen[key])):
-                    _put(group, key, self._option(key, value))
+                    _put(ours, key, self._option(key, value))
 
     def note(self) -> None:
         """Remember the base's options: what differs from them at the next step is the script's doing."""
@@ -81,29 +83,37 @@ class MirroredOptimizer:
 
     def add_fresh(self, optimizer: Optimizer, companion: nn.Module) -> None:
         """Train the parameters that the companion has gained, each as its counterpart is trained."""
-        held = {id(p) for p in parameters_of(optimizer)}
-        for index, parameters in self._groups(companion, strangers=False).items():
-            fresh = [p for p in parameters if id(p) not in held]
-            if not fresh:
-                continue
-            if index in self._followed:
-                optimizer.param_groups[self._followed.index(index)]["params"] += fresh
-            elif self._given is None:
-                optimizer.add_param_group(self._options(index) | {"params": fresh})
-                self._followed.append(index)
-            else:
+        groups = self._slots(companion, strangers=False)
+        if self._given is not None:
+            held = {id(p) for p in parameters_of(optimizer)}
+            fresh = [p for slots in groups for p in slots if p.requires_grad and id(p) not in held]
+            if fresh:
                 optimizer.add_param_group({"params": fresh})
+            return
+        for index, slots in enumerate(groups):
+            if index == len(optimizer.param_groups):
+                optimizer.add_param_group(self._options(index) | {"params": slots})
+                continue
+            ours = optimizer.param_groups[index]["params"]
+            for place, (old, new) in enumerate(zip(ours, slots, strict=False)):
+                if new.requires_grad and _is_empty_slot(old):
+                    ours[place] = new
+                    if optimizer.state.pop(old, None):  # a constructor made it (SaRA)
+                        made = second(self.base, [self._options(index) | {"params": [new]}]).state
+                        optimizer.state.update({new: made[new]} if new in made else {})
+            ours += slots[len(ours) :]
 
-    def _groups(self, companion: nn.Module, strangers: bool) -> dict[int, list[nn.Parameter]]:
-        group_of = {id(p): i for i, group in enumerate(self.base.param_groups) for p in group["params"]}
-        theirs = {id(p) for p in self._model.parameters()}
-        named = {name: group_of.get(id(p)) for name, p in self._model.named_parameters()}
-        groups: dict[int, list[nn.Parameter]] = {}
-        for name, parameter in companion.named_parameters():
-            index = named.get(name, 0 if strangers else None)
-            if parameter.requires_grad and id(parameter) not in theirs and index is not None:
-                groups.setdefault(index, []).append(parameter)
-        return dict(sorted(groups.items()))
+    def _slots(self, companion: nn.Module, strangers: bool) -> list[list[nn.Parameter]]:
+        theirs = {id(p): name for name, p in self._model.named_parameters()}
+        own = {name: p for name, p in companion.named_parameters() if p.requires_grad and id(p) not in theirs}
+        groups = [
+            [own[name] if (name := theirs.get(id(p))) in own else _empty_slot(p) for p in group["params"]]
+            for group in self.base.param_groups
+        ]
+        if strangers:
+            known = set(theirs.values())
+            groups[0] += [p for name, p in own.items() if name not in known]
+        return groups
 
     def _options(self, index: int) -> dict[str, Any]:
         group = self.base.param_groups[index]
@@ -114,6 +124,16 @@ class MirroredOptimizer:
             return value * self._lr_scale
         # A tensor that both held, one would count up for the other: timm's Lamb counts its steps in its groups.
         return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _empty_slot(parameter: Tensor) -> nn.Parameter:
+    """A parameter without elements and without a gradient, of the shape's length, which optimizers may ask for."""
+    sizes = [0] * max(parameter.ndim, 1)
+    return nn.Parameter(torch.empty(sizes, dtype=parameter.dtype, device=parameter.device), requires_grad=False)
+
+
+def _is_empty_slot(parameter: Tensor) -> bool:
+    return not parameter.requires_grad and parameter.numel() == 0
 
 
 def _version(value: Any) -> int:

@@ -69,7 +69,8 @@ def replayed(state: RandomState) -> Iterator[None]:
 @contextmanager
 def kept(optimizer: Optimizer) -> Iterator[None]:
     """Put the streams back after the block, in which an optimizer steps."""
-    state = {} if is_torchs_own(optimizer) else capture(next(parameters_of(optimizer)).device)
+    trained = (parameter for parameter in parameters_of(optimizer) if parameter.requires_grad)
+    state = {} if is_torchs_own(optimizer) else capture(next(trained).device)  # an empty slot may be on another device
     try:
         yield
     finally:

@@ -13,25 +13,6 @@ from torch.optim import Optimizer
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-# Of the optimizers tested against this reference, those that move as far for twice the gradient. The package has no
-# such list: it finds out by trying.
-SCALE_FREE = (
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "AdamWScheduleFree",
-    "AdamWScheduleFreeReference",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RAdamScheduleFree",
-    "RMSprop",
-    "Rprop",
-)
-
 
 def dcl_step(
     model: nn.Module,
@@ -53,8 +34,7 @@ def dcl_step(
         model: :math:`\theta_t`, updated in place.
         companion: :math:`\omega_t`, updated in place; it starts as a copy of the model.
         optimizer: the model's optimizer.
-        companion_optimizer: the companion's optimizer; the learning rate of one that divides a factor of the gradient
-            out is multiplied by 1 - alpha for the step.
+        companion_optimizer: the companion's optimizer.
         x: inputs (batch, ...).
         y: labels.
         loss_function: :math:`\ell`, (z, y) -> scalar.
@@ -94,13 +74,7 @@ def dcl_step(
     if chase:
         companion_optimizer.zero_grad()
         distance(c, target).backward()
-        slowed = companion_optimizer.param_groups if type(companion_optimizer).__name__ in SCALE_FREE else []
-        rates = [group["lr"] for group in slowed]
-        for group in slowed:
-            group["lr"] = group["lr"] * (1 - alpha)
         companion_optimizer.step()
-        for group, rate in zip(slowed, rates, strict=True):
-            group["lr"] = rate
     return loss.detach()
 
 

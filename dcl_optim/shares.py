@@ -18,7 +18,7 @@ class Shares:
 
     Attributes:
         count: how many gradients there are so far.
-        half: whether they are kept in float16, which has no room for their size as it is.
+        half: whether they are kept in float16, as logits are under autocast: it has no room for their size as it is.
 
     Examples:
         >>> shares, summed = Shares(), torch.zeros(1, 1)
@@ -66,10 +66,10 @@ def _or(value: Any, other: Any) -> Any:
 
 
 def _head_room(gradient: Tensor) -> Tensor:
-    """The power of two that a gradient is divided by to survive in float16: its peak becomes 1/16 or somewhat less.
+    """The power of two that a gradient is divided by to survive in float16: its largest sum over rows becomes 8 to 16.
 
-    The loss's scale would not do: a gradient scaler raises it until the model's gradients overflow, and the companion's
-    may be larger.
+    The sum and not the peak, since biases add up all rows, of which dense predictions have millions. The loss's scale
+    would not do: a gradient scaler raises it until the model's gradients overflow, and the companion's may be larger.
     """
-    exponent = torch.frexp(gradient.abs().amax()).exponent
-    return torch.ldexp(torch.ones_like(gradient[0, 0]), exponent + 4)
+    exponent = torch.frexp(gradient.abs().sum(0).amax()).exponent
+    return torch.ldexp(torch.ones_like(gradient[0, 0]), exponent - 4)

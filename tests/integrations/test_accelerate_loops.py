@@ -105,8 +105,7 @@ def test_accumulation_is_the_bare_algorithm():
         script = Script(shared, "dcl").epoch(0)
     model, criterion = mlp(), nn.CrossEntropyLoss()
     companion = copy.deepcopy(model)
-    rates = (1e-2, 0.4e-2)  # AdamW divides the 0.4 of the companion's gradient out
-    bases = [torch.optim.AdamW(m.parameters(), lr=lr) for m, lr in zip((model, companion), rates, strict=True)]
+    bases = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, companion)]
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(base, 20) for base in bases]
     data = list(batches(BATCHES, SIZE))
     for start in range(0, BATCHES, PARTS):

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.chase import ignores_gradient_scale
 from dcl_optim.functional import mse
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same, batches, mlp, train
@@ -81,15 +80,29 @@ def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) 
 def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> None:
     by_hand, model = mlp(), mlp()
     companion = copy.deepcopy(by_hand)
-    # Alpha 0 for those that divide a constant factor out: what it does to them is test_chase.py's.
-    settings = {"weight": 0.3, "alpha": 0.0 if ignores_gradient_scale(build(name, model)) else 0.6}
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **{"weight": 1.0} | settings))
+    settings = {"weight": 0.3, "alpha": 0.6}
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **settings))
     base, companions = (in_training_mode(build(name, network)) for network in (by_hand, companion))
     for x, y in batches(12):
         dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, **settings)
     train(model, optimizer, batches(12))
     assert_same(by_hand, model, atol=1e-9)
     assert_same(companion, optimizer.companion, atol=1e-9)
+    assert name in LEFT_BEHIND or is_moved(optimizer.companion)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_frozen_layer_in_the_base_is_an_empty_slot_in_the_companions_optimizer_until_it_trains(name: str) -> None:
+    model = mlp(dtype=torch.float32)
+    model[0].requires_grad_(False)
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3))
+    train(model, optimizer, batches(3, dtype=torch.float32))
+    slots = [slot for group in optimizer.companion_optimizer.param_groups for slot in group["params"]]
+    trained = [parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]]
+    assert [slot.numel() > 0 for slot in slots] == trained
+    assert all(slot.grad is None for slot in slots)
+    model[0].requires_grad_(True)
+    train(model, optimizer, batches(12, dtype=torch.float32))
     assert name in LEFT_BEHIND or is_moved(optimizer.companion)
 
 
