@@ -42,7 +42,8 @@ class DCPOptimizer(ForecastOptimizer):
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains.
-        num_classes: K, the number of classes and of logits, at least 1.
+        num_classes: K, the number of classes and of logits, at least 1. The prototypes are K x K numbers, which may
+            take 1 GiB: 16,384 classes in float32.
         preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
         weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1; 1 for the preset paper, which names none.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97; the paper's is 0.6, with which logits
@@ -128,28 +129,9 @@ class DCPOptimizer(ForecastOptimizer):
     def prototypes(self) -> Tensor:
         """A copy of all prototypes, (num_classes, num_classes), row k for class k; zero for a class not yet seen.
 
-        Raises:
-            RuntimeError: so many classes that it would take more than 1 GiB; see :meth:`prototypes_of`.
+        Which were seen is ``forecaster.seen``, (num_classes,) bool.
         """
         return self.forecaster.values
-
-    def prototypes_of(self, classes: Tensor) -> Tensor:
-        """A copy of the prototypes of some classes, for any number of classes in all.
-
-        Args:
-            classes: class indices in 0..num_classes - 1, of shape (M,).
-
-        Returns:
-            (M, num_classes); zeros for a class not yet seen. Which were is ``forecaster.seen``, (num_classes,) bool.
-
-        Examples:
-            >>> import torch
-            >>> model = nn.Linear(4, 3)
-            >>> optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3)
-            >>> optimizer.prototypes_of(torch.tensor([2]))
-            tensor([[0., 0., 0.]])
-        """
-        return self.forecaster.of(classes)
 
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the batch whose training forward comes next.
