@@ -21,7 +21,7 @@ BATCH = 128
 ROUNDS = {"rounds": 20, "warmup_rounds": 2}
 
 
-@pytest.mark.parametrize("classes", [10, 1_000, 10_000, 100_000])
+@pytest.mark.parametrize("classes", [10, 1_000, 10_000])
 @pytest.mark.parametrize("part", ["observe", "observe and step"])
 def test_prototypes(benchmark: BenchmarkFixture, part: str, classes: int) -> None:
     """What DCP does beside the model: class totals at the backward, the prototypes' move at the step."""

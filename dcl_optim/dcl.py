@@ -66,9 +66,10 @@ class DCLOptimizer(ForecastOptimizer):
         companion_dtype: what the companion's weights are and what it computes in, as ``torch.bfloat16``. None (default)
             for the model's. A companion of its own device or dtype shares no frozen parameters.
         overlap: run the companion beside the model instead of after it, with the same numbers: on the CPU in a worker
-            thread, which gets half of torch's threads meanwhile; on a GPU on a stream of its own. Default False. Not
-            for models with activation checkpointing, nor with SyncBatchNorm or sharded parameters on several processes
-            (an error says so).
+            thread, which gets half of torch's threads meanwhile; on a GPU on a stream of its own. Default False. On the
+            CPU for models that draw no random numbers in their forward: with dropout the companion runs serially, and a
+            UserWarning says so. Not for models with activation checkpointing, nor with SyncBatchNorm or sharded
+            parameters on several processes (an error says so).
         criterion: the loss module, when the script has one: the factor on the loss is then read exactly, for any loss.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.

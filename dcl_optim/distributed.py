@@ -33,23 +33,6 @@ def add_up(tensors: Iterable[Tensor]) -> None:
             work.wait()
 
 
-def lengths(tensor: Tensor) -> list[int]:
-    """How long each process's tensor is. Synchronises."""
-    own = torch.tensor([len(tensor)], device=tensor.device)
-    all_of_them = own.new_empty(world_size())
-    dist.all_gather_into_tensor(all_of_them, own)
-    return all_of_them.tolist()
-
-
-def from_each(tensor: Tensor, lengths: list[int]) -> Iterator[Tensor]:
-    """Hand out every process's tensor, by rank; they may differ in length. To be gone through to its end by all."""
-    for rank, length in enumerate(lengths):
-        held = tensor if rank == dist.get_rank() else tensor.new_empty(length, *tensor.shape[1:])
-        if length:
-            dist.broadcast(held, src=rank)
-        yield held
-
-
 def average(tensors: list[Tensor]) -> None:
     """Mean over the processes, in place; sharded gradients, which their shards' owner has averaged, are left."""
     if world_size() > 1:

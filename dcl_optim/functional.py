@@ -201,16 +201,13 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     return value.detach(), gradient.contiguous()
 
 
-def squared(
-    difference: Tensor, rows: float | Tensor, reduction: Reduction = "mean", out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def squared(difference: Tensor, rows: int, reduction: Reduction = "mean") -> tuple[Tensor, Tensor]:
     r"""Value and gradient of :func:`mse` from the difference :math:`z - c`.
 
     Args:
         difference: (N, K), without a graph.
-        rows: the number of rows to average over; others, with a difference of zero, may be left out of it.
+        rows: N.
         reduction: as in :func:`mse`.
-        out: where to write the gradient; None for memory of its own.
 
     Examples:
         >>> squared(torch.tensor([[1.0, 2.0]]), rows=1)
@@ -218,7 +215,7 @@ def squared(
     """
     count = rows * _counted_classes(difference.shape[1], reduction)
     flat = difference.flatten()
-    return (flat @ flat) / count, torch.mul(difference, 2.0 / count, out=out)
+    return (flat @ flat) / count, difference * (2.0 / count)
 
 
 def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
@@ -261,7 +258,7 @@ def class_totals(rows: Tensor, classes: Tensor, counts: Tensor, num_classes: int
     return totals[:num_classes]
 
 
-def departure_weights(counts: Tensor, seen: Tensor | None, alpha: float) -> Tensor:
+def departure_weights(counts: Tensor, seen: Tensor, alpha: float) -> Tensor:
     r"""What a departure :math:`z_i - p^k` counts for in its class's update, :math:`(1-\alpha)/n_k` (Equation 6).
 
     .. math:: p^k + \sum_{i:\,y_i=k} \tfrac{1-\alpha}{n_k}\,(z_i - p^k) = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
@@ -271,7 +268,7 @@ def departure_weights(counts: Tensor, seen: Tensor | None, alpha: float) -> Tens
 
     Args:
         counts: :math:`n_k` of each class, (num_classes,).
-        seen: which classes have a prototype, (num_classes,) bool; None for all.
+        seen: which classes have a prototype, (num_classes,) bool.
         alpha: :math:`\alpha` in [0, 1].
 
     Returns:
@@ -282,5 +279,4 @@ def departure_weights(counts: Tensor, seen: Tensor | None, alpha: float) -> Tens
         tensor([0.2500, 0.2500])
     """
     some = counts.clamp(min=1e-30)  # a class without rows has departures of zero
-    weights = (1.0 - alpha) / some
-    return weights if seen is None else torch.where(seen, weights, 1.0 / some)
+    return torch.where(seen, (1.0 - alpha) / some, 1.0 / some)

@@ -12,22 +12,20 @@ import torch
 from torch import Tensor
 
 
-def departure(z: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
+def departure(z: Tensor, c: Tensor) -> Tensor:
     """Say how far z is from c: the difference, and 0 where both are the same infinity.
 
     Args:
         z: logits.
         c: forecast, same shape.
-        out: where to write it, which may be c; None for memory of its own.
 
     Examples:
         >>> departure(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
         tensor([-2.,  0.])
     """
     if not _may_look(z):
-        same = z == c
-        return torch.sub(z, c, out=out).masked_fill_(same, 0.0)
-    difference = torch.sub(z, c, out=out)
+        return (z - c).masked_fill(z == c, 0.0)
+    difference = z - c
     return difference.masked_fill_(difference.isnan() & z.isinf(), 0.0) if _suspect(difference) else difference
 
 

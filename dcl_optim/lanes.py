@@ -13,12 +13,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
-
-from dcl_optim.random_state import OwnDraws
 
 T = TypeVar("T")
 
@@ -35,13 +32,11 @@ class Lane(ABC):
     shares_generators = False
 
     @abstractmethod
-    def start(self, work: Callable[[], T], draws: torch.Generator | None = None) -> Callable[[], T]:
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
         """Start a piece of work.
 
         Args:
             work: a function without arguments.
-            draws: the generator that it takes its random numbers from, in place of the default one, where the lane
-                shares generators.
 
         Returns:
             A function that waits for the work and returns what it returned, or raises what it raised.
@@ -64,7 +59,7 @@ class Lane(ABC):
 class Serial(Lane):
     """In the caller's thread, when the result is asked for."""
 
-    def start(self, work: Callable[[], T], draws: torch.Generator | None = None) -> Callable[[], T]:
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
         return work
 
 
@@ -109,12 +104,12 @@ class Worker(Lane):
         self._executor: ThreadPoolExecutor | None = None
         self._started: set[Future[Any]] = set()
 
-    def start(self, work: Callable[[], T], draws: torch.Generator | None = None) -> Callable[[], T]:
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcl_optim")
         threads = _cores_shared.by(self)
         run = contextvars.copy_context().run
-        future = self._executor.submit(run, _run, work, threads, _autocast_settings(), draws)
+        future = self._executor.submit(run, _run, work, threads, _autocast_settings())
         self._started.add(future)
 
         def result() -> T:
@@ -156,7 +151,7 @@ class SideStream(Lane):
         self._device = device
         self._stream: torch.cuda.Stream | None = None
 
-    def start(self, work: Callable[[], T], draws: torch.Generator | None = None) -> Callable[[], T]:
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
         # Memory needs no record_stream: the side stream waits for the caller's before each piece of work, the caller's
         # for the side stream before a result is used, and what the work holds is held until then.
         if self._stream is None:
@@ -211,15 +206,12 @@ def _set_autocast(device: str, enabled: bool, dtype: torch.dtype, caches: bool) 
     torch.set_autocast_cache_enabled(caches)
 
 
-def _run(work: Callable[[], T], threads: int, autocast: AutocastSettings, draws: torch.Generator | None) -> T:
+def _run(work: Callable[[], T], threads: int, autocast: AutocastSettings) -> T:
     """Do a piece of work in the worker thread, with the caller's settings."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     _set_autocast(*autocast)
-    with ExitStack() as stack:
-        stack.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTATION))
-        if draws is not None:
-            stack.enter_context(OwnDraws(draws))
+    with torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTATION):
         return work()
 
 

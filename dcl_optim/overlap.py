@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from dcl_optim import compilation, distributed, lanes
+from dcl_optim import distributed, lanes
 from dcl_optim.checkpointing import recomputes_reentrantly
 from dcl_optim.inputs import tensors_of
 from dcl_optim.random_state import RandomState, on_device, replayed
@@ -26,9 +27,10 @@ Forward = Callable[[tuple[Any, ...], dict[str, Any]], T]
 class Overlap:
     """Begins the companion's forward with the model's, and hands its result over when the model's has ended.
 
-    The first forward is done in its turn: it shows whether the model draws random numbers. So is, where there would be
-    another thread, a forward inside modes that stay with the caller's (a default device other than the CPU, a FLOP
-    counter), and all forwards of a compiled companion that draws.
+    The first forward is done in its turn: it shows whether a network draws random numbers. Two threads cannot share the
+    CPU's random stream, so where there would be another thread such a model is served serially from then on, with a
+    UserWarning. A forward inside modes that stay with the caller's thread (a default device other than the CPU, a FLOP
+    counter) is done in its turn, too.
 
     Args:
         module: the companion.
@@ -42,8 +44,7 @@ class Overlap:
         self._module, self._wanted = module, wanted
         self.lane: lanes.Lane = lanes.Serial()
         self._device: torch.device | None = None
-        self._draws: bool | None = None  # unknown until the first forward has ended
-        self._inspected = self._compiled = False
+        self._inspected = False  # whether a forward was done in its turn, and suits another thread
         self._result: Callable[[], Any] | None = None
         self._inputs: list[tuple[int, int]] = []
 
@@ -61,7 +62,7 @@ class Overlap:
         self._inputs = _fingerprint(args, kwargs)
         work = functools.partial(forward, args, kwargs)
         if self.lane.shares_generators:
-            self._result = self.lane.start(work, _generator(state) if self._draws else None)
+            self._result = self.lane.start(work)
         else:
             with replayed(on_device(state, self._device)):
                 self._result = self.lane.start(work)
@@ -72,9 +73,9 @@ class Overlap:
         Raises:
             RuntimeError: the model was called with other inputs than the companion, or has changed them.
         """
-        self._note_draws(state)
         begun, self._result = self._result, None
         if begun is None:
+            self._note_draws(state)
             return None
         try:
             forecast = begun()
@@ -82,6 +83,7 @@ class Overlap:
         except BaseException:
             self.lane.rest()
             raise
+        self._note_draws(state)
         return forecast
 
     def _require_same(self, inputs: list[tuple[int, int]]) -> None:
@@ -99,21 +101,16 @@ class Overlap:
         return self.lane.start(move) if all(map(is_torchs_own, optimizers)) else move
 
     def _suits_a_thread(self) -> bool:
-        """Whether another thread would do the same: modes stay with theirs, compiled networks draw by themselves."""
+        """Whether another thread would do the same: modes stay with theirs."""
         modes = [mode for mode in _get_current_function_mode_stack() if not _is_for_the_cpu(mode)]
-        return (
-            self._inspected
-            and not (self._draws and self._compiled)
-            and not modes
-            and not _get_current_dispatch_mode_stack()
-        )
+        return self._inspected and not modes and not _get_current_dispatch_mode_stack()
 
     def _choose_lane(self) -> None:
         device = next(self._module.parameters()).device
         if device != self._device:
             self._require_independence()
             self.lane.close()
-            self.lane, self._device = lanes.beside(device), device
+            self.lane, self._device, self._inspected = lanes.beside(device), device, False
 
     def _require_independence(self) -> None:
         parameters = list(self._module.parameters())
@@ -135,14 +132,21 @@ class Overlap:
         self._note_draws(state)
         if self.lane.shares_generators and not self._inspected and chased is not None:
             self._inspected = True
-            self._compiled = any(map(compilation.is_compiled, self._module.modules()))
             if recomputes_reentrantly(chased):
                 raise RuntimeError(lanes.NO_RECOMPUTATION)
 
     def _note_draws(self, state: RandomState) -> None:
-        """Either network may be the one that draws."""
-        if self.lane.shares_generators and not self._draws:
-            self._draws = not torch.equal(state[torch.device("cpu")], torch.get_rng_state())
+        """Go on serially if a forward has moved the stream that two threads would share; either network's may."""
+        if self.lane.shares_generators and not torch.equal(state[torch.device("cpu")], torch.get_rng_state()):
+            self.lane.close()
+            self.lane = lanes.Serial()
+            warnings.warn(
+                "overlap=True: the model or its companion draws random numbers in its forward pass (dropout?). Two "
+                "threads cannot share the CPU's random stream, so the companion runs serially from now on; pass "
+                "overlap=False",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def abandon(self) -> None:
         """The model's forward has ended: by an error, if what was begun is still waited for."""
@@ -158,12 +162,6 @@ class Overlap:
 def _is_for_the_cpu(mode: Any) -> bool:
     """Whether a mode only says that new tensors are to be on the CPU, as they are without it."""
     return isinstance(mode, DeviceContext) and mode.device.type == "cpu"
-
-
-def _generator(state: RandomState) -> torch.Generator:
-    generator = torch.Generator()
-    generator.set_state(state[torch.device("cpu")])
-    return generator
 
 
 def _fingerprint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:

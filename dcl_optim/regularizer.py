@@ -193,7 +193,7 @@ class Regularizer:
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
         scale = self._loss_scale.resolve(forward, gradient, several=self.counted > int(forward.counted))
         looks = is_look(self._base)
-        value, slope = forward.looked_at or self._take_in(forward, alpha, scale, looks)
+        value, slope = forward.looked_at or self._take_in(forward, alpha, scale)
         forward.looked_at = (value, slope.clone()) if looks else None
         if looks:
             forward.loss_scale = None  # the backward to come brings its own
@@ -206,13 +206,11 @@ class Regularizer:
         # In place: with many classes each tensor of the logits' size is dear.
         return forward.unrows(slope.mul_(factor)).to(gradient.dtype).add_(gradient)
 
-    def _take_in(self, forward: Forward, alpha: float, scale: Scale, looks: bool) -> tuple[Tensor, Tensor]:
+    def _take_in(self, forward: Forward, alpha: float, scale: Scale) -> tuple[Tensor, Tensor]:
         """Ask for the penalty of a forward and let the forecaster learn from it, once for all its backwards."""
-        logits = forward.logits.clone() if looks else forward.logits  # the forecaster may write over them
         penalty = self.forecaster.penalty(forward, self._distance)
         if self.learning:
             self.forecaster.observe(forward, self._distance, alpha, scale)
-        forward.logits = logits
         self._count(forward)
         return penalty
 

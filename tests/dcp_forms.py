@@ -1,29 +1,16 @@
-"""What the tests of DCP's two forms share: a small problem, and a way to have either form on it."""
+"""A small problem that the tests of DCP share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from dcl_optim import DCPOptimizer, table
+from dcl_optim import DCPOptimizer
 
 CLASSES, FEATURES = 12, 5
-FORMS = {"few": 256, "many": 0}  # what FEW_CLASSES has to be for this problem to have few classes or many
-
-
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(table, "FEW_CLASSES", FORMS[request.param])
-    return request.param
-
-
-@pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "FEW_CLASSES", FORMS["many"])
 
 
 def network(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -56,7 +43,3 @@ def train(model: nn.Module, optimizer: DCPOptimizer, data: Any, criterion: nn.Mo
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
-
-
-def all_of(optimizer: DCPOptimizer) -> Tensor:
-    return optimizer.prototypes_of(torch.arange(CLASSES))

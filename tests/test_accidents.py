@@ -51,9 +51,9 @@ def press_ctrl_c(*_):
 class Script:
     """A training script that tries a batch again when its memory ran out."""
 
-    def __init__(self, variant, loop):
+    def __init__(self, variant, loop, dropout=0.3):
         torch.manual_seed(0)
-        layers = (nn.Linear(FEATURES, 12), nn.Tanh(), Fragile(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
+        layers = (nn.Linear(FEATURES, 12), nn.Tanh(), Fragile(), nn.Dropout(dropout), nn.Linear(12, CLASSES))
         self.model, self.criterion, self.loop = nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), loop
         base = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if variant == "dcl":

@@ -141,7 +141,7 @@ def test_each_series_grows_in_what_it_names():
         assert [work.build()[-1].out_features for work in of["classes"]] == [work.classes for work in of["classes"]]
     assert widths == [512, 1024, 2048, 4096]
     assert layers == [1, 4, 16, 64, 256]
-    assert [work.classes for work in of["classes"]] == [10, 100, 1_000, 10_000, 100_000]
+    assert [work.classes for work in of["classes"]] == [10, 100, 1_000, 10_000]
 
 
 SMALL = Workload("small", lambda: networks.perceptron((4, 3)), (4,), 8, classes=3)

@@ -1,4 +1,4 @@
-"""Prototypes over two processes, few classes and many: the same bits on both, and one process's on the joint batch."""
+"""Prototypes over two processes: the same bits on both, and one process's on the joint batch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dcl_optim import table
-from tests.dcp_forms import CLASSES, FORMS, all_of, batches, network, wrap
+from tests.dcp_forms import CLASSES, batches, network, wrap
 from tests.helpers import assert_same
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 12
-# Batches of 8: their rows are fewer than the classes, and each process hands out its own. Of 40 they are more.
-CASES = [(form, size, parts) for form in FORMS for size in (8, 40) for parts in ("equal", "uneven")]
+CASES = [(size, parts) for size in (8, 40) for parts in ("equal", "uneven")]  # fewer rows than classes, and more
 
 
 def part_of(rank: int, x, y, parts: str):
@@ -36,11 +34,10 @@ def prepare(parts: str):
 
 
 def snapshot(model, optimizer):
-    return {"model": model.state_dict(), "own": all_of(optimizer), "seen": optimizer.forecaster.seen}
+    return {"model": model.state_dict(), "own": optimizer.prototypes, "seen": optimizer.forecaster.seen}
 
 
-def trained_on_rank(rank: int, form: str, size: int, parts: str):
-    table.FEW_CLASSES = FORMS[form]
+def trained_on_rank(rank: int, size: int, parts: str):
     model, criterion, weight = prepare(parts)
     parallel = DistributedDataParallel(model)
     optimizer = wrap(model, criterion=criterion, weight=weight)
@@ -72,7 +69,6 @@ def worker(rank: int, folder: Path) -> None:
 
 def trained_in_parts(rank: int):
     """One rank has its rows in three forwards, the other in one, and one of theirs is soft labels."""
-    table.FEW_CLASSES = FORMS["many"]
     model, criterion, _ = prepare("equal")
     optimizer = wrap(model, lr=0.0, criterion=criterion)
     for x, y in batches(4):
@@ -93,7 +89,7 @@ def both(ranks: Path, name: str):
 def test_both_ranks_hold_what_one_process_has_on_the_joint_batch(case, ranks: Path):
     first, second = both(ranks, str(case))
     assert_same(first, second)
-    assert_same(first, trained_alone(*case[1:]), rtol=1e-9, atol=1e-10)
+    assert_same(first, trained_alone(*case), rtol=1e-9, atol=1e-10)
     assert first["seen"].sum() > CLASSES // 2
 
 

@@ -1,4 +1,4 @@
-"""DCP with few classes and with many: one arithmetic, the reference's, in both forms."""
+"""DCP's arithmetic: the reference's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import functional, prototypes
+from dcl_optim import functional
 from dcl_optim.reference import dcp_step
-from tests.dcp_forms import CLASSES, FEATURES, all_of, batches, form, network, train, wrap
-from tests.helpers import assert_same
+from tests.dcp_forms import CLASSES, FEATURES, batches, network, train, wrap
+from tests.helpers import assert_same, live_tensors
 
-__all__ = ["form"]  # a fixture
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
@@ -25,7 +24,7 @@ DISTANCES = [*functional.DISTANCES, huber]
 
 @pytest.mark.parametrize("reduction", ["mean", "per_class"])
 @pytest.mark.parametrize("distance", DISTANCES, ids=str)
-def test_a_hundred_steps_equal_the_reference(form, distance, reduction):
+def test_a_hundred_steps_equal_the_reference(distance, reduction):
     model, theirs = network(), network()
     optimizer = wrap(
         model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=nn.CrossEntropyLoss()
@@ -40,32 +39,40 @@ def test_a_hundred_steps_equal_the_reference(form, distance, reduction):
         )  # fmt: skip
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
     assert_same(model, theirs, **CLOSE)
-    assert_same(all_of(optimizer), torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
+    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
 
 
-@pytest.mark.parametrize("rows_kept", [4096, 5])
-def test_several_forwards_before_a_step_count_as_one(form, rows_kept, monkeypatch):
-    """Also where the rows kept are so many that they are summed before the step."""
-    monkeypatch.setattr(prototypes, "ROWS_KEPT", rows_kept)
+@pytest.mark.parametrize("parts", [(20, 30, 10), (3, 4, 2), (1,) * 30], ids=str)
+def test_several_forwards_before_a_step_count_as_one(parts):
+    """Whether they have more rows than there are classes or fewer."""
     model, criterion, expected = network(), nn.CrossEntropyLoss(), {}
     optimizer = wrap(model, alpha=0.3, criterion=criterion)
-    for x, y in batches(6, size=60):
+    for x, y in batches(6, size=sum(parts)):
         z = model(x).detach()
         optimizer.zero_grad()
-        for rows in torch.arange(60).split([20, 30, 10]):
-            (criterion(model(x[rows]), y[rows]) / 3).backward()
-        kept = sum(len(part.classes) for part in optimizer.forecaster._observed)
-        assert kept == (60 if rows_kept == 4096 else CLASSES + 10)
+        for rows in torch.arange(len(x)).split(parts):
+            (criterion(model(x[rows]), y[rows]) / len(parts)).backward()
         optimizer.step()
         for k in y.unique().tolist():
             mean = z[y == k].mean(0)
             expected[k] = 0.3 * expected[k] + 0.7 * mean if k in expected else mean
         for k, prototype in expected.items():
-            assert_same(optimizer.prototypes_of(torch.tensor([k]))[0], prototype, **CLOSE)
+            assert_same(optimizer.prototypes[k], prototype, **CLOSE)
+
+
+def test_memory_does_not_grow_with_the_forwards_before_a_step():
+    model, criterion = network(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, criterion=criterion)
+    train(model, optimizer, batches(2), criterion)
+    elements = []
+    for x, y in batches(40):
+        criterion(model(x), y).backward()
+        elements.append(live_tensors()[1])
+    assert max(elements[20:]) <= max(elements[:20])
 
 
 @pytest.mark.parametrize("ignored", [-100, 3, 77])
-def test_ignored_rows_count_for_nothing(form, ignored):
+def test_ignored_rows_count_for_nothing(ignored):
     results = []
     for padding in (0, 3):
         model, criterion = network(), nn.CrossEntropyLoss(ignore_index=ignored)
@@ -76,11 +83,11 @@ def test_ignored_rows_count_for_nothing(form, ignored):
                 torch.cat([y.where(y != ignored, 5), y.new_full((padding,), ignored)]),
             )
             train(model, optimizer, [(x, y)], criterion)
-        results.append((model.state_dict(), all_of(optimizer), optimizer.forecaster.seen))
+        results.append((model.state_dict(), optimizer.prototypes, optimizer.forecaster.seen))
     assert_same(*results, **CLOSE)
 
 
-def test_ignored_rows_that_are_not_numbers_leave_no_trace(form):
+def test_ignored_rows_that_are_not_numbers_leave_no_trace():
     model = nn.Identity()
     model.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = wrap(model)
@@ -90,7 +97,7 @@ def test_ignored_rows_that_are_not_numbers_leave_no_trace(form):
         optimizer.set_targets(torch.tensor([0, -100, 2]))
         (model(z + 0 * model.weight) * torch.tensor([[1.0], [0.0], [1.0]])).sum().backward()
         optimizer.step()
-    assert torch.equal(all_of(optimizer), torch.zeros(CLASSES, CLASSES, dtype=torch.float64))
+    assert torch.equal(optimizer.prototypes, torch.zeros(CLASSES, CLASSES, dtype=torch.float64))
 
 
 def mixtures(steps: int):
@@ -100,7 +107,7 @@ def mixtures(steps: int):
 
 
 @pytest.mark.parametrize("distance", ["mse", "kl"])
-def test_soft_labels_by_the_formula(form, distance):
+def test_soft_labels_by_the_formula(distance):
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
     function = functional.resolve_distance(distance)
@@ -122,10 +129,10 @@ def test_soft_labels_by_the_formula(form, distance):
         values, seen = torch.where(totals > 0, moved, values), seen | (totals[:, 0] > 0)
         assert_same(optimizer.forecaster.seen, seen)
     assert_same(model, theirs, **CLOSE)
-    assert_same(all_of(optimizer), values, **CLOSE)
+    assert_same(optimizer.prototypes, values, **CLOSE)
 
 
-def test_hard_and_soft_labels_may_alternate_within_a_step(form):
+def test_hard_and_soft_labels_may_alternate_within_a_step():
     model = network()
     optimizer = wrap(model)
     (x, y), = batches(1)  # fmt: skip
@@ -135,10 +142,10 @@ def test_hard_and_soft_labels_may_alternate_within_a_step(form):
     z = model(x).detach()
     optimizer.step()
     for k in y.unique():
-        assert_same(optimizer.prototypes_of(k[None])[0], z[y == k].mean(0), **CLOSE)
+        assert_same(optimizer.prototypes[k], z[y == k].mean(0), **CLOSE)
 
 
-def test_a_step_that_is_forgotten_leaves_nothing(form):
+def test_a_step_that_is_forgotten_leaves_nothing():
     results = []
     for with_skipped in (False, True):
         model, criterion = network(), nn.CrossEntropyLoss()
@@ -148,12 +155,12 @@ def test_a_step_that_is_forgotten_leaves_nothing(form):
             criterion(model(torch.randn(9, FEATURES, dtype=torch.float64)), torch.full((9,), CLASSES - 1)).backward()
             optimizer.zero_grad()
         train(model, optimizer, batches(2, seed=3), criterion)
-        results.append((model.state_dict(), all_of(optimizer), optimizer.forecaster.seen))
+        results.append((model.state_dict(), optimizer.prototypes, optimizer.forecaster.seen))
     assert_same(*results)
     assert not results[0][2].all()
 
 
-def test_weight_zero_leaves_the_training_untouched_and_still_learns(form):
+def test_weight_zero_leaves_the_training_untouched_and_still_learns():
     model, plain, criterion = network(), network(), nn.CrossEntropyLoss()
     optimizer = wrap(model, weight=0.0, criterion=criterion)
     train(model, optimizer, batches(10), criterion)
@@ -162,8 +169,8 @@ def test_weight_zero_leaves_the_training_untouched_and_still_learns(form):
     assert optimizer.forecaster.seen.any()
 
 
-def test_a_custom_distance_may_keep_what_it_was_called_with(form):
-    """What a prototype moves by is written into memory that no one else has seen."""
+def test_a_custom_distance_may_keep_what_it_was_called_with():
+    """What it was called with is not written over."""
     kept = []
 
     def distance(z: Tensor, c: Tensor) -> Tensor:

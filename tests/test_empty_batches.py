@@ -12,10 +12,8 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.functional import DISTANCES, resolve_distance, value_and_gradient
 from dcl_optim.loss_scale import recover_from_cross_entropy
 from dcl_optim.shares import Shares
-from tests.dcp_forms import form
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd
 
-__all__ = ["form"]  # a fixture
 EMPTY = torch.empty(0, FEATURES, dtype=torch.float64), torch.empty(0, dtype=torch.long)
 
 
@@ -76,13 +74,13 @@ def test_companion_learns_as_without_it(distance, loss):
 
 
 @pytest.mark.parametrize("options", [*({"distance": name} for name in DISTANCES), {"reduction": "per_class"}], ids=str)
-def test_prototypes_learn_as_without_it(form, options):
+def test_prototypes_learn_as_without_it(options):
     found = [trained("dcp", with_empty, summed, **options) for with_empty in (False, True)]
     assert_same(*found, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_soft_prototypes_learn_as_without_it(form, distance):
+def test_soft_prototypes_learn_as_without_it(distance):
     found = [trained("dcp", with_empty, summed, soft=True, distance=distance) for with_empty in (False, True)]
     assert_same(*found, rtol=1e-12, atol=1e-13)
 

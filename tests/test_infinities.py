@@ -9,10 +9,8 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, functional, infinities
 from dcl_optim.functional import chase_target, resolve_distance, value_and_gradient
-from tests.dcp_forms import form
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, sgd, unreadable_device
 
-__all__ = ["form"]  # a fixture
 INF = float("inf")
 NAMES = [*functional.DISTANCES, "mse sum_classes", "l1 sum_classes"]
 
@@ -102,14 +100,14 @@ def test_companion_of_a_masked_model_equals_that_of_its_other_classes(name):
 
 
 @pytest.mark.parametrize("name", functional.DISTANCES)
-def test_prototypes_of_a_masked_model_equal_those_of_its_other_classes(form, name):
+def test_prototypes_of_a_masked_model_equal_those_of_its_other_classes(name):
     found = []
     share = CLASSES / (CLASSES + 2) if name in ("mse", "l1") else 1.0
     for masked, weight in ((0, 0.5 * share), (2, 0.5)):
         model = Masked(masked)
         optimizer = DCPOptimizer(sgd(model), model, CLASSES + masked, weight=weight, alpha=0.4, distance=name)
         train(model, optimizer)
-        prototypes = optimizer.prototypes_of(torch.arange(CLASSES))
+        prototypes = optimizer.prototypes[:CLASSES]
         assert (prototypes[:, CLASSES:] == -INF).all()
         found.append((model.net.state_dict(), prototypes[:, :CLASSES]))
     assert_same(*found, rtol=1e-7, atol=1e-9)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import gc
-import pickle
 import threading
 import weakref
 
@@ -108,15 +106,6 @@ def test_the_worker_has_the_callers_autocast_and_leaves_its_cache_alone(enabled,
     assert set(cleared) == {threading.main_thread()}
 
 
-def test_the_worker_draws_from_what_it_is_given(worker):
-    generator, before = torch.Generator(), torch.get_rng_state()
-    generator.set_state(before)
-    found = worker.start(lambda: torch.rand(3), generator)()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(found, torch.rand(3))
-    assert torch.equal(worker.start(lambda: torch.rand(3), generator)(), torch.rand(3))
-
-
 def test_the_worker_sees_the_callers_context(worker):
     variable = contextvars.ContextVar("variable", default="nobody's")
     for value in ("one", "another"):
@@ -163,14 +152,3 @@ def test_a_worker_that_goes_in_another_thread_does_not_keep_the_callers_threads(
         assert torch.get_num_threads() == 2
         other.close()
         assert torch.get_num_threads() == 4
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda lane: pickle.loads(pickle.dumps(lane))])
-def test_a_copy_has_a_thread_of_its_own(copied, worker):
-    done = []
-    worker.start(lambda: done.append(1))
-    again = copied(worker)
-    assert done == [1]
-    assert worker.start(threading.current_thread)() is not again.start(threading.current_thread)()
-    again.close()
-    assert worker.start(lambda: 3)() == 3

@@ -13,10 +13,9 @@ from dcl_optim import DCLOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
-    MODELS,
     assert_overlap_changes_nothing,
+    batch_norm_net,
     batches,
-    dropout_net,
     intra_op_threads,
     mlp,
     train,
@@ -64,10 +63,9 @@ LOOPS = {
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("network", MODELS)
-def test_every_loop(network, base, loop):
+def test_every_loop(base, loop):
     def script(overlap):
-        model = MODELS[network]()
+        model = batch_norm_net()
         optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, overlap=overlap)
         LOOPS[loop](model, optimizer, batches(STEPS))
         return optimizer
@@ -75,10 +73,9 @@ def test_every_loop(network, base, loop):
     assert_overlap_changes_nothing(script)
 
 
-@pytest.mark.parametrize("network", ["batch_norm", "dropout"])
-def test_several_threads_change_the_rounding_only(network):
+def test_several_threads_change_the_rounding_only():
     def script(overlap):
-        model = MODELS[network]()
+        model = batch_norm_net()
         optimizer = wrap(model, overlap=overlap)
         train(model, optimizer, batches(6, size=64))
         return optimizer
@@ -98,13 +95,10 @@ class Tied(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
         self.second.weight = self.first.weight
-        self.drop, self.head = nn.Dropout(0.2), nn.Linear(FEATURES, CLASSES)
+        self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, x):
-        return self.head(self.drop(self.second(torch.tanh(self.first(x)))))
-
-
-NARROW = {"mlp": partial(mlp, dtype=torch.float32), "tied": Tied, "dropout": lambda: dropout_net().float()}
+        return self.head(self.second(torch.tanh(self.first(x))))
 
 
 def two_views(model, optimizer, x, y):
@@ -129,10 +123,9 @@ def backward_between_forwards(model, optimizer, x, y):
 
 
 @pytest.mark.parametrize("micro_batches", [two_views, backward_inside, backward_between_forwards])
-@pytest.mark.parametrize("network", NARROW)
-def test_autocast_whose_cache_all_threads_share(network, micro_batches):
+def test_autocast_whose_cache_all_threads_share(micro_batches):
     def script(overlap):
-        model = NARROW[network]()
+        model = Tied()
         optimizer = wrap(model, overlap=overlap)
         for x, y in batches(STEPS, dtype=torch.float32):
             optimizer.zero_grad()
@@ -148,7 +141,7 @@ def test_float16_with_a_scaler_that_skips_a_step(parts):
     scales = {}
 
     def script(overlap):
-        model, scaler = dropout_net().float(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        model, scaler = batch_norm_net().float(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
         optimizer = wrap(model, overlap=overlap)
         for step, (x, y) in enumerate(batches(STEPS, dtype=torch.float32)):
             optimizer.zero_grad()
@@ -180,7 +173,6 @@ OPTIONS = {
     "every": {"companion_every": 3},
     "dtype": {"companion_dtype": torch.float32},
     "companion": {"companion": other_architecture},
-    "companion that draws": {"companion": partial(dropout_net, seed=5)},
     "optimizer": {"companion_optimizer": partial(torch.optim.Adam, lr=1e-3)},
     "lr scale": {"companion_lr_scale": 0.3},
     "kl": {"distance": "kl"},
@@ -188,10 +180,9 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("network", ["mlp", "dropout"])
-def test_every_option(network, option):
+def test_every_option(option):
     def script(overlap):
-        model = MODELS[network]()
+        model = mlp()
         optimizer = wrap(model, overlap=overlap, **OPTIONS[option])
         accumulate(model, optimizer, batches(STEPS))
         return optimizer
@@ -201,7 +192,7 @@ def test_every_option(network, option):
 
 def test_a_criterion_that_tells_the_factor():
     def script(overlap):
-        model, criterion = dropout_net(), nn.MultiMarginLoss()
+        model, criterion = mlp(), nn.MultiMarginLoss()
         optimizer = wrap(model, overlap=overlap, criterion=criterion)
         train(model, optimizer, batches(STEPS), loss=lambda z, y: 8 * criterion(z, y))
         return optimizer

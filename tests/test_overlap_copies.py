@@ -22,7 +22,7 @@ CHANGES = [(True, True), (True, False), (False, True)]
 
 def build(overlap):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.Dropout(0.2), nn.Linear(12, CLASSES)).double()
+    model = nn.Sequential(nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, CLASSES)).double()
     return DCLOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, overlap=overlap, weight=1.0)
 
 

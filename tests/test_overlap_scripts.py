@@ -16,7 +16,6 @@ from dcl_optim import lanes
 from tests.helpers import (
     CLASSES,
     FEATURES,
-    MODELS,
     assert_overlap_changes_nothing,
     assert_same,
     batch_norm_net,
@@ -36,7 +35,7 @@ STEPS = 20
 
 def test_two_wrapped_models_with_several_forwards_before_one_backward():
     def script(overlap, watched):
-        first, second = dropout_net(), batch_norm_net(seed=4)
+        first, second = mlp(), batch_norm_net(seed=4)
         optimizers = [wrap(model, overlap=overlap, loss_scale=1.0) for model in (first, second)]
         for x, y in batches(STEPS):
             for optimizer in optimizers:
@@ -83,17 +82,16 @@ def change_dtype(step, model, optimizer):
 
 
 def freeze_a_mode(step, model, optimizer):
-    model[2].train(step % 3 < 2)
+    model[1].train(step % 3 < 2)
 
 
 SCRIPTS = (evaluate_between, schedule, add_a_group, unfreeze, change_dtype, freeze_a_mode)
 
 
 @pytest.mark.parametrize("meddle", SCRIPTS)
-@pytest.mark.parametrize("network", ["batch_norm", "dropout"])
-def test_what_scripts_do_between_steps(network, meddle):
+def test_what_scripts_do_between_steps(meddle):
     def script(overlap):
-        model = MODELS[network]()
+        model = batch_norm_net()
         if meddle is unfreeze:
             unfreeze(0, model, None)  # before it is wrapped: the companion shares what is frozen then
         optimizer = wrap(model, overlap=overlap)
@@ -109,10 +107,9 @@ def test_what_scripts_do_between_steps(network, meddle):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("network", ["mlp", "dropout"])
-def test_the_whole_model_checkpointed(network, reentrant):
+def test_the_whole_model_checkpointed(reentrant):
     def script(overlap):
-        model = MODELS[network]()
+        model = mlp()
         optimizer = wrap(model, overlap=overlap)
         for x, y in batches(STEPS):
             optimizer.zero_grad()
@@ -139,7 +136,7 @@ def test_a_forward_inside_a_mode_that_belongs_to_the_callers_thread_is_serial(mo
     enter, beside = MODES[mode]
     found = {}
     for overlap in (False, True):
-        model = dropout_net()
+        model = mlp()
         optimizer = wrap(model, overlap=overlap)
         train(model, optimizer, batches(3))
         x, y = one()
@@ -154,14 +151,13 @@ def test_a_forward_inside_a_mode_that_belongs_to_the_callers_thread_is_serial(mo
     assert_same(found[True], found[False])
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_a_single_core_has_no_thread(cores, monkeypatch):
-    monkeypatch.setattr(lanes.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    model = dropout_net()
+def test_a_single_core_has_no_thread(monkeypatch):
+    monkeypatch.setattr(lanes.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    model = dropout_net()  # which needs no warning: the companion would run serially anyway
     with wrap(model, overlap=True) as optimizer:
         existing = worker_threads()  # those of earlier tests may still be ending
         train(model, optimizer, batches(4))
-        assert len(set(worker_threads()) - set(existing)) == cores - 1
+        assert set(worker_threads()) <= set(existing)
         found = snapshot(optimizer)
     serial = dropout_net()
     expected = wrap(serial)

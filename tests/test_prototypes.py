@@ -1,4 +1,4 @@
-"""The prototypes as an object: what users read, what is saved and copied, and the memory of many classes."""
+"""The prototypes as an object: what users read, what is saved and copied, and many classes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCPOptimizer
-from dcl_optim.departures import Departures
-from dcl_optim.table import Table
-from tests.dcp_forms import CLASSES, all_of, batches, form, many, network, train, wrap
+from tests.dcp_forms import CLASSES, batches, network, train, wrap
 from tests.helpers import assert_same
 
-__all__ = ["form", "many"]  # fixtures
 KEY = "dcl_optim.DCPOptimizer"
 
 
@@ -40,32 +38,50 @@ def read_back(state):
 # ---- what users read -------------------------------------------------------------------------------------------------
 
 
-def test_all_prototypes_and_those_of_some_classes_are_copies_of_the_same(form):
+def test_prototypes_are_a_copy():
     model, optimizer, criterion = trained()
-    some = torch.tensor([3, 11, 0, 3])
-    everything, asked = optimizer.prototypes, optimizer.prototypes_of(some)
-    assert everything.shape == (CLASSES, CLASSES)
-    assert torch.equal(everything[some], asked)
-    assert not asked[1].any()
-    assert optimizer.forecaster.seen[some].tolist() == [True, False, True, True]
-    before = everything.clone(), asked.clone()
+    held = optimizer.prototypes
+    assert held.shape == (CLASSES, CLASSES)
+    assert optimizer.forecaster.seen[[3, 11, 0]].tolist() == [True, False, True]
+    assert held[3].any()
+    assert not held[11].any()
+    before = held.clone()
     train(model, optimizer, batches(3, seed=2), criterion)
-    assert_same((everything, asked), before)
-    assert not torch.equal(optimizer.prototypes, everything)
+    assert_same(held, before)
+    assert not torch.equal(optimizer.prototypes, held)
 
 
-def test_the_prototypes_of_very_many_classes_are_refused_as_a_whole():
-    model = nn.Linear(1, 1)
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 100_000, weight=1.0, alpha=0.6)
-    with pytest.raises(RuntimeError, match=r"100000 classes would take 37 GiB; prototypes_of\(classes\)"):
-        _ = optimizer.prototypes
-    assert optimizer.prototypes_of(torch.tensor([99_999])).shape == (1, 100_000)
+@pytest.mark.parametrize(
+    ("classes", "dtype", "size"),
+    [
+        (16_385, torch.float32, "1.0 GiB"),
+        (16_385, torch.bfloat16, "1.0 GiB"),  # whose prototypes are float32
+        (11_586, torch.float64, "1.0 GiB"),
+        (100_000, torch.float32, "37.3 GiB"),
+    ],
+)
+def test_so_many_classes_that_their_prototypes_would_take_more_than_a_gibibyte_are_refused(classes, dtype, size):
+    model = nn.Linear(1, 1).to(dtype)
+    before = copy.deepcopy(model.__dict__)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=rf"num_classes={classes}.*would take {size}.*take DCLOptimizer"):
+        DCPOptimizer(base, model, classes)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        assert model.__dict__[hooks] == before[hooks] == {}
+
+
+@pytest.mark.parametrize(("classes", "dtype"), [(16_384, torch.float32), (11_585, torch.float64)])
+def test_prototypes_of_up_to_a_gibibyte_are_not(classes, dtype):
+    """On a device without memory."""
+    model = nn.Linear(1, 1, device="meta", dtype=dtype)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, classes)
+    assert optimizer.prototypes.shape == (classes, classes)
 
 
 # ---- states and copies -----------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_is_held_does_not_change(form):
+def test_a_state_that_is_held_does_not_change():
     model, optimizer, criterion = trained()
     held = optimizer.state_dict()[KEY]
     before, seen = copy.deepcopy(held), optimizer.forecaster.seen.sum()
@@ -74,7 +90,7 @@ def test_a_state_that_is_held_does_not_change(form):
     assert_same(held, before)
 
 
-def test_a_loaded_state_is_not_written_to(form):
+def test_a_loaded_state_is_not_written_to():
     model, optimizer, criterion = trained()
     state = copy.deepcopy(optimizer.state_dict())
     before = copy.deepcopy(state[KEY])
@@ -84,7 +100,7 @@ def test_a_loaded_state_is_not_written_to(form):
 
 
 @pytest.mark.parametrize("way", ["state", "deepcopy", "pickle"])
-def test_a_copy_goes_on_bit_for_bit(form, way):
+def test_a_copy_goes_on_bit_for_bit(way):
     model, optimizer, criterion = trained()
     if way == "state":
         again, second, other = network(seed=4), None, nn.CrossEntropyLoss()
@@ -98,51 +114,51 @@ def test_a_copy_goes_on_bit_for_bit(form, way):
     for net, wrapped, loss in ((model, optimizer, criterion), (again, second, other)):
         train(net, wrapped, batches(6, seed=2), loss)
     assert_same(model, again)
-    assert_same(all_of(optimizer), all_of(second))
+    assert_same(optimizer.prototypes, second.prototypes)
 
 
-def test_a_copy_between_backward_and_step_learns_the_same(form):
+def test_a_copy_between_backward_and_step_learns_the_same():
     model, optimizer, criterion = trained()
     ((x, y),) = batches(1, seed=6)
     criterion(model(x), y).backward()
     _, second = copy.deepcopy((model, optimizer))  # torch copies parameters without their gradients
     for wrapped in (optimizer, second):
         wrapped.step()
-    assert_same(all_of(optimizer), all_of(second))
-    assert not torch.equal(all_of(optimizer), all_of(trained()[1]))
+    assert_same(optimizer.prototypes, second.prototypes)
+    assert not torch.equal(optimizer.prototypes, trained()[1].prototypes)
 
 
-def test_an_earlier_state_takes_back_what_came_after_it(form):
+def test_an_earlier_state_takes_back_what_came_after_it():
     model, optimizer, criterion = trained(2)
-    state, before = copy.deepcopy(optimizer.state_dict()), all_of(optimizer)
+    state, before = copy.deepcopy(optimizer.state_dict()), optimizer.prototypes
     train(model, optimizer, batches(9, seed=2), criterion)
     assert optimizer.forecaster.seen.sum() > 8
     optimizer.load_state_dict(state)
-    assert_same(all_of(optimizer), before)
+    assert_same(optimizer.prototypes, before)
     assert optimizer.forecaster.seen.sum() == 5
 
 
-def test_a_state_of_many_classes_holds_the_rows_of_those_seen(many):
+def test_a_state_holds_all_prototypes_and_which_classes_were_seen():
     _, optimizer, _ = trained(2)
-    classes, rows = optimizer.state_dict()[KEY]["forecaster"]["table"]
-    assert classes.tolist() == sorted({int(k) for _, y in batches(2) for k in y}) == [0, 1, 2, 3, 4]
-    assert_same(rows, optimizer.prototypes_of(classes))
-    assert rows.shape == (5, CLASSES)
+    state = optimizer.state_dict()[KEY]["forecaster"]
+    assert state.keys() == {"values", "seen"}
+    assert_same(state["values"], optimizer.prototypes)
+    assert state["seen"].nonzero().flatten().tolist() == sorted({int(k) for _, y in batches(2) for k in y})
 
 
-@pytest.mark.parametrize("saved_with", ["few", "many"])
-def test_either_form_loads_the_other_ones_state(form, saved_with):
+def test_a_state_of_the_first_edition_is_read():
+    """Of more than 256 classes it had the rows of those seen."""
     _, optimizer, _ = trained()
-    classes, rows = optimizer.forecaster._table.contents()
-    states = {
-        "few": {"values": optimizer.prototypes, "seen": optimizer.forecaster.seen.clone()},
-        "many": {"table": (classes, rows)},
-    }
-    second = wrap(network())
-    second.forecaster.check_state(states[saved_with])
-    second.forecaster.load_state_dict(states[saved_with])
-    assert_same(all_of(second), all_of(optimizer))
+    classes = optimizer.forecaster.seen.nonzero().flatten()
+    state = optimizer.state_dict()
+    state[KEY] = {"steps": 5, "forecaster": {"table": (classes, optimizer.prototypes[classes])}}
+    model, second, criterion = trained(9)
+    assert second.forecaster.seen.sum() > len(classes)
+    second.load_state_dict(read_back(state))
+    assert_same(second.prototypes, optimizer.prototypes)
     assert_same(second.forecaster.seen, optimizer.forecaster.seen)
+    train(model, second, batches(1), criterion)
+    assert_same(state[KEY]["forecaster"]["table"][1], optimizer.prototypes[classes])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +172,7 @@ def test_either_form_loads_the_other_ones_state(form, saved_with):
         ({"table": (torch.tensor([2, 2]), torch.zeros(2, 12))}, r"names classes twice or outside of 0..11"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(form, state, message):
+def test_a_state_that_does_not_fit_changes_nothing(state, message):
     _, optimizer, _ = trained()
     whole = optimizer.state_dict()
     before = copy.deepcopy(whole[KEY])
@@ -168,8 +184,7 @@ def test_a_state_that_does_not_fit_changes_nothing(form, state, message):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*unavailable or uninitialized")
-def test_distributed_checkpoints_load_into_a_fresh_optimizer(form, tmp_path):
-    """Of many classes a fresh optimizer has no rows yet: the saved ones have another size."""
+def test_distributed_checkpoints_load_into_a_fresh_optimizer(tmp_path):
     model, optimizer, _ = trained()
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=tmp_path)
@@ -178,11 +193,11 @@ def test_distributed_checkpoints_load_into_a_fresh_optimizer(form, tmp_path):
     states = dict(zip(("model", "optimizer"), get_state_dict(again, second), strict=True))
     dcp.load(states, checkpoint_id=tmp_path)
     set_state_dict(again, second, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    assert_same(all_of(second), all_of(optimizer))
+    assert_same(second.prototypes, optimizer.prototypes)
     assert_same(second.forecaster.seen, optimizer.forecaster.seen)
 
 
-def test_a_model_that_is_widened_between_backward_and_step(form):
+def test_a_model_that_is_widened_between_backward_and_step():
     results = []
     for widened in (True, False):
         model = network(dtype=torch.float32 if widened else torch.float64)
@@ -194,69 +209,53 @@ def test_a_model_that_is_widened_between_backward_and_step(form):
         model.double()
         criterion(model(x_2), y_2).backward()
         optimizer.step()
-        results.append(all_of(optimizer))
+        results.append(optimizer.prototypes)
         assert optimizer.prototypes.dtype == torch.float64
     assert_same(*results, rtol=1e-5, atol=1e-6)
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- many classes ----------------------------------------------------------------------------------------------------
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes how many numbers the largest result of any operation has."""
+class NoPassOverAll(TorchDispatchMode):
+    """Refuses operations on tensors of a size or more, but for reading, adding to and setting some of their rows."""
 
-    def __init__(self):
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.numbers = 0
+        self._size = size
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.numbers = max(self.numbers, tensor.numel())
+        rows_only = function.is_view or function.overloadpacket.__name__.startswith("index")
+        whole = [] if rows_only else [args, kwargs]
+        if function.overloadpacket.__name__ not in ("index_add_", "index_copy_", "index_put_"):
+            whole.append(() if function.is_view else result)
+        large = [t for t in tree_leaves(whole) if isinstance(t, torch.Tensor) and t.numel() >= self._size]
+        assert not large, f"{function} on {[tuple(t.shape) for t in large]}"
         return result
 
 
-@pytest.mark.parametrize("reduction", ["mean", "per_class"])
-def test_no_tensor_is_larger_than_the_logits_or_the_classes_seen(reduction):
-    count, size = 20_000, 6
+def labels_of(kind: str, y: torch.Tensor, classes: int) -> torch.Tensor:
+    if kind != "soft":
+        return y
+    return 0.75 * nn.functional.one_hot(y, classes) + 0.25 * nn.functional.one_hot(y.flip(0), classes)
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft", "per_class"])
+def test_a_step_passes_over_the_prototypes_of_its_own_classes_only(kind):
+    classes, size = 1000, 6
     torch.manual_seed(0)
-    model, criterion = nn.Linear(2, count), nn.CrossEntropyLoss(ignore_index=7)
+    model, criterion = nn.Linear(2, classes), nn.CrossEntropyLoss(ignore_index=7 if kind == "hard" else -100)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DCPOptimizer(base, model, count, criterion=criterion, reduction=reduction, weight=1.0, alpha=0.6)
-    labels = torch.randint(count, (3, size)).index_fill_(1, torch.tensor([0]), 7)
-    with LargestTensor() as largest:
+    reduction = "per_class" if kind == "per_class" else "mean"
+    optimizer = DCPOptimizer(base, model, classes, criterion=criterion, reduction=reduction, alpha=0.6)
+    labels = torch.randint(classes, (3, size)).index_fill_(1, torch.tensor([0]), 7)
+    with NoPassOverAll(classes * classes):
         for y in labels.repeat(2, 1):
-            train(model, optimizer, [(torch.randn(size, 2), y)], criterion)
-            optimizer.state_dict()
-    seen = 3 * (size - 1)
-    assert optimizer.forecaster.seen.sum() == seen
-    assert largest.numbers <= 2 * seen * count
-    assert count * seen <= optimizer.forecaster._table.nbytes / 4 <= 2 * count * (seen + 1)
-
-
-def test_a_table_grows_by_doubling_and_keeps_its_rows(many):
-    table = Table(40, torch.zeros((), dtype=torch.float64))
-    expected, capacities = torch.zeros(40, 40, dtype=torch.float64), []
-    for k in torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist():
-        table.admit(torch.zeros(41).index_fill_(0, torch.tensor([k, 40]), 1.0))
-        table.add(torch.tensor([k, 40]), torch.tensor([[k + 1.0], [0.0]], dtype=torch.float64).expand(2, 40))
-        expected[k] = k + 1.0
-        assert_same(table.look_up(torch.arange(40)), expected)
-        assert not table.look_up(torch.tensor([40])).any()
-        capacities.append(table.nbytes // (40 * 8))
-    assert sorted(set(capacities)) == [2, 4, 8, 16, 32, 41]
-    assert table.complete
-    assert_same(table.to(torch.zeros(())).look_up(torch.arange(40)), expected.float())
-
-
-def test_once_a_class_leaves_one_sum_a_class_and_the_totals_as_they_are():
-    """Else atomic additions, in whatever order they come, would round to other bits on each process."""
-    torch.manual_seed(0)
-    classes = torch.randint(6, (30,))
-    some = Departures(classes, torch.randn(30, 5, dtype=torch.float64), torch.rand(30, dtype=torch.float64))
-    once = some.once_a_class(5)  # class 5 stands for none
-    for k in classes.unique():
-        assert (once.counts[classes == k] != 0).sum() == (once.sums[classes == k] != 0).any(1).sum() == 1
-        assert_same(once.sums[classes == k].sum(0), some.sums[classes == k].sum(0), atol=1e-14)
-        assert_same(once.counts[classes == k].sum(), some.counts[classes == k].sum(), atol=1e-14)
+            optimizer.zero_grad()
+            for rows in torch.arange(size).split([4, 2]):
+                target = labels_of(kind, y, classes)[rows]
+                criterion(model(torch.randn(len(rows), 2)), target).backward()
+            optimizer.step()
+    assert optimizer.forecaster.seen.sum() == 3 * (size - 1) + int(kind != "hard")
+    assert optimizer.penalty > 0

@@ -37,7 +37,6 @@ def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
     optimizer.step(z)  # pyright: ignore[reportArgumentType]
     optimizer.companion = nn.Linear(1, 1)  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.load_state_dict([])  # pyright: ignore[reportArgumentType]
-    prototypes.prototypes_of([0])  # pyright: ignore[reportArgumentType]
     prototypes.set_targets("labels")  # pyright: ignore[reportArgumentType]
     logit_drift(z)  # pyright: ignore[reportCallIssue]
     LogitDrift(10)  # pyright: ignore[reportCallIssue]
