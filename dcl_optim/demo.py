@@ -199,7 +199,8 @@ def report(args: argparse.Namespace, histories: dict[str, list[History]], interr
     print(format_table(rows, split), "\n")
     for row in rows[1:]:
         print(verdict(row))
-    training_curves(histories, args.out / "curves.png", title=f"digits, {args.train_size} training images", split=split)
+    curves = training_curves(histories, title=f"digits, {args.train_size} training images", split=split)
+    curves.savefig(args.out / "curves.png")
     print(f"\nWrote {args.out / 'results.json'} and {args.out / 'curves.png'}.")
 
 

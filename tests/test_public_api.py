@@ -71,18 +71,11 @@ dcl_optim.metrics.streaming.LogitDrift(**kwargs)
     .full_state_update = False
     .is_differentiable = False
     .update(self, logits_before, logits_after)
-dcl_optim.plots.class_embedding(logits, labels, path, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.class_embedding_figure(logits, labels, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.curves_figure(histories, title, split)
-dcl_optim.plots.histogram_figure(logits, labels, class_index, class_names=None, *, most=8, title=None)
-dcl_optim.plots.logit_embedding(before, after, labels, path, class_names=None, *, epochs=('before', 'after'),
-        title=None)
-dcl_optim.plots.logit_embedding_figure(before, after, labels, class_names=None, *, epochs=('before', 'after'),
-        title=None)
-dcl_optim.plots.perplexity_bars(logits, labels, path, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.perplexity_figure(logits, labels, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.top_non_target_histogram(logits, labels, class_index, path, class_names=None, *, most=8, title=None)
-dcl_optim.plots.training_curves(histories, path, *, title='Training with and without a companion', split='test')
+dcl_optim.plots.class_embedding(logits, labels, class_names=None, *, classes=None, title=None)
+dcl_optim.plots.logit_embedding(before, after, labels, class_names=None, *, epochs=('before', 'after'), title=None)
+dcl_optim.plots.perplexity_bars(logits, labels, class_names=None, *, classes=None, title=None)
+dcl_optim.plots.top_non_target_histogram(logits, labels, class_index, class_names=None, *, most=8, title=None)
+dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.functional.to_rows(tensor, class_dim=1)
 dcl_optim.functional.mse(z, c, reduction='mean')
 dcl_optim.functional.l1(z, c, reduction='mean')
