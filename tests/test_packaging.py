@@ -47,7 +47,7 @@ def metadata(wheel) -> Message:
 def test_wheel_has_the_package_and_nothing_else(wheel):
     names = {name for name in wheel.namelist() if not name.startswith(f"{NAME}.dist-info/")}
     assert names == files_of("dcl_optim")
-    assert {"dcl_optim/py.typed", "dcl_optim/demo.py"} <= names
+    assert {"dcl_optim/py.typed", "dcl_optim/demo/__init__.py"} <= names
     assert f"{NAME}.dist-info/licenses/LICENSE" in wheel.namelist()
 
 
