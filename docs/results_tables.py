@@ -24,7 +24,7 @@ PAGES = (
 
 def demo(name: str = "demo") -> str:
     """The demo's table, as it prints it."""
-    from dcl_optim.report import Row, format_table
+    from dcl_optim.demo.report import Row, format_table
 
     found = json.loads((RESULTS / f"{name}.json").read_text())
     return "```text\n" + format_table([Row(**row) for row in found["table"]], "test") + "\n```"
@@ -41,7 +41,7 @@ def experiment(name: str) -> str:
 def side_by_side(names: Sequence[str]) -> str:
     """Experiments with the same rows: the baseline's accuracy, and each other row's difference to it."""
     from benchmarks.table import grid
-    from dcl_optim.report import mean_and_error, plus_minus
+    from dcl_optim.demo.report import mean_and_error, plus_minus
     from examples.paper.experiments import EXPERIMENTS
     from examples.paper.table import accuracy, by_label, paired
 

@@ -13,7 +13,8 @@ import torch
 for package in ("sklearn", "tqdm", "matplotlib"):
     pytest.importorskip(package)
 
-from dcl_optim import __version__, demo, report  # noqa: E402
+from dcl_optim import __version__, demo  # noqa: E402
+from dcl_optim.demo import digits, report, training  # noqa: E402
 
 TINY = ["--epochs", "2", "--seeds", "2", "--train-size", "64"]
 
@@ -37,13 +38,13 @@ def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pyt
     lines = printed.splitlines()
     starts = [line.split()[0] for line in lines[2:7] if line]
     assert starts == ["method", "-" * len(lines[3]), "plain", "DCL", "DCP"]
-    assert lines[0].startswith("digits: 64 training and 597 test images, 2 epochs, 2 seeds")
+    assert lines[0] == "digits: 64 training and 597 test images, 2 epochs, 2 seeds; default weight and alpha"
     assert {path.name for path in (tmp_path / "deep" / "out").iterdir()} == {"results.json", "curves.png"}
     assert results["arguments"]["epochs"] == 2
     assert results["interrupted"] is False
-    assert [len(results["histories"][method]) for method in demo.METHODS] == [2, 2, 2]
+    assert [len(results["histories"][method]) for method in training.METHODS] == [2, 2, 2]
     plain, dcl, dcp = results["table"]
-    parameters = sum(p.numel() for p in demo.make_model().parameters())
+    parameters = sum(p.numel() for p in digits.make_model().parameters())
     assert [row["parameters_added"] for row in (plain, dcl, dcp)] == [0, parameters, 0]
     assert plain["bytes_added"] == 0
     assert dcl["bytes_added"] > 2 * 4 * parameters  # the companion and its momentum
@@ -67,6 +68,19 @@ def test_weight_zero_is_plain_training(tmp_path: Path):
             assert other["consistency"] == plain["consistency"]
 
 
+@pytest.mark.parametrize(("method", "alpha"), [("DCL", "0.6"), ("DCP", "0.97")])
+def test_by_default_weight_and_alpha_are_the_optimizers(
+    method: str, alpha: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Two epochs of several batches each: one batch alone would leave alpha without an effect."""
+    small = ("--seeds", "1", "--train-size", "200")
+    default = untimed(run(tmp_path / "default", *small))
+    given = untimed(run(tmp_path / "given", *small, "--weight", "0.1", "--alpha", alpha))
+    assert "seeds; weight 0.1, alpha " + alpha in capsys.readouterr().out
+    other = untimed(run(tmp_path / "other", *small, "--weight", "0.5", "--alpha", "0.1"))
+    assert default[method] == given[method] != other[method]
+
+
 def test_validation_images_are_other_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path, "--validation")
     assert "400 validation images" in capsys.readouterr().out
@@ -74,32 +88,32 @@ def test_validation_images_are_other_images(tmp_path: Path, capsys: pytest.Captu
 
 def test_splits_are_disjoint_stratified_and_fixed():
     labels = torch.tensor([0, 1] * 40 + [2] * 20)
-    order = demo.stratified_order(labels, seed=3)
+    order = digits.stratified_order(labels, seed=3)
     assert sorted(order.tolist()) == list(range(100))
     assert labels[order[:50]].bincount().tolist() == [20, 20, 10]
-    assert torch.equal(order, demo.stratified_order(labels, seed=3))
-    assert not torch.equal(order, demo.stratified_order(labels, seed=4))
+    assert torch.equal(order, digits.stratified_order(labels, seed=3))
+    assert not torch.equal(order, digits.stratified_order(labels, seed=4))
 
-    splits = demo.load_digits()
-    assert [len(labels) for _, labels in splits] == [demo.POOL_SIZE, demo.VALIDATION_SIZE, demo.TEST_SIZE]
+    splits = digits.load_digits()
+    assert [len(labels) for _, labels in splits] == [digits.POOL_SIZE, digits.VALIDATION_SIZE, digits.TEST_SIZE]
     for images, labels in splits:
         assert images.shape[1:] == (1, 8, 8)
         assert labels.bincount().max() <= 1.1 * labels.bincount().min()
-    whole = demo.stratified_order(torch.cat([labels for _, labels in splits]), 0)
-    assert len(whole.unique()) == demo.POOL_SIZE + demo.VALIDATION_SIZE + demo.TEST_SIZE
+    whole = digits.stratified_order(torch.cat([labels for _, labels in splits]), 0)
+    assert len(whole.unique()) == digits.POOL_SIZE + digits.VALIDATION_SIZE + digits.TEST_SIZE
     images = torch.cat([images.flatten(1) for images, _ in splits])
     assert len(images.unique(dim=0)) == len(images)  # no image is in two splits
 
 
 def interrupt_in_seed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    train = demo.Run.epoch
+    train = training.Run.epoch
 
-    def epoch(self: demo.Run) -> None:
+    def epoch(self: training.Run) -> None:
         if self.history["seed"] == seed and self.history["seconds"]:
             raise KeyboardInterrupt
         train(self)
 
-    monkeypatch.setattr(demo.Run, "epoch", epoch)
+    monkeypatch.setattr(training.Run, "epoch", epoch)
 
 
 def test_ctrl_c_reports_the_finished_seeds(
@@ -143,6 +157,7 @@ def test_ctrl_c_before_the_first_seed_is_finished(
         ["--lr", "0"],
         ["--epochs", "two"],
         ["--out", __file__],
+        ["--preset", "paper"],
         ["--unknown"],
     ],
 )
@@ -192,3 +207,4 @@ def test_as_a_module():
     for flag in ("--epochs", "--seeds", "--train-size", "--alpha", "--weight", "--validation", "--out"):
         assert flag in text
     assert "default: 40" in text
+    assert "default: each optimizer's own" in " ".join(text.split())

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.colors import to_hex
 
-from dcl_optim.plots import histogram_figure, perplexity_bars, perplexity_figure, top_non_target_histogram
+from dcl_optim.plots import perplexity_bars, top_non_target_histogram
 
 NAMES = ["leopard", "lion", "tiger", "road"]
 # Top non-target classes of eight leopards and two lions, by method.
@@ -57,7 +57,7 @@ def crowd(classes: int, each: int = 6, methods: int = 2) -> tuple[dict[str, Tens
 
 def test_histogram_is_the_shares():
     """Leopards. CE: tiger 3/8, lion 3/8, road 2/8; DCL: tiger 6/8, lion 2/8."""
-    figure = histogram_figure(both(), LABELS, 0, NAMES)
+    figure = top_non_target_histogram(both(), LABELS, 0, NAMES)
     (axes,) = figure.axes
     assert ticks(axes) == ["tiger", "lion", "road"]
     assert lengths(axes) == [[37.5, 37.5, 25.0], [75.0, 25.0, 0.0]]
@@ -67,7 +67,7 @@ def test_histogram_is_the_shares():
 
 
 def test_bars_of_a_class_stand_side_by_side():
-    (axes,) = histogram_figure(both(), LABELS, 0, NAMES).axes
+    (axes,) = top_non_target_histogram(both(), LABELS, 0, NAMES).axes
     assert axes.yaxis_inverted()
     for row in range(3):
         first, second = (container[row] for container in axes.containers)
@@ -78,15 +78,15 @@ def test_bars_of_a_class_stand_side_by_side():
 
 
 def test_histogram_adds_up_what_it_leaves_out():
-    (axes,) = histogram_figure(both(), LABELS, 0, NAMES, most=1).axes
+    (axes,) = top_non_target_histogram(both(), LABELS, 0, NAMES, most=1).axes
     assert ticks(axes) == ["tiger", "2 others"]
     assert lengths(axes) == [[37.5, 62.5], [75.0, 25.0]]
-    (axes,) = histogram_figure(both(), LABELS, 0, NAMES, most=2).axes
+    (axes,) = top_non_target_histogram(both(), LABELS, 0, NAMES, most=2).axes
     assert ticks(axes) == ["tiger", "lion", "1 other"]
 
 
 def test_one_tensor_needs_no_legend_and_no_names():
-    figure = histogram_figure(logits_naming(CE), LABELS, 1)
+    figure = top_non_target_histogram(logits_naming(CE), LABELS, 1)
     assert not figure.legends
     assert ticks(figure.axes[0]) == ["0", "2"]
     assert lengths(figure.axes[0]) == [[50.0, 50.0]]
@@ -99,7 +99,7 @@ def test_histogram_counts_as_a_loop_does():
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
         if label == 4:
             tops[max((value, k) for k, value in enumerate(row) if k != 4)[1]] += 1
-    (axes,) = histogram_figure(logits, labels, 4, most=10).axes
+    (axes,) = top_non_target_histogram(logits, labels, 4, most=10).axes
     drawn = dict(zip(map(int, ticks(axes)), lengths(axes)[0], strict=True))
     assert drawn == pytest.approx({k: 100 * n / 30 for k, n in tops.items()})
     assert lengths(axes)[0] == sorted(drawn.values(), reverse=True)
@@ -107,7 +107,7 @@ def test_histogram_counts_as_a_loop_does():
 
 def test_perplexity_by_hand():
     """CE: (3/8)^(-3/4) (2/8)^(-1/4) for leopards, 2 for lions; DCL: (3/4)^(-3/4) (1/4)^(-1/4) and 1."""
-    figure = perplexity_figure(both(), LABELS, NAMES)
+    figure = perplexity_bars(both(), LABELS, NAMES)
     (axes,) = figure.axes
     plain, dcl = 0.375**-0.75 * 0.25**-0.25, 0.75**-0.75 * 0.25**-0.25
     assert ticks(axes) == ["leopard", "lion"]
@@ -118,7 +118,7 @@ def test_perplexity_by_hand():
 
 def test_perplexity_names_the_two_most_frequent():
     """Equal counts in the order of the classes; no second where there is none."""
-    (axes,) = perplexity_figure(both(), LABELS, NAMES).axes
+    (axes,) = perplexity_bars(both(), LABELS, NAMES).axes
     texts = [(text.get_text(), to_hex(text.get_color())) for text in axes.texts]
     black, green = "#000000", "#009e73"
     assert texts == [
@@ -127,8 +127,8 @@ def test_perplexity_names_the_two_most_frequent():
     ]
 
 
-def test_names_beside_the_bars_stay_in_the_picture():
-    figure = perplexity_figure(both(), LABELS, ["a name of a class that is as long as names get"] * 4)
+def test_names_next_to_the_bars_stay_in_the_image():
+    figure = perplexity_bars(both(), LABELS, ["a name of a class that is as long as names get"] * 4)
     figure.canvas.draw()
     (axes,) = figure.axes
     boxes = [text.get_window_extent() for text in axes.texts]
@@ -139,17 +139,17 @@ def test_names_beside_the_bars_stay_in_the_picture():
 
 def test_sorted_by_the_first_method():
     methods, labels = crowd(10, 20)
-    (axes,) = perplexity_figure(methods, labels).axes
+    (axes,) = perplexity_bars(methods, labels).axes
     first, second = lengths(axes)
     assert first == sorted(first, reverse=True)
     assert second != sorted(second, reverse=True)
-    (axes,) = perplexity_figure(dict(reversed(methods.items())), labels).axes
+    (axes,) = perplexity_bars(dict(reversed(methods.items())), labels).axes
     assert lengths(axes)[0] == sorted(second, reverse=True)
 
 
 @pytest.mark.parametrize(("classes", "columns"), [(25, 1), (26, 2), (100, 4)])
 def test_many_classes_stand_in_columns(classes: int, columns: int):
-    figure = perplexity_figure(*crowd(classes, 40))
+    figure = perplexity_bars(*crowd(classes, 40))
     assert len(figure.axes) == columns
     assert sorted(int(tick) for axes in figure.axes for tick in ticks(axes)) == list(range(classes))
     down = [length for axes in figure.axes for length in lengths(axes)[0]]
@@ -162,7 +162,7 @@ def test_many_classes_stand_in_columns(classes: int, columns: int):
 def test_nothing_lies_on_anything_else(classes: int):
     """Ticks do not touch each other, nor the legend the axes' label."""
     methods, labels = crowd(classes)
-    figure = perplexity_figure(methods, labels, ["aquarium_fish"] * classes)
+    figure = perplexity_bars(methods, labels, ["aquarium_fish"] * classes)
     figure.canvas.draw()
     for axes in figure.axes:
         boxes = [text.get_window_extent() for text in axes.get_yticklabels()]
@@ -174,7 +174,7 @@ def test_nothing_lies_on_anything_else(classes: int):
 
 def test_more_than_a_hundred_classes_are_drawn_from():
     methods, labels = crowd(120, 2)
-    chosen = [{int(tick) for axes in perplexity_figure(methods, labels).axes for tick in ticks(axes)} for _ in "ab"]
+    chosen = [{int(tick) for axes in perplexity_bars(methods, labels).axes for tick in ticks(axes)} for _ in "ab"]
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 100
     assert max(chosen[0]) >= 100
@@ -182,21 +182,24 @@ def test_more_than_a_hundred_classes_are_drawn_from():
 
 def test_chosen_classes():
     methods, labels = crowd(30)
-    figure = perplexity_figure(methods, labels, classes=[7, 21, 3])
+    figure = perplexity_bars(methods, labels, classes=[7, 21, 3])
     assert sorted(map(int, ticks(figure.axes[0]))) == [3, 7, 21]
-    every = perplexity_figure(methods, labels)
+    every = perplexity_bars(methods, labels)
     of_all = {t: n for a in every.axes for t, n in zip(ticks(a), lengths(a)[0], strict=True)}
     assert lengths(figure.axes[0])[0] == [of_all[tick] for tick in ticks(figure.axes[0])]
 
 
 def test_files(tmp_path: Path):
-    top_non_target_histogram(both(), LABELS, 0, tmp_path / "histogram.png", NAMES, title="mine")
-    perplexity_bars(both(), LABELS, tmp_path / "perplexity.pdf", NAMES, title="mine")
+    histogram = top_non_target_histogram(both(), LABELS, 0, NAMES, title="mine")
+    perplexity = perplexity_bars(both(), LABELS, NAMES, title="mine too")
+    assert [figure.get_suptitle() for figure in (histogram, perplexity)] == ["mine", "mine too"]
+    histogram.savefig(tmp_path / "histogram.png")
+    perplexity.savefig(tmp_path / "perplexity.pdf")
     assert (tmp_path / "histogram.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "perplexity.pdf").read_bytes().startswith(b"%PDF")
 
 
-@pytest.mark.parametrize("draw", [histogram_figure, perplexity_figure])
+@pytest.mark.parametrize("draw", [top_non_target_histogram, perplexity_bars])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -210,7 +213,7 @@ def test_files(tmp_path: Path):
     ],
 )
 def test_bad_input(draw, change: dict, message: str):
-    arguments = {"logits": both(), "labels": LABELS, **({"class_index": 0} if draw is histogram_figure else {})}
+    arguments = {"logits": both(), "labels": LABELS, **({"class_index": 0} if draw is top_non_target_histogram else {})}
     with pytest.raises(ValueError, match=message):
         draw(**(arguments | change))
 
@@ -225,22 +228,22 @@ def test_bad_input(draw, change: dict, message: str):
 )
 def test_bad_histogram(change: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        histogram_figure(**({"logits": both(), "labels": LABELS, "class_index": 0} | change))
+        top_non_target_histogram(**({"logits": both(), "labels": LABELS, "class_index": 0} | change))
 
 
 @pytest.mark.parametrize("classes", [[], [0, 0], [2], [4], [-1]])
 def test_bad_classes(classes: list[int]):
     with pytest.raises(ValueError, match=r"classes is \[.*0\.\.3"):
-        perplexity_figure(both(), LABELS, classes=classes)
+        perplexity_bars(both(), LABELS, classes=classes)
 
 
 def test_no_samples():
     with pytest.raises(ValueError, match="labels is empty"):
-        perplexity_figure(torch.zeros(0, 4), LABELS[:0])
+        perplexity_bars(torch.zeros(0, 4), LABELS[:0])
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda: histogram_figure(both(), LABELS, 0), lambda: perplexity_figure(both(), LABELS)]
+    "draw", [lambda: top_non_target_histogram(both(), LABELS, 0), lambda: perplexity_bars(both(), LABELS)]
 )
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

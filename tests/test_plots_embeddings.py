@@ -16,7 +16,7 @@ pytest.importorskip("sklearn.manifold")
 from matplotlib.colors import to_hex
 from sklearn.manifold import TSNE
 
-from dcl_optim.plots import class_embedding, class_embedding_figure, logit_embedding, logit_embedding_figure
+from dcl_optim.plots import class_embedding, logit_embedding
 
 LABELS = torch.arange(18) % 3
 NAMES = ["leopard", "lion", "tiger"]
@@ -60,7 +60,7 @@ def tsne(logits: Tensor) -> np.ndarray:
 
 def test_both_epochs_in_one_embedding():
     before, after = clusters(), clusters(seed=1)
-    (axes,) = logit_embedding_figure(before, after, LABELS).axes
+    (axes,) = logit_embedding(before, after, LABELS).axes
     hollow, filled = hollow_and_filled(axes)
     expected = tsne(torch.cat([before, after]))
     assert np.allclose(by_sample(hollow), expected[:18], atol=1e-3)
@@ -70,14 +70,14 @@ def test_both_epochs_in_one_embedding():
 def test_a_shift_is_seen():
     """Two embeddings, each of its own epoch, would lie on each other."""
     before = clusters()
-    (axes,) = logit_embedding_figure(before, before + 100, LABELS).axes
+    (axes,) = logit_embedding(before, before + 100, LABELS).axes
     earlier, later = map(by_sample, hollow_and_filled(axes))
     apart = np.linalg.norm(earlier.mean(0) - later.mean(0))
     assert apart > 2 * max(earlier.std(), later.std())
 
 
 def test_lines_join_the_same_sample():
-    (axes,) = logit_embedding_figure(clusters(), clusters(seed=1), LABELS).axes
+    (axes,) = logit_embedding(clusters(), clusters(seed=1), LABELS).axes
     earlier, later = map(by_sample, hollow_and_filled(axes))
     joined = np.array([line.get_xydata() for line in axes.lines])
     assert np.array_equal(joined, np.stack([earlier, later], axis=1))
@@ -87,13 +87,13 @@ def test_title_is_the_mean_distance():
     """A third of the samples moves by (3, 4, 0), of length 5, the others stay: d = 5/3."""
     before = clusters()
     after = before + (LABELS == 1)[:, None] * torch.tensor([3.0, 4.0, 0.0])
-    figure = logit_embedding_figure({"CE": before, "DCL": before}, {"CE": after, "DCL": before + 0.0}, LABELS)
+    figure = logit_embedding({"CE": before, "DCL": before}, {"CE": after, "DCL": before + 0.0}, LABELS)
     assert [axes.get_title() for axes in figure.axes] == ["CE, d = 1.67", "DCL, d = 0"]
-    assert logit_embedding_figure(before, after, LABELS).axes[0].get_title() == "d = 1.67"
+    assert logit_embedding(before, after, LABELS).axes[0].get_title() == "d = 1.67"
 
 
 def test_classes_have_colours_and_names():
-    figure = logit_embedding_figure(clusters(), clusters(seed=1), LABELS, NAMES, epochs=("epoch 1", "epoch 2"))
+    figure = logit_embedding(clusters(), clusters(seed=1), LABELS, NAMES, epochs=("epoch 1", "epoch 2"))
     assert legend(figure) == ["epoch 1", "epoch 2", *NAMES]
     hollow, filled = hollow_and_filled(figure.axes[0])
     colours = [to_hex(c.get_facecolor()[0]) for c in filled]
@@ -106,7 +106,7 @@ def test_classes_have_colours_and_names():
 
 def test_forty_classes_look_different():
     labels = torch.arange(40)
-    figure = class_embedding_figure(clusters(labels, 40), labels, classes=range(40))
+    figure = class_embedding(clusters(labels, 40), labels, classes=range(40))
     looks = [(to_hex(c.get_facecolor()[0]), c.get_paths()[0].vertices.tobytes()) for c in figure.axes[0].collections]
     assert len(set(looks)) == 40
     assert not figure.legends
@@ -116,7 +116,7 @@ def test_forty_classes_look_different():
 def test_panels(panels: int, rows: int, columns: int):
     labels = LABELS[:4]
     logits = {f"epoch {index}": clusters(labels) for index in range(panels)}
-    figure = logit_embedding_figure(logits, logits, labels)
+    figure = logit_embedding(logits, logits, labels)
     assert [axes.get_title() for axes in figure.axes] == [f"epoch {index}, d = 0" for index in range(panels)]
     assert figure.axes[0].get_subplotspec().get_gridspec().get_geometry() == (rows, columns)
 
@@ -124,16 +124,18 @@ def test_panels(panels: int, rows: int, columns: int):
 @pytest.mark.parametrize("samples", [2, 3, 50])
 def test_few_and_many_samples(tmp_path: Path, samples: int):
     labels = torch.arange(samples) % 3
-    logit_embedding(clusters(labels), clusters(labels, seed=1), labels, tmp_path / "drift.png", title="mine")
+    figure = logit_embedding(clusters(labels), clusters(labels, seed=1), labels, title="mine")
+    assert figure.get_suptitle() == "mine"
+    figure.savefig(tmp_path / "drift.png")
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_method_in_an_embedding_of_its_own():
+def test_each_method_has_a_separate_embedding():
     methods = {"CE": clusters(), "DCL": clusters(seed=1).bfloat16()}
-    figure = class_embedding_figure(methods, LABELS, NAMES)
+    figure = class_embedding(methods, LABELS, NAMES)
     assert [axes.get_title() for axes in figure.axes] == ["CE", "DCL"]
     assert legend(figure) == NAMES
     for axes, logits in zip(figure.axes, methods.values(), strict=True):
@@ -142,7 +144,7 @@ def test_each_method_in_an_embedding_of_its_own():
 
 def test_only_the_classes_asked_for():
     logits = clusters()
-    figure = class_embedding_figure(logits, LABELS, NAMES, classes=[2, 0])
+    figure = class_embedding(logits, LABELS, NAMES, classes=[2, 0])
     assert legend(figure) == ["tiger", "leopard"]
     chosen = LABELS != 1
     tigers, leopards = figure.axes[0].collections
@@ -151,27 +153,27 @@ def test_only_the_classes_asked_for():
 
 def test_ten_of_many_classes():
     labels = torch.arange(60) % 30
-    figures = [class_embedding_figure(clusters(labels, 30), labels) for _ in "ab"]
+    figures = [class_embedding(clusters(labels, 30), labels) for _ in "ab"]
     assert len(figures[0].axes[0].collections) == 10
     assert legend(figures[0]) == legend(figures[1]) == sorted(legend(figures[0]), key=int)
     assert legend(figures[0]) != [str(index) for index in range(10)]
 
 
-def test_same_picture_every_time(tmp_path: Path):
+def test_same_image_every_time(tmp_path: Path):
     """More than 500 classes: from there scikit-learn starts at random unless told otherwise."""
-    labels, pictures = torch.arange(40), []
+    labels, images = torch.arange(40), []
     logits = torch.randn(40, 501, generator=torch.Generator().manual_seed(0))
     for seed in range(2):
         np.random.seed(seed)  # noqa: NPY002 - the global state that scikit-learn draws from by default
         torch.manual_seed(seed)
-        class_embedding(logits, labels, tmp_path / f"{seed}.png", classes=range(40))
-        pictures.append((tmp_path / f"{seed}.png").read_bytes())
-    assert pictures[0] == pictures[1]
+        class_embedding(logits, labels, classes=range(40)).savefig(tmp_path / f"{seed}.png")
+        images.append((tmp_path / f"{seed}.png").read_bytes())
+    assert images[0] == images[1]
 
 
 def test_clusters_stay_clusters():
     labels = torch.arange(120) % 3
-    (axes,) = class_embedding_figure(clusters(labels), labels).axes
+    (axes,) = class_embedding(clusters(labels), labels).axes
     places = [points(collection) for collection in axes.collections]
     for own in places:
         centre = own.mean(0)
@@ -180,7 +182,7 @@ def test_clusters_stay_clusters():
 
 
 def test_legend_hides_no_data():
-    figure = class_embedding_figure(clusters(), LABELS, ["a long name of a class"] * 3)
+    figure = class_embedding(clusters(), LABELS, ["a long name of a class"] * 3)
     figure.canvas.draw()
     assert figure.legends[0].get_window_extent().x0 >= figure.axes[0].bbox.x1
     assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
@@ -203,7 +205,7 @@ def test_legend_hides_no_data():
 )
 def test_bad_epochs(before, after, message: str):
     with pytest.raises(ValueError, match=message):
-        logit_embedding_figure(before, after, LABELS)
+        logit_embedding(before, after, LABELS)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +221,11 @@ def test_bad_epochs(before, after, message: str):
 )
 def test_bad_classes(change: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        class_embedding_figure(**({"logits": clusters(), "labels": LABELS} | change))
+        class_embedding(**({"logits": clusters(), "labels": LABELS} | change))
 
 
 @pytest.mark.parametrize("module", ["sklearn.manifold", "threadpoolctl", "matplotlib.figure"])
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, module: str):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"dcl-optim\[demo\]"):
-        class_embedding_figure(clusters(), LABELS)
+        class_embedding(clusters(), LABELS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,55 +23,40 @@ def top_non_target_histogram(
     logits: Logits,
     labels: Tensor,
     class_index: int,
-    path: str | Path,
     class_names: Sequence[str] | None = None,
     *,
     most: int = 8,
     title: str | None = None,
-) -> None:
-    r"""Draw the share of one class's samples by their top non-target class, :math:`p(k|c)`, methods side by side.
+) -> Figure:
+    r"""Draw the shares :math:`p(k|c)` of one class's samples by top non-target class, methods side by side.
 
     The classes with the largest shares, averaged over the methods, are shown from the largest on; the last bar holds
-    what is left.
+    the rest.
 
     Args:
         logits: floating point, (N, K), or such a tensor for each method, at most six; the paper takes the training
             and the test set.
         labels: integer classes in 0..K-1, (N,).
         class_index: the class c.
-        path: where the picture goes; the suffix chooses the format (.png, .pdf, .svg).
-        class_names: K names (default: the classes' numbers).
-        most: classes shown, at least 1.
-        title: the line above (default: names the class and its number of samples).
+        class_names: K names. Default: the classes' numbers.
+        most: how many classes are shown, at least 1. Default: 8.
+        title: the line above. Default: names the class and its number of samples.
+
+    Returns:
+        The figure; its ``savefig("histogram.png")`` writes it, the suffix chooses the format (.png, .pdf, .svg).
 
     Raises:
-        ValueError: arguments other than these, or a class without samples.
+        ValueError: the arguments are not those, or the class has no sample.
         ImportError: matplotlib is missing.
 
     Examples:
-        >>> import tempfile
         >>> logits, labels = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0]]), torch.tensor([0, 0])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "histogram.png")
-        ...     top_non_target_histogram({"CE": logits, "DCL": logits}, labels, 0, path, ["leopard", "lion", "tiger"])
-        ...     path.exists()
-        True
+        >>> figure = top_non_target_histogram({"CE": logits, "DCL": logits}, labels, 0, ["leopard", "lion", "tiger"])
+        >>> figure.get_suptitle()
+        'Class leopard: 2 samples by top non-target class'
 
     Source: Section 3.4 and Figure 2 (c).
     """
-    histogram_figure(logits, labels, class_index, class_names, most=most, title=title).savefig(path, dpi=150)
-
-
-def histogram_figure(
-    logits: Logits,
-    labels: Tensor,
-    class_index: int,
-    class_names: Sequence[str] | None = None,
-    *,
-    most: int = 8,
-    title: str | None = None,
-) -> Figure:
-    """Build the figure of :func:`top_non_target_histogram`."""
     if most < 1:
         raise ValueError(f"most is {most}; it must be at least 1")
     methods, labels = _methods(logits, labels)
@@ -101,53 +85,39 @@ def histogram_figure(
 def perplexity_bars(
     logits: Logits,
     labels: Tensor,
-    path: str | Path,
-    class_names: Sequence[str] | None = None,
-    *,
-    classes: Sequence[int] | None = None,
-    title: str | None = None,
-) -> None:
-    r"""Draw the non-target perplexity of each class, :math:`PP_c`, methods side by side; lower is more consistent.
-
-    Classes are sorted by the first method, the largest on top. Up to 25 classes, the most and (in green) the second
-    most frequent top non-target class stand beside each bar; more classes are laid out in columns without them.
-
-    Args:
-        logits: floating point, (N, K), or such a tensor for each method, at most six.
-        labels: integer classes in 0..K-1, (N,).
-        path: where the picture goes; the suffix chooses the format (.png, .pdf, .svg).
-        class_names: K names (default: the classes' numbers).
-        classes: those shown; the paper draws 20 of 100. Default: all that have samples, or of more than 100 of them
-            100 at random, the same every time.
-        title: the line above (default: how many classes are shown). The means in the legend are over these.
-
-    Raises:
-        ValueError: arguments other than these, or classes without samples.
-        ImportError: matplotlib is missing.
-
-    Examples:
-        >>> import tempfile
-        >>> logits, labels = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0]]), torch.tensor([0, 1])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "perplexity.png")
-        ...     perplexity_bars({"CE": logits, "DCL": logits}, labels, path)
-        ...     path.exists()
-        True
-
-    Source: Section 3.4 and Figure 3.
-    """
-    perplexity_figure(logits, labels, class_names, classes=classes, title=title).savefig(path, dpi=150)
-
-
-def perplexity_figure(
-    logits: Logits,
-    labels: Tensor,
     class_names: Sequence[str] | None = None,
     *,
     classes: Sequence[int] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Build the figure of :func:`perplexity_bars`."""
+    r"""Draw the non-target perplexity of each class, :math:`PP_c`, methods side by side; lower is more consistent.
+
+    Classes are sorted by the first method, the largest on top. Up to 25 classes, the most and (in green) the second
+    most frequent top non-target class are written next to each bar; more classes are laid out in columns without them.
+
+    Args:
+        logits: floating point, (N, K), or such a tensor for each method, at most six.
+        labels: integer classes in 0..K-1, (N,).
+        class_names: K names. Default: the classes' numbers.
+        classes: the classes shown; the paper draws 20 of 100. Default: all that have samples, or of more than 100 of
+            them 100 at random, the same every time. The means in the legend are over the classes shown.
+        title: the line above. Default: how many classes are shown.
+
+    Returns:
+        The figure; its ``savefig("perplexity.png")`` writes it, the suffix chooses the format (.png, .pdf, .svg).
+
+    Raises:
+        ValueError: the arguments are not those, or a class has no sample.
+        ImportError: matplotlib is missing.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0]]), torch.tensor([0, 1])
+        >>> figure = perplexity_bars({"CE": logits, "DCL": logits}, labels)
+        >>> figure.get_suptitle()
+        'Non-target perplexity of 2 classes'
+
+    Source: Section 3.4 and Figure 3.
+    """
     methods, labels = _methods(logits, labels)
     count = next(iter(methods.values())).shape[1]
     names, shown = names_of(count, class_names), classes_shown(classes, labels, count, MOST)
@@ -198,15 +168,15 @@ def _draw_bars(axes: Any, values: Sequence[Sequence[float]], ticks: Sequence[str
 
 
 def _name_top_two(axes: Any, shares: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Write each bar's most and second most frequent top non-target class beside it."""
+    """Write each bar's most and second most frequent top non-target class next to it."""
     for container, distribution in zip(axes.containers, shares, strict=True):
         for bar, row in zip(container, distribution, strict=True):
             best = row.argsort(descending=True, stable=True)[:2].tolist()
-            beside = {"textcoords": "offset points", "va": "center", "fontsize": "x-small"}
+            style = {"textcoords": "offset points", "va": "center", "fontsize": "x-small"}
             end = (bar.get_width(), bar.get_y() + bar.get_height() / 2)
-            text = axes.annotate(names[best[0]], end, (3, 0), **beside)
+            text = axes.annotate(names[best[0]], end, (3, 0), **style)
             if row[best[1]] > 0:
-                axes.annotate(names[best[1]], (1, 0.5), (4, 0), xycoords=text, color=COLOURS[3], **beside)
+                axes.annotate(names[best[1]], (1, 0.5), (4, 0), xycoords=text, color=COLOURS[3], **style)
 
 
 def _finish(figure: Figure, axes: Any, methods: Sequence[str], title: str) -> None:

@@ -1,4 +1,4 @@
-"""What all figures share: an empty figure and the colours."""
+"""An empty figure, and the colours, lines and markers of all figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARKERS = ("o", "s", "^", "D")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Build an empty figure, sizes in inches, without pyplot and its global state.
+    """Build an empty figure, sizes in inches, without pyplot and its global state; it is saved at 150 dots per inch.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -29,6 +29,6 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('plots need matplotlib: pip install "dcl-optim[demo]"') from error
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcl_optim.plots.canvas import COLOURS, LINES, new_figure
@@ -19,40 +18,33 @@ QUANTITIES = ("accuracy", "consistency")
 
 def training_curves(
     histories: Mapping[str, Sequence[Mapping[str, Any]]],
-    path: str | Path,
     *,
     title: str = "Training with and without a companion",
     split: str = "test",
-) -> None:
+) -> Figure:
     """Draw accuracy and top non-target consistency over the epochs, the mean over runs and its standard error.
 
     Args:
         histories: for each method its runs; a run has ``"accuracy"`` and ``"consistency"``, one value per epoch each,
             in [0, 1]. All runs of all methods have equally many epochs. Other keys are left alone.
-        path: where the picture goes; the suffix chooses the format (.png, .pdf, .svg).
-        title: the line above both panels.
-        split: the name of the images that the accuracy is measured on.
+        title: the line above both panels. Default: ``"Training with and without a companion"``.
+        split: the name of the images that the accuracy is measured on. Default: ``"test"``.
+
+    Returns:
+        The figure; its ``savefig("curves.png")`` writes it, the suffix chooses the format (.png, .pdf, .svg).
 
     Raises:
-        ValueError: no methods, no runs, no epochs, or runs of different lengths.
+        ValueError: there are no methods, no runs or no epochs, or runs of different lengths.
         ImportError: matplotlib is missing.
 
     Examples:
-        >>> import tempfile
         >>> run = {"accuracy": [0.5, 0.9], "consistency": [0.3, 0.4]}
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "curves.png")
-        ...     training_curves({"plain": [run], "DCL": [run]}, path)
-        ...     path.exists()
-        True
+        >>> figure = training_curves({"plain": [run], "DCL": [run]}, title="digits")
+        >>> figure.get_suptitle()
+        'digits (1 run)'
 
-    Source: the right-hand part of Figure 5 for the accuracy, Figure 2 for the consistency.
+    Source: Figure 5, right, for the accuracy; Figure 2 for the consistency.
     """
-    curves_figure(histories, title, split).savefig(path, dpi=150)
-
-
-def curves_figure(histories: Mapping[str, Sequence[Mapping[str, Any]]], title: str, split: str) -> Figure:
-    """Build the figure of :func:`training_curves`."""
     _check(histories)
     figure = new_figure(11, 4.4)
     left, right = figure.subplots(1, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,57 +26,41 @@ def logit_embedding(
     before: Logits,
     after: Logits,
     labels: Tensor,
-    path: str | Path,
     class_names: Sequence[str] | None = None,
     *,
     epochs: tuple[str, str] = ("before", "after"),
     title: str | None = None,
-) -> None:
+) -> Figure:
     """Draw how far the same samples' logits move between two epochs, by a t-SNE of both epochs' logits together.
 
-    A sample's hollow marker is its earlier logits, the filled one its later, and a line joins them. Each panel is an
-    embedding of its own: compare d, the :func:`~dcl_optim.metrics.logit_drift` in its title, not lengths in pictures.
+    A sample's hollow marker is its earlier logits, the filled one its later, and a line joins them. Each panel has a
+    separate embedding: compare d, the :func:`~dcl_optim.metrics.logit_drift` in its title, not the lengths drawn.
 
     Args:
         before: logits at the earlier epoch, (N, K), N of at least 2; or such a tensor for each panel, by its title,
             such as method and stage of training. The paper draws 50 test samples.
         after: logits of the same samples at the later epoch, the same shapes and titles.
         labels: integer classes in 0..K-1, (N,). Of more than 20 classes the legend is left out.
-        path: where the picture goes; the suffix chooses the format (.png, .pdf, .svg).
-        class_names: K names (default: the classes' numbers).
-        epochs: what the legend calls the two epochs.
-        title: the line above all panels (default: none).
+        class_names: K names. Default: the classes' numbers.
+        epochs: the names of the two epochs in the legend. Default: ``("before", "after")``.
+        title: the line above all panels. Default: none.
+
+    Returns:
+        The figure; its ``savefig("drift.png")`` writes it, the suffix chooses the format (.png, .pdf, .svg).
 
     Raises:
-        ValueError: arguments other than these, or logits that are not finite or all the same.
+        ValueError: the arguments are not those, or the logits are not finite or all the same.
         ImportError: matplotlib or scikit-learn is missing.
 
     Examples:
-        >>> import tempfile
         >>> labels = torch.arange(9) % 3
         >>> before = torch.eye(3)[labels] + torch.randn(9, 3, generator=torch.Generator().manual_seed(0)) / 9
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "drift.png")
-        ...     logit_embedding(before, before + 1, labels, path)
-        ...     path.exists()
-        True
+        >>> figure = logit_embedding(before, before + 1, labels)
+        >>> figure.axes[0].get_title()
+        'd = 1.73'
 
     Source: Figure 5, left.
     """
-    figure = logit_embedding_figure(before, after, labels, class_names, epochs=epochs, title=title)
-    figure.savefig(path, dpi=150)
-
-
-def logit_embedding_figure(
-    before: Logits,
-    after: Logits,
-    labels: Tensor,
-    class_names: Sequence[str] | None = None,
-    *,
-    epochs: tuple[str, str] = ("before", "after"),
-    title: str | None = None,
-) -> Figure:
-    """Build the figure of :func:`logit_embedding`."""
     earlier, _ = by_method("before", before, labels)
     later, labels = by_method("after", after, labels)
     if {name: z.shape for name, z in earlier.items()} != {name: z.shape for name, z in later.items()}:
@@ -101,54 +84,40 @@ def logit_embedding_figure(
 def class_embedding(
     logits: Logits,
     labels: Tensor,
-    path: str | Path,
-    class_names: Sequence[str] | None = None,
-    *,
-    classes: Sequence[int] | None = None,
-    title: str | None = None,
-) -> None:
-    """Draw how far the classes lie apart in the space of logits, by a t-SNE of their samples' logits.
-
-    Each method is an embedding of its own: distances compare within a panel only.
-
-    Args:
-        logits: floating point, (N, K), N of at least 2; or such a tensor for each method. The paper takes test data.
-            A t-SNE takes some seconds for 1000 samples.
-        labels: integer classes in 0..K-1, (N,).
-        path: where the picture goes; the suffix chooses the format (.png, .pdf, .svg).
-        class_names: K names (default: the classes' numbers).
-        classes: those shown. Default: all that have samples, or of more than 10 of them 10 at random, as in the
-            paper, the same every time. Of more than 20 classes the legend is left out.
-        title: the line above all panels (default: none).
-
-    Raises:
-        ValueError: arguments other than these, or logits that are not finite or all the same.
-        ImportError: matplotlib or scikit-learn is missing.
-
-    Examples:
-        >>> import tempfile
-        >>> labels = torch.arange(9) % 3
-        >>> logits = torch.eye(3)[labels] + torch.randn(9, 3, generator=torch.Generator().manual_seed(0)) / 9
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "classes.png")
-        ...     class_embedding({"CE": logits, "DCL": 2 * logits}, labels, path, ["leopard", "lion", "tiger"])
-        ...     path.exists()
-        True
-
-    Source: Figure 6.
-    """
-    class_embedding_figure(logits, labels, class_names, classes=classes, title=title).savefig(path, dpi=150)
-
-
-def class_embedding_figure(
-    logits: Logits,
-    labels: Tensor,
     class_names: Sequence[str] | None = None,
     *,
     classes: Sequence[int] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Build the figure of :func:`class_embedding`."""
+    """Draw how far the classes lie apart in the space of logits, by a t-SNE of their samples' logits.
+
+    Each method has a separate embedding: distances compare within a panel only.
+
+    Args:
+        logits: floating point, (N, K), N of at least 2; or such a tensor for each method. The paper takes test data.
+            A t-SNE takes some seconds for 1000 samples.
+        labels: integer classes in 0..K-1, (N,).
+        class_names: K names. Default: the classes' numbers.
+        classes: the classes shown. Default: all that have samples, or of more than 10 of them 10 at random, as in the
+            paper, the same every time. Of more than 20 classes the legend is left out.
+        title: the line above all panels. Default: none.
+
+    Returns:
+        The figure; its ``savefig("classes.png")`` writes it, the suffix chooses the format (.png, .pdf, .svg).
+
+    Raises:
+        ValueError: the arguments are not those, or the logits are not finite or all the same.
+        ImportError: matplotlib or scikit-learn is missing.
+
+    Examples:
+        >>> labels = torch.arange(9) % 3
+        >>> logits = torch.eye(3)[labels] + torch.randn(9, 3, generator=torch.Generator().manual_seed(0)) / 9
+        >>> figure = class_embedding({"CE": logits, "DCL": 2 * logits}, labels, ["leopard", "lion", "tiger"])
+        >>> [axes.get_title() for axes in figure.axes]
+        ['CE', 'DCL']
+
+    Source: Figure 6.
+    """
     methods, labels = by_method("logits", logits, labels)
     count = next(iter(methods.values())).shape[1]
     names, shown = names_of(count, class_names), classes_shown(classes, labels, count, MOST)
@@ -175,7 +144,7 @@ def _embed(name: str, logits: Tensor) -> Points:
             "needs finite logits that differ"
         )
     tsne = TSNE(perplexity=min(30.0, (len(logits) - 1) / 3), init="pca", random_state=0)
-    # Threads would add up in an order of their own each time, and a t-SNE magnifies the last bits.
+    # Threads would add up in another order each time, and a t-SNE magnifies the last bits.
     with threadpool_limits(1):
         return np.asarray(tsne.fit_transform(logits.double().numpy()))
 
@@ -185,7 +154,7 @@ def _shapes(logits: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _styles(classes: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Give each class a colour and a marker, a pair of its own for the first 40."""
+    """Give each class a colour and a marker; the first 40 pairs differ."""
     ten = len(CLASS_COLOURS)
     return {
         label: (CLASS_COLOURS[index % ten], MARKERS[(index + index // ten) % len(MARKERS)])
@@ -217,7 +186,7 @@ def _scatter(
 
 
 def _legend(figure: Figure, styles: Styles, names: Sequence[str], epochs: Sequence[str]) -> None:
-    """Name the classes, and the two epochs where there are such, beside all panels."""
+    """Name the classes, and the two epochs if any, to the right of all panels."""
     from matplotlib.lines import Line2D
 
     dot: dict[str, Any] = {"linestyle": "", "markersize": 5}

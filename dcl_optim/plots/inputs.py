@@ -1,4 +1,4 @@
-"""What the figures are drawn from, checked: logits by method, the classes' names, the classes shown."""
+"""Check what the figures are drawn from: logits by method, the classes' names, the classes shown."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Logits = Tensor | Mapping[str, Tensor]
 
 
 def by_method(name: str, logits: Logits, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Give the logits of each method, and the labels, on the CPU; one tensor is a method without a name.
+    """Return the logits of each method, and the labels, on the CPU; a single tensor is a method without a name.
 
     Raises:
-        ValueError: no method, shapes that differ, or logits or labels that :mod:`dcl_optim.metrics` refuses.
+        ValueError: there is no method, the shapes differ, or :mod:`dcl_optim.metrics` refuses logits or labels.
     """
     methods = {"": logits} if isinstance(logits, Tensor) else dict(logits)
     shapes = {method: tuple(values.shape) for method, values in methods.items()}
@@ -35,7 +35,7 @@ def _check(place: str, logits: Tensor, labels: Tensor) -> None:
 
 
 def names_of(classes: int, class_names: Sequence[str] | None) -> list[str]:
-    """Give every class's name; its number by default."""
+    """Return every class's name; its number by default."""
     names = [str(index) for index in range(classes)] if class_names is None else list(class_names)
     if len(names) != classes:
         raise ValueError(f"class_names has {len(names)} names; it must have {classes}, one for each class")
@@ -43,9 +43,9 @@ def names_of(classes: int, class_names: Sequence[str] | None) -> list[str]:
 
 
 def classes_shown(classes: Sequence[int] | None, labels: Tensor, count: int, most: int) -> list[int]:
-    """Check the classes asked for; by default all that have samples, or ``most`` of them drawn at random.
+    """Check the given classes; by default return all that have samples, or ``most`` of them drawn at random.
 
-    The draw is the same every time: figures of the same task show the same classes.
+    The draw is the same every time: figures of one task show the same classes.
     """
     present = labels.unique().tolist()
     if not present:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dcl_optim.report import mean_and_error, plus_minus
+from dcl_optim.demo.report import mean_and_error, plus_minus
 from examples.paper import records
 from examples.paper.records import Record
 from examples.paper.table import probability

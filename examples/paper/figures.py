@@ -93,17 +93,19 @@ def draw(title: str, part: str, names: Sequence[str], found: Mapping[str, Sequen
             for epoch in at.values()
         }
 
-    paths = {
-        what: Path(f"{start}-{what}.png") for what in ("curves", "perplexity", "top-non-target", "drift", "classes")
-    }
     histories = {label: [run.history() for run in runs] for label, runs in found.items()}
-    plots.training_curves(histories, paths["curves"], title=title, split=part)
-    plots.perplexity_bars(train, some.train[1], paths["perplexity"], names)
-    plots.top_non_target_histogram(train, some.train[1], hardest, paths["top-non-target"], names)
     epochs = ("the epoch before", "the epoch named")
-    plots.logit_embedding(panels(-1), panels(0), labels[few], paths["drift"], names, epochs=epochs)
-    plots.class_embedding({k: z[many] for k, z in last.items()}, labels[many], paths["classes"], names)
-    return list(paths.values())
+    figures = {
+        "curves": plots.training_curves(histories, title=title, split=part),
+        "perplexity": plots.perplexity_bars(train, some.train[1], names),
+        "top-non-target": plots.top_non_target_histogram(train, some.train[1], hardest, names),
+        "drift": plots.logit_embedding(panels(-1), panels(0), labels[few], names, epochs=epochs),
+        "classes": plots.class_embedding({k: z[many] for k, z in last.items()}, labels[many], names),
+    }
+    paths = [Path(f"{start}-{what}.png") for what in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(path)
+    return paths
 
 
 def most_errors(logits: Mapping[str, Tensor], labels: Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from dcl_optim.report import mean_and_error, plus_minus
+from dcl_optim.demo.report import mean_and_error, plus_minus
 from examples.paper.configuration import Experiment
 from examples.paper.records import Record
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
 from dcl_optim.metrics import logit_drift
-from dcl_optim.streams import LogitDrift
 
 
 def constructors(model: nn.Module, base: torch.optim.Optimizer, name: str) -> None:
@@ -39,6 +38,5 @@ def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
     optimizer.load_state_dict([])  # pyright: ignore[reportArgumentType]
     prototypes.set_targets("labels")  # pyright: ignore[reportArgumentType]
     logit_drift(z)  # pyright: ignore[reportCallIssue]
-    LogitDrift(10)  # pyright: ignore[reportCallIssue]
     optimizer.zero_gard()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     print(optimizer.prototypes)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
 from dcl_optim.functional import kl
-from dcl_optim.metrics import logit_drift, top_non_target_consistency
-from dcl_optim.streams import NonTargetPerplexity
+from dcl_optim.metrics import logit_drift, non_target_perplexity, top_non_target_consistency
 
 CLASSES, FEATURES = 3, 8
 
@@ -95,13 +94,12 @@ def prototypes() -> Tensor:
 
 def measures() -> tuple[float, float, float]:
     model, (x, y) = network(), batch()
-    perplexity = NonTargetPerplexity(CLASSES)
     with torch.no_grad():
         before: Tensor = model(x)
         after: Tensor = model(x + 0.1)
-    perplexity.update(before, y)
     consistency = top_non_target_consistency(before, y).nanmean().item()
-    return consistency, perplexity.compute().item(), logit_drift(before, after).item()
+    perplexity = non_target_perplexity(before, y).nanmean().item()
+    return consistency, perplexity, logit_drift(before, after).item()
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo's figures in a table and in words."""
+"""The demo's numbers in a table and in words."""
 
 from __future__ import annotations
 
@@ -24,18 +24,28 @@ class Row:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and standard error; no error from a single value."""
+    """Compute the mean and its standard error, which is None for a single value.
+
+    Examples:
+        >>> mean_and_error([1.0, 2.0, 3.0])
+        (2.0, 0.577...)
+    """
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return statistics.fmean(values), error
 
 
 def plus_minus(mean: float, error: float | None, sign: str = "") -> str:
-    """A mean and its standard error in words; the sign "+" is for differences."""
+    """Format a mean and its standard error; differences take the sign "+".
+
+    Examples:
+        >>> plus_minus(0.5, 0.25, sign="+")
+        '+0.50 ± 0.25'
+    """
     return f"{mean:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
-    """Compute the table from the last epoch of every run."""
+    """Compute the table's rows from the last epoch of every run."""
     final = {method: [100 * run["accuracy"][-1] for run in runs] for method, runs in histories.items()}
     seconds = {m: statistics.median(t for run in runs for t in run["seconds"]) for m, runs in histories.items()}
     rows = []
@@ -55,7 +65,7 @@ def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]
 
 
 def format_table(rows: Sequence[Row], split: str) -> str:
-    """Lay the rows out for a terminal."""
+    """Format the rows for a terminal."""
     head = ("method", f"{split} accuracy", "minus plain", "time/epoch", "parameters", "state memory")
     body = [
         (

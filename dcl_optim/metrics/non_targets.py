@@ -1,12 +1,4 @@
-r"""What the paper measures on logits: top non-target classes, their consistency and perplexity, and drift.
-
-The *top non-target* of a sample is the wrong class that the model ranks highest. A model that has found which classes
-resemble each other names the same one or two for all samples of a class.
-
-Letters: N samples, K classes, c a sample's class, :math:`N_c` its number of samples, :math:`p(k|c)` the share of them
-whose top non-target is k. *Absent* classes are those without a sample; they have no value, and ``Tensor.nanmean``
-leaves them out of an average.
-"""
+"""The top non-target classes: which they are, their counts, shares, consistency and perplexity."""
 
 from __future__ import annotations
 
@@ -18,14 +10,14 @@ def top_non_target(logits: Tensor, labels: Tensor) -> Tensor:
     r"""Find each sample's highest-ranked wrong class, :math:`\bar c_x = \arg\max_{k \ne y} f(\theta, x)_k`.
 
     Args:
-        logits: floating point, (N, K) with K of at least 2.
+        logits: floating point, (N, K) with K at least 2.
         labels: integer classes in 0..K-1, (N,).
 
     Returns:
         Integer classes, (N,). Of equal logits the lowest class counts.
 
     Raises:
-        ValueError: shapes, dtypes or labels other than these.
+        ValueError: the shapes, dtypes or labels are not those.
 
     Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
@@ -43,17 +35,17 @@ def top_non_target(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def top_non_target_counts(logits: Tensor, labels: Tensor) -> Tensor:
-    """Count the pairs of a sample's class and its top non-target.
+    r"""Count the samples of each class c whose top non-target is k, :math:`n_{ck} = N_c\,p(k|c)`.
 
     Args:
-        logits: floating point, (N, K) with K of at least 2.
+        logits: floating point, (N, K) with K at least 2.
         labels: integer classes in 0..K-1, (N,).
 
     Returns:
-        (K, K) integers, row c for class c.
+        (K, K) int64, row c for class c.
 
     Raises:
-        ValueError: shapes, dtypes or labels other than these.
+        ValueError: the shapes, dtypes or labels are not those.
 
     Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
@@ -61,25 +53,28 @@ def top_non_target_counts(logits: Tensor, labels: Tensor) -> Tensor:
         tensor([[0, 1, 1],
                 [1, 0, 0],
                 [0, 0, 0]])
+
+    Source: the counts in Section 3.4's p(k|c).
     """
     best, classes = top_non_target(logits, labels), logits.shape[1]
     return torch.bincount(labels.long() * classes + best, minlength=classes * classes).reshape(classes, classes)
 
 
 def non_target_distribution(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Share of each class's samples that rank k highest among the wrong classes.
+    r"""Compute the share of each class's samples whose top non-target is k.
 
     .. math:: p(k|c) = \frac{1}{N_c}\sum_{x:\,y = c}\mathbb{1}(\bar c_x = k), \qquad p(c|c) = 0
 
     Args:
-        logits: floating point, (N, K) with K of at least 2.
+        logits: floating point, (N, K) with K at least 2.
         labels: integer classes in 0..K-1, (N,).
 
     Returns:
-        (K, K), row c for class c; rows sum to one, and are zero for an absent class. float32, or float64 as the logits.
+        (K, K), row c for class c; each row sums to one, and is zero for an absent class. float32, or float64 if the
+        logits are.
 
     Raises:
-        ValueError: shapes, dtypes or labels other than these.
+        ValueError: the shapes, dtypes or labels are not those.
 
     Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
@@ -90,25 +85,26 @@ def non_target_distribution(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Section 3.4 and Figure 3.
     """
-    counts = top_non_target_counts(logits, labels).to(torch.promote_types(logits.dtype, torch.float32))
-    return counts / counts.sum(1, keepdim=True).clamp(min=1)
+    return shares_from_counts(top_non_target_counts(logits, labels), logits.dtype)
 
 
 def top_non_target_consistency(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Share of each class's samples that agree on its most frequent top non-target, :math:`\max_{k \ne c} p(k|c)`.
+    r"""Compute the share of each class's samples that have its most frequent top non-target.
 
-    Higher is more consistent: 1 where all samples of a class name the same one, 1/(K-1) at the least. On training data
-    the paper finds it correlated with the test accuracy.
+    .. math:: \max_{k \ne c} p(k|c)
+
+    Higher is more consistent: 1 if all samples of a class have the same one, at least 1/(K-1). On training data the
+    paper finds it correlated with the test accuracy.
 
     Args:
-        logits: floating point, (N, K) with K of at least 2.
+        logits: floating point, (N, K) with K at least 2.
         labels: integer classes in 0..K-1, (N,).
 
     Returns:
-        (K,), nan for an absent class.
+        (K,), nan for an absent class. float32, or float64 if the logits are.
 
     Raises:
-        ValueError: shapes, dtypes or labels other than these.
+        ValueError: the shapes, dtypes or labels are not those.
 
     Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
@@ -118,24 +114,25 @@ def top_non_target_consistency(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Section 3.4 and Figure 2.
     """
-    shares = non_target_distribution(logits, labels)
-    return _absent_as_nan(shares.amax(1), shares)
+    return consistency_from_counts(top_non_target_counts(logits, labels), logits.dtype)
 
 
 def non_target_perplexity(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Perplexity of each class's top non-targets, :math:`PP_c = \prod_{k \ne c} p(k|c)^{-p(k|c)}`.
+    r"""Compute the perplexity of each class's top non-targets.
 
-    Lower is more consistent: it is the number of classes that the top non-targets are spread over, from 1 to K-1.
+    .. math:: PP_c = \prod_{k \ne c} p(k|c)^{-p(k|c)}
+
+    Lower is more consistent: it is the effective number of classes among the top non-targets, from 1 to K-1.
 
     Args:
-        logits: floating point, (N, K) with K of at least 2.
+        logits: floating point, (N, K) with K at least 2.
         labels: integer classes in 0..K-1, (N,).
 
     Returns:
-        (K,), nan for an absent class.
+        (K,), nan for an absent class. float32, or float64 if the logits are.
 
     Raises:
-        ValueError: shapes, dtypes or labels other than these.
+        ValueError: the shapes, dtypes or labels are not those.
 
     Examples:
         >>> logits = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0], [5.0, 1.0, 2.0]])
@@ -144,42 +141,30 @@ def non_target_perplexity(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Section 3.4 and Figure 3.
     """
-    shares = non_target_distribution(logits, labels)
-    return _absent_as_nan(torch.special.entr(shares).sum(1).exp(), shares)
+    return perplexity_from_counts(top_non_target_counts(logits, labels), logits.dtype)
 
 
-def logit_drift(logits_before: Tensor, logits_after: Tensor) -> Tensor:
-    r"""Mean distance that the samples' logits moved, :math:`\frac1N\sum_i\lVert z'_i - z_i\rVert_2`.
-
-    Args:
-        logits_before: logits of an earlier model, (N, K).
-        logits_after: logits of a later model on the same samples, (N, K).
-
-    Returns:
-        A scalar; 0 for equal logits.
-
-    Raises:
-        ValueError: shapes other than these, or no samples.
-
-    Examples:
-        >>> logit_drift(torch.zeros(2, 2), torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
-        tensor(3.)
-
-    Source: Figure 5, whose d is an average distance in the space of logits; the paper does not spell it out.
-    """
-    if logits_before.ndim != 2 or 0 in logits_before.shape:
-        raise ValueError(f"logits_before has shape {tuple(logits_before.shape)}; it must be (N, K), neither of them 0")
-    if logits_after.shape != logits_before.shape:
-        raise ValueError(
-            f"logits_after has shape {tuple(logits_after.shape)}; it must be that of logits_before, "
-            f"{tuple(logits_before.shape)}"
-        )
-    wide = torch.promote_types(logits_before.dtype, torch.float32)
-    return torch.linalg.vector_norm(logits_after.detach().to(wide) - logits_before.detach().to(wide), dim=1).mean()
+# ---- from counts, which batches can be added up to -------------------------------------------------------------------
 
 
-def _absent_as_nan(values: Tensor, shares: Tensor) -> Tensor:
-    return values.masked_fill(shares.sum(1) == 0, float("nan"))
+def shares_from_counts(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide each row of counts (K, K) by its sum, in at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return counts.to(wide) / counts.sum(1, keepdim=True).clamp(min=1).to(wide)
+
+
+def consistency_from_counts(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute :func:`top_non_target_consistency` from the counts (K, K)."""
+    return _absent_as_nan(shares_from_counts(counts, dtype).amax(1), counts)
+
+
+def perplexity_from_counts(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute :func:`non_target_perplexity` from the counts (K, K)."""
+    return _absent_as_nan(torch.special.entr(shares_from_counts(counts, dtype)).sum(1).exp(), counts)
+
+
+def _absent_as_nan(values: Tensor, counts: Tensor) -> Tensor:
+    return values.masked_fill(counts.sum(1) == 0, float("nan"))
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Streams over batches against the measures of all samples in one, a twin in pure Python, and torchmetrics itself."""
+"""The torchmetrics over batches against the functions of all samples in one, and against a twin in pure Python."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from dcl_optim import metrics
-from dcl_optim.streams import LogitDrift, NonTargetPerplexity, Stream, TopNonTargetConsistency, as_torchmetric
+from dcl_optim.metrics.streaming import LogitDrift, NonTargetPerplexity, TopNonTargetConsistency
 from tests.helpers import on_two_ranks
 
 CLASSES = 4
@@ -46,10 +46,10 @@ def in_one(batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat(first), torch.cat(second)
 
 
-def fed(stream: Stream, batches: list[tuple[Tensor, Tensor]]) -> Stream:
+def fed(metric: Metric, batches: list[tuple[Tensor, Tensor]]) -> Metric:
     for batch in batches:
-        stream.update(*batch)
-    return stream
+        metric.update(*batch)
+    return metric
 
 
 def assert_bitwise(value: Tensor, expected: Tensor) -> None:
@@ -82,8 +82,8 @@ def test_against_a_twin_that_counts_in_python(samples: list[tuple[list[int], int
     perplexity = NonTargetPerplexity(CLASSES, average="none")
     for rows, labels in batches:
         logits = torch.tensor(rows, dtype=torch.float64).reshape(-1, CLASSES)
-        for stream in (consistency, perplexity):
-            stream.update(logits, torch.tensor(labels, dtype=torch.long))
+        for metric in (consistency, perplexity):
+            metric.update(logits, torch.tensor(labels, dtype=torch.long))
     for c, names in named.items():
         shares = [n / len(names) for n in Counter(names).values()]
         expected = max(shares, default=math.nan), math.prod(p**-p for p in shares) if names else math.nan
@@ -93,10 +93,10 @@ def test_against_a_twin_that_counts_in_python(samples: list[tuple[list[int], int
 
 @pytest.mark.parametrize(("kind", "measure"), BY_CLASS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", [[], [1], [0, 3], [2, 1, 1], [17, 64, 0, 5], [300, 301]])
+@pytest.mark.parametrize("sizes", [[0], [1], [0, 3], [2, 1, 1], [17, 64, 0, 5], [300, 301]])
 def test_equals_the_measure_of_all_batches_in_one_to_the_last_bit(kind, measure, sizes: list[int], dtype: torch.dtype):
     batches = random_batches(sizes, seed=sum(sizes), dtype=dtype)
-    expected = measure(*in_one(batches or random_batches([0], 0)))
+    expected = measure(*in_one(batches))
     assert_bitwise(fed(kind(CLASSES, average="none"), batches).compute(), expected)
     assert_bitwise(fed(kind(CLASSES), batches).compute(), expected.nanmean())
 
@@ -105,17 +105,17 @@ def test_equals_the_measure_of_all_batches_in_one_to_the_last_bit(kind, measure,
 def test_one_batch_in_float64_makes_the_value_float64_as_joining_them_does(kind):
     single, double = random_batches([20], 0)[0], random_batches([20], 1, torch.float64)[0]
     if kind is LogitDrift:
-        stream, measure = LogitDrift(), metrics.logit_drift
+        metric, measure = LogitDrift(), metrics.logit_drift
         single, double = (single[0], single[0] * 0.3), (double[0], double[0] * 0.7)
     else:
-        stream, measure = kind(CLASSES, average="none"), dict(BY_CLASS)[kind]
-    stream.update(*single)
-    assert stream.compute().dtype == torch.float32
-    stream.update(*double)
-    stream.update(*single)
+        metric, measure = kind(CLASSES, average="none"), dict(BY_CLASS)[kind]
+    metric.update(*single)
+    assert metric.compute().dtype == torch.float32
+    metric.update(*double)
+    metric.update(*single)
     expected = measure(*in_one([single, double, single]))
     assert expected.dtype == torch.float64
-    torch.testing.assert_close(stream.compute(), expected, rtol=1e-12, atol=0, equal_nan=True)
+    torch.testing.assert_close(metric.compute(), expected, rtol=1e-12, atol=0, equal_nan=True)
 
 
 def drift_batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -140,72 +140,88 @@ def test_drift_weighs_batches_by_their_samples(dtype: torch.dtype):
 
 def test_drift_of_many_samples_keeps_its_digits():
     """In float32 the sum would stop at 2**24 and the mean fall short."""
-    stream = LogitDrift()
-    stream.update(torch.zeros(1, 2), torch.tensor([[2.0**25, 0.0]]))
+    metric = LogitDrift()
+    metric.update(torch.zeros(1, 2), torch.tensor([[2.0**25, 0.0]]))
     for _ in range(64):
-        stream.update(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
-    assert stream.compute().item() == pytest.approx((2**25 + 64) / 65, rel=1e-7)
+        metric.update(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+    assert metric.compute().item() == pytest.approx((2**25 + 64) / 65, rel=1e-7)
 
 
 def test_reset_forgets():
-    for stream, batches in (
+    for metric, batches in (
         (TopNonTargetConsistency(CLASSES), random_batches([30, 9], 0)),
         (LogitDrift(), drift_batches(torch.float64)),
     ):
-        expected = fed(stream, batches[1:2]).compute()
-        stream.update(*batches[0])
-        assert stream.compute() != expected
-        stream.reset()
-        assert_bitwise(fed(stream, batches[1:2]).compute(), expected)
+        expected = fed(metric, batches[1:2]).compute()
+        metric.update(*batches[0])
+        assert metric.compute() != expected
+        metric.reset()
+        assert_bitwise(fed(metric, batches[1:2]).compute(), expected)
 
 
 def test_no_graph_is_kept():
     logits = torch.randn(5, CLASSES).requires_grad_()
-    for stream in (NonTargetPerplexity(CLASSES), LogitDrift()):
-        stream.update(logits, logits + 1 if isinstance(stream, LogitDrift) else torch.zeros(5, dtype=torch.long))
-        assert not stream.compute().requires_grad
+    for metric in (NonTargetPerplexity(CLASSES), LogitDrift()):
+        metric.update(logits, logits + 1 if isinstance(metric, LogitDrift) else torch.zeros(5, dtype=torch.long))
+        assert not metric.compute().requires_grad
+        assert not any(state.requires_grad for state in metric.metric_state.values())
+
+
+@pytest.mark.parametrize("metric", [TopNonTargetConsistency(CLASSES), NonTargetPerplexity(CLASSES), LogitDrift()])
+def test_without_a_batch_the_value_is_nan_and_torchmetrics_warns(metric: Metric):
+    with pytest.warns(UserWarning, match="was called before"):
+        assert metric.compute().isnan()
 
 
 def test_bad_input_changes_nothing():
-    stream = fed(TopNonTargetConsistency(CLASSES, average="none"), random_batches([9], 0))
-    before = stream.compute()
+    metric = fed(TopNonTargetConsistency(CLASSES, average="none"), random_batches([9], 0))
+    before = metric.compute()
     with pytest.raises(ValueError, match="logits has 3 classes; it must have num_classes = 4"):
-        stream.update(torch.zeros(2, 3), torch.tensor([0, 1]))
+        metric.update(torch.zeros(2, 3), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="labels holds 4"):
-        stream.update(torch.zeros(1, 4), torch.tensor([4]))
-    assert_bitwise(stream.compute(), before)
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="num_classes is 1; it must be at least 2"):
-        NonTargetPerplexity(1)
-    with pytest.raises(ValueError, match="average is 'micro'; it must be one of macro, none"):
-        TopNonTargetConsistency(3, average="micro")
-    with pytest.raises(ValueError, match="call update before compute"):
-        LogitDrift().compute()
+        metric.update(torch.zeros(1, 4), torch.tensor([4]))
+    assert_bitwise(metric.compute(), before)
     with pytest.raises(ValueError, match=r"logits_before has shape \(0, 2\)"):
         LogitDrift().update(torch.zeros(0, 2), torch.zeros(0, 2))
 
 
-def test_no_torchmetrics_is_needed_until_one_is_asked_for():
+@pytest.mark.parametrize("num_classes", [1, -2, 3.0, "3", None])
+def test_bad_num_classes(num_classes):
+    with pytest.raises(ValueError, match=f"num_classes is {num_classes!r}; it must be an integer of at least 2"):
+        NonTargetPerplexity(num_classes)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="average is 'micro'; it must be one of macro, none"):
+        TopNonTargetConsistency(3, average="micro")
+    for make in (lambda: TopNonTargetConsistency(3, unknown=1), lambda: LogitDrift(unknown=1)):
+        with pytest.raises(ValueError, match="unknown"):
+            make()
+
+
+def test_torchmetrics_is_needed_by_the_streaming_module_only():
     script = """
 import sys
 sys.modules["torchmetrics"] = None
 import torch
-from dcl_optim.streams import LogitDrift, as_torchmetric
-LogitDrift().update(torch.zeros(1, 2), torch.ones(1, 2))
+from dcl_optim import metrics
+print(metrics.logit_drift(torch.zeros(1, 2), torch.ones(1, 2)).item())
 try:
-    as_torchmetric(LogitDrift())
+    from dcl_optim.metrics.streaming import LogitDrift
 except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == 'as_torchmetric needs torchmetrics: pip install "dcl-optim[integrations]"'
+    value, told = done.stdout.splitlines()
+    assert float(value) == pytest.approx(2**0.5)
+    assert told == 'dcl_optim.metrics.streaming needs torchmetrics: pip install "dcl-optim[metrics]"'
+
+
+# ---- as torchmetrics has it ------------------------------------------------------------------------------------------
 
 
 def collection() -> MetricCollection:
-    streams = TopNonTargetConsistency(CLASSES), NonTargetPerplexity(CLASSES), LogitDrift()
-    return MetricCollection([as_torchmetric(stream) for stream in streams])
+    return MetricCollection([TopNonTargetConsistency(CLASSES), NonTargetPerplexity(CLASSES), LogitDrift()])
 
 
 def named_batches() -> list[dict[str, Tensor]]:
@@ -246,21 +262,83 @@ def test_in_a_collection_each_takes_its_own_arguments_and_the_two_by_class_count
     assert ["NonTargetPerplexity", "TopNonTargetConsistency"] in [sorted(g) for g in collected.compute_groups.values()]
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda metric: pickle.loads(pickle.dumps(metric))])
-def test_a_copied_or_pickled_metric_goes_on_alone(duplicate):
-    metric, batches = as_torchmetric(LogitDrift()), drift_batches(torch.float64)
-    metric.update(*batches[0])
-    twin = duplicate(metric)
-    twin.update(*batches[1])
-    assert (metric.update_count, twin.update_count) == (1, 2)
-    assert twin.compute().item() == pytest.approx(metrics.logit_drift(*in_one(batches[:2])).item(), rel=1e-14)
-    assert metric.compute().item() == pytest.approx(metrics.logit_drift(*batches[0]).item(), rel=1e-14)
+def test_a_call_gives_the_batchs_value_and_adds_the_batch():
+    metric, batches = NonTargetPerplexity(CLASSES), random_batches([20, 7], 3)
+    for batch in batches:
+        assert_bitwise(metric(*batch), metrics.non_target_perplexity(*batch).nanmean())
+    assert_bitwise(metric.compute(), metrics.non_target_perplexity(*in_one(batches)).nanmean())
 
 
-def test_a_metric_leaves_the_stream_alone():
-    stream = LogitDrift()
-    as_torchmetric(stream).update(torch.zeros(1, 2), torch.ones(1, 2))
-    assert stream.sums["samples"] == 0
+def unpickled(metric: Metric) -> Metric:
+    return pickle.loads(pickle.dumps(metric))
+
+
+def reloaded(metric: Metric) -> Metric:
+    """By way of a state_dict."""
+    other = copy.deepcopy(metric)
+    other.reset()
+    metric.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, unpickled, reloaded])
+def test_a_copied_pickled_or_loaded_metric_goes_on_alone(duplicate):
+    pairs = [
+        (TopNonTargetConsistency(CLASSES), random_batches([20, 9], 0)),
+        (LogitDrift(), drift_batches(torch.float64)),
+    ]
+    for metric, (first, second, *_) in pairs:
+        expected = fed(copy.deepcopy(metric), [first]).compute()
+        in_all = fed(copy.deepcopy(metric), [first, second]).compute()
+        metric.update(*first)
+        twin = duplicate(metric)
+        twin.update(*second)
+        assert_bitwise(twin.compute(), in_all)
+        assert_bitwise(metric.compute(), expected)
+
+
+DTYPE_MOVES = {
+    "double": lambda metric: metric.double(),
+    "half": lambda metric: metric.half(),
+    "to half": lambda metric: metric.to(torch.float16),
+    "set_dtype half": lambda metric: metric.set_dtype(torch.float16),
+    "in a model of half precision": lambda metric: torch.nn.Sequential(metric).half()[0],
+}
+
+
+@pytest.mark.parametrize("move", DTYPE_MOVES.values(), ids=DTYPE_MOVES)
+@pytest.mark.parametrize("reset", [False, True])
+def test_no_dtype_that_a_metric_is_moved_to_loses_a_sample(move, reset: bool):
+    """Half precision cannot tell 3000 from 3001."""
+    batches = random_batches([12000, 1, 1, 1], 0)
+    expected = metrics.top_non_target_consistency(*in_one(batches))
+    moved = move(TopNonTargetConsistency(CLASSES, average="none"))
+    if reset:
+        fed(moved, batches[:1]).reset()
+    assert_bitwise(fed(moved, batches).compute(), expected)
+    drifts = [(torch.zeros(size, 1), torch.ones(size, 1)) for size in (3000, 1, 1, 1)]
+    moved = move(LogitDrift())
+    if reset:
+        fed(moved, drifts[:1]).reset()
+    moved = fed(moved, drifts)
+    assert (moved.distances.item(), moved.samples.item(), moved.compute().item()) == (3003, 3003, 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    for batch in named_batches():
+        collected = collection().to("cuda")
+        collected.update(**{name: tensor.cuda() for name, tensor in batch.items()})
+        measured = collected.compute()
+        assert {value.device.type for value in measured.values()} == {"cuda"}
+        assert_collected({name: value.cpu() for name, value in measured.items()}, [batch])
+        assert_collected(collected.to("cpu").compute(), [batch])
+
+
+def test_states_move_with_a_model():
+    moved = torch.nn.ModuleList([TopNonTargetConsistency(CLASSES), LogitDrift()]).to("meta")
+    assert {state.device.type for metric in moved for state in metric.metric_state.values()} == {"meta"}
 
 
 def measure_on_rank(rank: int, folder: Path) -> None:

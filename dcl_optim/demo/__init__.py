@@ -1,0 +1,57 @@
+"""The demo, ``dcl-demo``: one small network trained by plain SGD, with DCL and with DCP on scikit-learn's digits.
+
+Needs the extra ``demo``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from dcl_optim.demo.arguments import parse
+from dcl_optim.demo.results import present, save
+from dcl_optim.demo.training import METHODS, Histories, train_seeds
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo and return the exit code, 130 after Ctrl-C.
+
+    Args:
+        argv: the command line's arguments. Default: those of the process.
+
+    Raises:
+        SystemExit: an argument is wrong (code 2), or a package of the extra is missing.
+    """
+    args = parse(argv)
+    _require_extra()
+    histories: Histories = {method: [] for method in METHODS}
+    interrupted = False
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors as small as these lose more to the threads' meeting than they gain
+    try:
+        try:
+            for histories in train_seeds(args):  # after Ctrl-C these are the finished seeds
+                save(args, histories, interrupted)
+        except KeyboardInterrupt:
+            interrupted = True
+        if histories["plain"]:
+            present(args, histories, interrupted)
+    finally:
+        torch.set_num_threads(threads)
+    if interrupted:
+        print(f"Interrupted: {len(histories['plain'])} of {args.seeds} seeds were finished.", file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def _require_extra() -> None:
+    """Exit with a hint before the training, not after it, if a package of the extra is missing."""
+    try:
+        for name in ("sklearn.datasets", "tqdm", "matplotlib.figure"):
+            importlib.import_module(name)
+    except ImportError as error:
+        sys.exit(f'dcl-demo: {error}; the demo needs: pip install "dcl-optim[demo]"')

@@ -1,0 +1,123 @@
+"""The demo's training: the same network from the same seed by plain SGD, with DCL and with DCP."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.demo.arguments import penalty_options
+from dcl_optim.demo.digits import CLASSES, Images, load_digits, make_model, stratified_order
+from dcl_optim.metrics import top_non_target_consistency
+
+METHODS = ("plain", "DCL", "DCP")
+BATCH_SIZE = 64
+
+History = dict[str, Any]
+Histories = dict[str, list[History]]  # for each method its runs
+
+
+class Run:
+    """One method's training from one seed, an epoch at a time."""
+
+    def __init__(self, method: str, seed: int, train: Images, evaluation: Images, args: argparse.Namespace) -> None:
+        torch.manual_seed(seed)
+        self.model, self.criterion, self.seed = make_model(), nn.CrossEntropyLoss(), seed
+        self.optimizer = self._wrap(method, args)
+        self.scheduler = CosineAnnealingLR(self.optimizer, args.epochs)
+        self.train, self.evaluation = train, evaluation
+        self.history: History = {"seed": seed, "accuracy": [], "consistency": [], "seconds": []}
+
+    def _wrap(self, method: str, args: argparse.Namespace) -> Optimizer:
+        base = SGD(self.model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+        options: dict[str, Any] = {"criterion": self.criterion, **penalty_options(args)}
+        if method == "DCL":
+            return DCLOptimizer(base, self.model, **options)
+        if method == "DCP":
+            return DCPOptimizer(base, self.model, num_classes=CLASSES, **options)
+        return base
+
+    def epoch(self) -> None:
+        """Train one epoch and measure the model."""
+        images, labels = self.train
+        # Every method of a seed draws the same batches, whatever the others drew before it.
+        epoch = len(self.history["seconds"])
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
+        order = torch.randperm(len(labels), generator=generator)
+        start = time.perf_counter()
+        for batch in order.split(BATCH_SIZE):
+            self.optimizer.zero_grad()
+            self.criterion(self.model(images[batch]), labels[batch]).backward()
+            self.optimizer.step()
+        self.history["seconds"].append(time.perf_counter() - start)
+        self.scheduler.step()
+        self._measure()
+
+    def _measure(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            images, labels = self.evaluation
+            self.history["accuracy"].append((self.model(images).argmax(1) == labels).float().mean().item())
+            images, labels = self.train
+            self.history["consistency"].append(top_non_target_consistency(self.model(images), labels).nanmean().item())
+        self.model.train()
+
+    def finish(self) -> History:
+        """Return the history, with the parameters and bytes that the method adds to the model and its optimizer."""
+        optimizer = self.optimizer
+        companion = optimizer.companion.parameters() if isinstance(optimizer, DCLOptimizer) else ()
+        self.history["parameters_added"] = sum(parameter.numel() for parameter in companion)
+        base = optimizer.base if isinstance(optimizer, (DCLOptimizer, DCPOptimizer)) else optimizer
+        self.history["bytes_added"] = _bytes(optimizer.state_dict()) - _bytes(base.state_dict())
+        return self.history
+
+
+def _bytes(tree: Any) -> int:
+    if isinstance(tree, Tensor):
+        return tree.nbytes
+    if isinstance(tree, dict):
+        return sum(map(_bytes, tree.values()))
+    return sum(map(_bytes, tree)) if isinstance(tree, (list, tuple)) else 0
+
+
+def train_seed(seed: int, args: argparse.Namespace, bar: Any) -> dict[str, History]:
+    """Train all methods from one seed, alternating after every epoch so that a busy machine slows all of them.
+
+    Args:
+        seed: of the weights, the training images and the batches.
+        args: the command line.
+        bar: a tqdm bar that counts epochs.
+
+    Returns:
+        Each method's history.
+    """
+    pool, validation, test = load_digits()
+    chosen = stratified_order(pool[1], seed)[: args.train_size]
+    evaluation = validation if args.validation else test
+    runs = {method: Run(method, seed, (pool[0][chosen], pool[1][chosen]), evaluation, args) for method in METHODS}
+    for _ in range(args.epochs):
+        for run in runs.values():
+            run.epoch()
+        bar.set_postfix({"seed": seed} | {m: f"{100 * run.history['accuracy'][-1]:.1f}%" for m, run in runs.items()})
+        bar.update()
+    return {method: run.finish() for method, run in runs.items()}
+
+
+def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
+    """Train every seed; after each one yield the histories of all that are finished."""
+    from tqdm import tqdm
+
+    histories: Histories = {method: [] for method in METHODS}
+    with tqdm(total=args.seeds * args.epochs, unit="epoch", disable=None, leave=False, dynamic_ncols=True) as bar:
+        for seed in range(args.seeds):
+            finished = train_seed(seed, args, bar)
+            # New lists: what was yielded before stays as it was, with equally many runs of each method.
+            histories = {method: [*histories[method], finished[method]] for method in METHODS}
+            yield histories

@@ -1,0 +1,30 @@
+r"""What the paper measures on logits: top non-target classes, their consistency and perplexity, and logit drift.
+
+The *top non-target* of a sample is the wrong class that the model ranks highest. A model that has found which classes
+resemble each other predicts the same one or two for all samples of a class.
+
+Notation: N samples, K classes, c a sample's class, :math:`N_c` its number of samples, :math:`p(k|c)` the share of them
+whose top non-target is k. *Absent* classes are those without a sample; their value is nan, which ``Tensor.nanmean``
+leaves out of an average.
+
+The functions take all samples at once. For samples that arrive in batches, :mod:`dcl_optim.metrics.streaming` has the
+same measures as ``torchmetrics.Metric`` classes.
+"""
+
+from dcl_optim.metrics.drift import logit_drift
+from dcl_optim.metrics.non_targets import (
+    non_target_distribution,
+    non_target_perplexity,
+    top_non_target,
+    top_non_target_consistency,
+    top_non_target_counts,
+)
+
+__all__ = [
+    "logit_drift",
+    "non_target_distribution",
+    "non_target_perplexity",
+    "top_non_target",
+    "top_non_target_consistency",
+    "top_non_target_counts",
+]
