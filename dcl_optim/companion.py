@@ -118,8 +118,6 @@ class Companion(Forecaster):
         forecast.check(forward, self._fraction)
         forward.forecast = forecast.rows.to(forward.logits.device)
         forward.chased = forecast.chased
-        if self._fraction == 1:
-            self._follower.compare(forward.logits, forward.forecast)
 
     def _forecast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
         self._cut_all = self._cut_all and is_open((args, kwargs))
@@ -272,7 +270,6 @@ class Companion(Forecaster):
         with all_or_nothing(self.optimizer):
             self.optimizer.load_state_dict(companion_state.loadable(state["optimizer"], self.optimizer, self.module))
             self.module.load_state_dict(state["model"], strict=False)
-        self._follower.no_longer_equal()
         self.forget()
         self._mirror.note()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import compress
 from operator import attrgetter, or_
 from types import MethodType
@@ -46,7 +45,7 @@ class Follower:
         self._is_copy, self._mirror, self._optimizer = is_copy, mirror, optimizer
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
-        self._started, self._compared = False, not is_copy
+        self._started = False
         if is_copy and called is self._model:
             hooks.hear_only(module)
         self._note_structure()
@@ -147,29 +146,8 @@ class Follower:
         distributed.broadcast(self._module.buffers())
         context = compilation.context_of(self._called) if self._is_copy else None
         if context is not None:
-            compilation.compile_with(self._module, context, apart=bool(hooks.left_out(self._model, self._module)))
+            compilation.compile_with(self._module, context, apart=hooks.differ(self._model, self._module))
         self._started = True
-
-    def compare(self, logits: Tensor, forecast: Tensor) -> None:
-        """At the first forecast, which is the model's own: warn if hooks that the companion lacks made a difference."""
-        if self._compared:
-            return
-        self._compared = True
-        names = hooks.left_out(self._model, self._module)
-        if names and not torch.allclose(
-            logits, forecast.to(logits.dtype), rtol=0.05, atol=0.05 * float(logits.abs().amax())
-        ):
-            warnings.warn(
-                f"the companion's first forecast differs from the model's logits, and it lacks forward hooks of the "
-                f"model's modules {names}: hooks that use the script's data, or come later, are not copied. Where one "
-                "changes what the model computes, register it on optimizer.companion too",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def no_longer_equal(self) -> None:
-        """The companion has learned elsewhere: its first forecast here tells nothing."""
-        self._compared = True
 
     def own_state(self) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model."""

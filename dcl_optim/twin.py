@@ -33,7 +33,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
     """Copy a model; frozen parameters are shared with the copy if wanted, trained ones and all buffers are its own.
 
-    Hooks that could report to the script are left out, see :mod:`dcl_optim.hooks`.
+    Hooks that could report to the script are left out, see :mod:`dcl_optim.hooks`, and a warning names them.
 
     Raises:
         RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
@@ -41,7 +41,8 @@ def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
     shared: dict[int, Any] = {
         id(parameter): parameter for parameter in model.parameters() if share and not parameter.requires_grad
     }
-    shared |= {id(held): held for held in _not_to_copy(model)} | hooks.to_decide(model)
+    dropped = hooks.not_copied(model)
+    shared |= {id(held): held for held in _not_to_copy(model)} | hooks.as_they_are(model)
     try:
         twin = copy.deepcopy(model, shared)
     except Exception as error:
@@ -51,7 +52,7 @@ def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
             "companion="
         ) from error
     drop_inert_hooks(twin)
-    hooks.leave_out(twin, shared)
+    hooks.drop(twin, dropped)
     return twin
 
 
