@@ -247,6 +247,9 @@ class Companion(Forecaster):
     def switch(self, mode: str) -> None:
         getattr(self.optimizer, mode, _nothing)()
 
+    def check_parameters(self, parameters: list[Any]) -> None:
+        self._follower.check_parameters(parameters)
+
     def groups_changed(self) -> None:
         self._follower.follow_parameters()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import compress
 from operator import attrgetter, or_
 from types import MethodType
@@ -46,6 +47,7 @@ class Follower:
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
         self._started = False
+        self._known = dict(self._model.named_parameters())  # what the companion was made from
         if is_copy and called is self._model:
             hooks.hear_only(module)
         self._note_structure()
@@ -69,29 +71,44 @@ class Follower:
             self._follow_elsewhere()
 
     def follow_unfrozen(self) -> None:
-        """Take over parameters that the model trains by now."""
+        """Take over parameters that the model trains by now.
+
+        Raises:
+            RuntimeError: the model has other parameters than when it was wrapped.
+        """
         if any(map(_trains, self.shared)):
+            self._require_same_parameters()
             self.follow_parameters()
 
     def follow_parameters(self) -> None:
-        """Take over modules and parameters that the model has gained, and parameters that it trains by now."""
-        if self._is_copy:
-            known = dict(zip(self._theirs, self._ours, strict=True))
-            twin.copy_new_modules(self._model, self._module, known, twin.shares(self._device, self._dtype))
-            self._require_same_parameters()
+        """Take over parameters that the model trains by now, and train those that the wrapped optimizer has got."""
+        if self._is_copy and not self._changed():
             twin.copy_unfrozen(self._model, self._module)
-            twin.move(self._module, self._device, self._dtype)
             self._mirror.add_fresh(self._optimizer, self._module)
             self._note_structure()
 
+    def check_parameters(self, parameters: Iterable[Any]) -> None:
+        """Refuse parameters for the wrapped optimizer if the model has got or lost some since it was wrapped.
+
+        Raises:
+            RuntimeError: they are the model's, whose parameters are not those that it was wrapped with.
+        """
+        theirs = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(parameter) in theirs for parameter in parameters):
+            self._require_same_parameters()
+
     def _require_same_parameters(self) -> None:
-        theirs, ours = ([(n, p.shape) for n, p in net.named_parameters()] for net in (self._model, self._module))
-        if theirs != ours:
-            names = sorted({name for name, _ in {*theirs} ^ {*ours}})
+        names = self._changed() if self._is_copy else []
+        if names:
             raise RuntimeError(
-                f"the model's parameters {names} were replaced, removed or reordered since it was wrapped, and the "
-                "companion has others: wrap the model again"
+                f"the model's parameters {names} were added, replaced or removed since it was wrapped, and the "
+                "companion is a copy of the model as it was: wrap the model again (new parameters that are to be "
+                "trained belong to optimizer.base first)"
             )
+
+    def _changed(self) -> list[str]:
+        now = dict(self._model.named_parameters())
+        return sorted(name for name in now.keys() | self._known if now.get(name) is not self._known.get(name))
 
     def _note_structure(self) -> None:
         theirs = {id(parameter) for parameter in self._model.parameters()}

@@ -1,4 +1,4 @@
-"""Making the companion from the model and keeping its structure in step with it."""
+"""Making the companion from the model, and parameters of its own where the model trains them by now."""
 
 from __future__ import annotations
 
@@ -116,30 +116,6 @@ def common_device(module: nn.Module) -> torch.device | None:
 def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
     """Move a companion to its own device and dtype, where it has them."""
     return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
-
-
-def copy_new_modules(model: nn.Module, twin: nn.Module, known: dict[nn.Module, nn.Module], share: bool = True) -> None:
-    """Copy modules and parameters that the model has gained since its twin was made, also in the place of others.
-
-    Args:
-        model: the model.
-        twin: its twin.
-        known: the modules that the twin was made from, and what they are in it; what is copied is added.
-        share: whether frozen parameters are shared.
-    """
-    for name in twin._modules.keys() - model._modules.keys():
-        delattr(twin, name)
-    for name, module in list(model._modules.items()):
-        ours = twin._modules.pop(name, None)
-        if module is not None and ours is not None and known.get(module) is ours:
-            copy_new_modules(module, ours, known, share)
-        elif module is not None and module not in known:
-            known |= zip(module.modules(), copy_of(module, share).modules(), strict=True)
-        setattr(twin, name, None if module is None else known[module])  # in the model's order
-    own = dict(twin.named_parameters(recurse=False))
-    for name, parameter in model.named_parameters(recurse=False):
-        if name not in own:
-            twin.register_parameter(name, _own(parameter))
 
 
 def copy_unfrozen(model: nn.Module, twin: nn.Module) -> None:
