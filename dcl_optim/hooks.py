@@ -100,7 +100,7 @@ def _held(model: nn.Module) -> set[int]:
 def _is_copied(hook: Hook, held: set[int]) -> bool:
     inner, arguments = _without_arguments(hook)
     if isinstance(inner, FunctionType):
-        if inner.__module__.startswith(LIBRARIES):
+        if (inner.__module__ or "").startswith(LIBRARIES):
             return True
         own = _is_constant_function(inner)
     else:
@@ -123,8 +123,10 @@ def _is_constant_function(function: FunctionType) -> bool:
         found = inspect.getclosurevars(function)
     except ValueError:  # a name in its closure is not set yet
         return False
+    names = (*found.nonlocals.values(), *found.globals.values())
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return all(map(_is_constant, (*found.nonlocals.values(), *found.globals.values(), *defaults)))
+    # A recorder that sets a name of the script begins with `feature = None`.
+    return not any(value is None for value in names) and all(map(_is_constant, (*names, *defaults)))
 
 
 def _is_constant(value: Any) -> bool:

@@ -17,6 +17,7 @@ from dcl_optim import DCPOptimizer
 from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd, train, wrap
 
 RECORDS: list[Tensor] = []
+FEATURE = None
 
 
 def wrap_and_hear(model: nn.Module, **options: Any) -> tuple[Any, str]:
@@ -100,6 +101,30 @@ def test_what_a_hook_records_is_the_models_and_the_hook_is_named(recorder: Any) 
     seen = store or RECORDS
     assert len(seen) == 3
     assert_same(seen[0], torch.tanh(mlp()[0](one()[0])).detach())
+
+
+def test_a_name_that_is_none_is_one_that_a_hook_may_set() -> None:
+    """A loss on such a feature would otherwise be one on the companion's."""
+    feature = None
+
+    def set_global(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        global FEATURE
+        FEATURE = output
+
+    def set_nonlocal(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        nonlocal feature
+        feature = output
+
+    model = mlp()
+    model[1].register_forward_hook(set_global)
+    model[1].register_forward_hook(set_nonlocal)
+    optimizer, message = wrap_and_hear(model)
+    assert "'1' (set_global), '1' (set_nonlocal)" in message
+    for x, y in batches(2):
+        expected = model[:2](x)
+        train(model, optimizer, [(x, y)])
+        assert_same(FEATURE, expected)
+        assert_same(feature, expected)
 
 
 def test_one_warning_names_all_hooks_that_are_not_copied_and_no_other() -> None:
@@ -223,9 +248,11 @@ def with_kwargs(model: nn.Module) -> None:
 
 
 def constants(model: nn.Module) -> None:
-    factor, name, function, kind, dtype, nothing = 2.0, "tanh", twice_the_input, Tensor, torch.float64, None
+    factor, name, function, kind, dtype = 2.0, "tanh", twice_the_input, Tensor, torch.float64
 
-    def change(module: nn.Module, inputs: Any, output: Tensor, root: Any = torch.sqrt) -> Tensor:
+    def change(
+        module: nn.Module, inputs: Any, output: Tensor, root: Any = torch.sqrt, *, nothing: Any = None
+    ) -> Tensor:
         assert isinstance(output, kind)
         return function(module, (getattr(torch, name)(output.to(dtype)) * factor + root(output.exp()), nothing))[0]
 
