@@ -118,8 +118,6 @@ class Companion(Forecaster):
         forecast.check(forward, self._fraction)
         forward.forecast = forecast.rows.to(forward.logits.device)
         forward.chased = forecast.chased
-        if self._fraction == 1:
-            self._follower.compare(forward.logits, forward.forecast)
 
     def _forecast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
         self._cut_all = self._cut_all and is_open((args, kwargs))
@@ -249,6 +247,9 @@ class Companion(Forecaster):
     def switch(self, mode: str) -> None:
         getattr(self.optimizer, mode, _nothing)()
 
+    def check_parameters(self, parameters: list[Any]) -> None:
+        self._follower.check_parameters(parameters)
+
     def groups_changed(self) -> None:
         self._follower.follow_parameters()
 
@@ -289,7 +290,6 @@ class Companion(Forecaster):
         with all_or_nothing(self.optimizer):
             self.optimizer.load_state_dict(_loadable(state["optimizer"]))
             self.module.load_state_dict(state["model"], strict=False)
-        self._follower.no_longer_equal()
         self.forget()
         self._mirror.note()
 

@@ -48,9 +48,9 @@ class DCLOptimizer(ForecastOptimizer):
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
-        companion: None for a copy of the model, which shares its frozen parameters and has no hook of the script's that
-            could report to it (see "Limits" in the documentation); a module of any architecture with the same output
-            shape, which is moved to the model's device; or a callable without arguments that builds one.
+        companion: None for a copy of the model, which shares its frozen parameters and has no hook that could report to
+            the script (a warning names those; see "Limits" in the documentation); a module of any architecture with the
+            same output shape, which is moved to the model's device; or a callable without arguments that builds one.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
             parameters. The latter two are left alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Iterable
 from itertools import compress
 from operator import attrgetter, or_
 from types import MethodType
@@ -46,7 +46,8 @@ class Follower:
         self._is_copy, self._mirror, self._optimizer = is_copy, mirror, optimizer
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
-        self._started, self._compared = False, not is_copy
+        self._started = False
+        self._known = dict(self._model.named_parameters())  # what the companion was made from
         if is_copy and called is self._model:
             hooks.hear_only(module)
         self._note_structure()
@@ -70,29 +71,44 @@ class Follower:
             self._follow_elsewhere()
 
     def follow_unfrozen(self) -> None:
-        """Take over parameters that the model trains by now."""
+        """Take over parameters that the model trains by now.
+
+        Raises:
+            RuntimeError: the model has other parameters than when it was wrapped.
+        """
         if any(map(_trains, self.shared)):
+            self._require_same_parameters()
             self.follow_parameters()
 
     def follow_parameters(self) -> None:
-        """Take over modules and parameters that the model has gained, and parameters that it trains by now."""
-        if self._is_copy:
-            known = dict(zip(self._theirs, self._ours, strict=True))
-            twin.copy_new_modules(self._model, self._module, known, twin.shares(self._device, self._dtype))
-            self._require_same_parameters()
+        """Take over parameters that the model trains by now, and train those that the wrapped optimizer has got."""
+        if self._is_copy and not self._changed():
             twin.copy_unfrozen(self._model, self._module)
-            twin.move(self._module, self._device, self._dtype)
             self._mirror.add_fresh(self._optimizer, self._module)
             self._note_structure()
 
+    def check_parameters(self, parameters: Iterable[Any]) -> None:
+        """Refuse parameters for the wrapped optimizer if the model has got or lost some since it was wrapped.
+
+        Raises:
+            RuntimeError: they are the model's, whose parameters are not those that it was wrapped with.
+        """
+        theirs = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(parameter) in theirs for parameter in parameters):
+            self._require_same_parameters()
+
     def _require_same_parameters(self) -> None:
-        theirs, ours = ([(n, p.shape) for n, p in net.named_parameters()] for net in (self._model, self._module))
-        if theirs != ours:
-            names = sorted({name for name, _ in {*theirs} ^ {*ours}})
+        names = self._changed() if self._is_copy else []
+        if names:
             raise RuntimeError(
-                f"the model's parameters {names} were replaced, removed or reordered since it was wrapped, and the "
-                "companion has others: wrap the model again"
+                f"the model's parameters {names} were added, replaced or removed since it was wrapped, and the "
+                "companion is a copy of the model as it was: wrap the model again (new parameters that are to be "
+                "trained belong to optimizer.base first)"
             )
+
+    def _changed(self) -> list[str]:
+        now = dict(self._model.named_parameters())
+        return sorted(name for name in now.keys() | self._known if now.get(name) is not self._known.get(name))
 
     def _note_structure(self) -> None:
         theirs = {id(parameter) for parameter in self._model.parameters()}
@@ -147,29 +163,8 @@ class Follower:
         distributed.broadcast(self._module.buffers())
         context = compilation.context_of(self._called) if self._is_copy else None
         if context is not None:
-            compilation.compile_with(self._module, context, apart=bool(hooks.left_out(self._model, self._module)))
+            compilation.compile_with(self._module, context, apart=hooks.differ(self._model, self._module))
         self._started = True
-
-    def compare(self, logits: Tensor, forecast: Tensor) -> None:
-        """At the first forecast, which is the model's own: warn if hooks that the companion lacks made a difference."""
-        if self._compared:
-            return
-        self._compared = True
-        names = hooks.left_out(self._model, self._module)
-        if names and not torch.allclose(
-            logits, forecast.to(logits.dtype), rtol=0.05, atol=0.05 * float(logits.abs().amax())
-        ):
-            warnings.warn(
-                f"the companion's first forecast differs from the model's logits, and it lacks forward hooks of the "
-                f"model's modules {names}: hooks that use the script's data, or come later, are not copied. Where one "
-                "changes what the model computes, register it on optimizer.companion too",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def no_longer_equal(self) -> None:
-        """The companion has learned elsewhere: its first forecast here tells nothing."""
-        self._compared = True
 
     def own_state(self) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model."""

@@ -161,6 +161,9 @@ class Forecaster(ABC):
     def create_state(self) -> None:  # noqa: B027
         """Create optimizer state that the first step would create, for a checkpoint to load into. Default: nothing."""
 
+    def check_parameters(self, parameters: list[Any]) -> None:  # noqa: B027
+        """Raise RuntimeError if the base optimizer must not get these parameters. Default: nothing."""
+
     def groups_changed(self) -> None:  # noqa: B027
         """Follow a change of the base optimizer's parameter groups. Default: nothing."""
 

@@ -2,55 +2,67 @@
 
 from __future__ import annotations
 
-import copy
-import dis
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 Hook = Callable[..., Any]
 TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-DECIDED = (FunctionType, MethodType)
-PLAIN = (ModuleType, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF")
+CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
+LIBRARIES = ("torch.", "transformers.")  # transformers collects hidden states by hooks, and some models build on them
 
 
-def to_decide(model: nn.Module) -> dict[int, Any]:
-    """The hooks that :func:`leave_out` decides on, as a memo by which a deep copy takes them over as they are."""
-    return {id(hook): hook for _, _, hook in _hooks(model) if isinstance(_innermost(hook), DECIDED)}
+def not_copied(model: nn.Module) -> list[tuple[str, Hook]]:
+    """Find the hooks that a copy of the model does not get, each with the name of its module.
 
-
-def leave_out(twin: nn.Module, copied: dict[int, Any]) -> None:
-    """Drop the hooks through which a deep copy of a model would report to the script, and bind the others to it.
-
-    Args:
-        twin: the copy, with the model's own hooks.
-        copied: the memo of the deep copy.
+    A copy gets a hook that torch or transformers put there, a method of the model or of an object that one of its
+    modules holds, and a plain function with nothing but constants in its closure, defaults and globals. Functions that
+    are found there are not followed.
     """
-    for table, key, hook in list(_hooks(twin)):
-        inner = _innermost(hook)
-        if isinstance(inner, MethodType) and id(inner.__self__) in copied:
-            del copied[id(hook)]
-            table[key] = copy.deepcopy(hook, copied)
-        elif isinstance(inner, MethodType) or (isinstance(inner, FunctionType) and _reaches_out(hook)):
+    held = _held(model)
+    return [(name, hook) for name, _, _, hook in _hooks(model) if not _is_copied(hook, held)]
+
+
+def as_they_are(model: nn.Module) -> dict[int, Hook]:
+    """Find the hooks that a deep copy must not copy, as its memo: plain functions and those that the copy will lose."""
+    held = _held(model)
+    hooks = [hook for *_, hook in _hooks(model)]
+    functions = {id(hook): hook for hook in hooks if isinstance(_without_arguments(hook)[0], FunctionType)}
+    return functions | {id(hook): hook for hook in hooks if not _is_copied(hook, held)}
+
+
+def drop(copied: nn.Module, hooks: list[tuple[str, Hook]]) -> None:
+    """Take hooks off a copy of the model, and warn that it does without them."""
+    dropped = {id(hook) for _, hook in hooks}
+    for _, table, key, hook in list(_hooks(copied)):
+        if id(hook) in dropped:
             del table[key]
+    if hooks:
+        named = ", ".join(f"{name!r} ({_name(hook)})" if name else f"the model ({_name(hook)})" for name, hook in hooks)
+        warnings.warn(
+            f"the companion does not copy these hooks of the model: {named}; where one of them changes what the model "
+            "computes, register it on optimizer.companion too",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
-def left_out(model: nn.Module, twin: nn.Module) -> list[str]:
-    """The modules of a model with a forward hook that their counterparts in its copy have not."""
-    ours = dict(twin.named_modules())
-    names = []
-    for name, module in model.named_modules():
-        for table in TABLES[:2]:
-            known = vars(ours[name])[table] if name in ours else {}
-            if not all(key in known or _is_ours(hook) for key, hook in vars(module)[table].items()):
-                names.append(name)
-    return names
+def differ(model: nn.Module, copied: nn.Module) -> bool:
+    """Whether a module of the model has a forward hook that its counterpart in the copy has not."""
+    ours = dict(copied.named_modules())
+    return any(
+        name not in ours or key not in getattr(ours[name], table)
+        for name, module in model.named_modules()
+        for table in TABLES[:2]
+        for key, hook in getattr(module, table).items()
+        if not _is_ours(hook)
+    )
 
 
 def hear_only(module: nn.Module) -> None:
@@ -70,70 +82,59 @@ class _Heard:
         return None if module.training else result
 
 
-def _hooks(model: nn.Module) -> Iterator[tuple[dict[int, Hook], int, Hook]]:
-    for module in model.modules():
-        for table in (vars(module)[name] for name in TABLES):
-            yield from ((table, key, hook) for key, hook in table.items() if not _is_ours(hook))
+def _hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Hook], int, Hook]]:
+    for name, module in model.named_modules():
+        for table in (vars(module)[table] for table in TABLES):
+            yield from ((name, table, key, hook) for key, hook in table.items() if not _is_ours(hook))
 
 
 def _is_ours(hook: Hook) -> bool:
-    return type(getattr(hook, "__self__", None)).__module__.startswith("dcl_optim.")
+    return type(getattr(hook, "__self__", hook)).__module__.startswith("dcl_optim.")
 
 
-def _innermost(hook: Any) -> Any:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return hook
+def _held(model: nn.Module) -> set[int]:
+    """The modules of a model and what they have as attributes: a deep copy binds their methods to its own."""
+    return {id(value) for module in model.modules() for value in (module, *vars(module).values())}
 
 
-def _reaches_out(value: Any, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether a hook can reach data of the script: an object in its closure, defaults or globals, or a name it sets.
-
-    A hook that cannot has only its arguments to work on, and those are the companion's own.
-    """
-    if isinstance(value, functools.partial):
-        given = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, FunctionType):
-        if value.__module__.startswith("torch."):
-            return False
-        if any(step.opname in WRITES and step.argval in _outer(value) for step in _steps(value.__code__)):
+def _is_copied(hook: Hook, held: set[int]) -> bool:
+    inner, arguments = _without_arguments(hook)
+    if isinstance(inner, FunctionType):
+        if (inner.__module__ or "").startswith(LIBRARIES):
             return True
-        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_held(value)]
-    elif isinstance(value, tuple):
-        given = list(value)
-    elif inspect.isroutine(value):  # a method acts on what it is bound to, append on its list
-        given = [getattr(value, "__self__", None)]
-    elif isinstance(value, Tensor):
-        return value.requires_grad
+        own = _is_constant_function(inner)
     else:
-        return not isinstance(value, PLAIN) and not inspect.isclass(value)
-    seen |= {id(value)}
-    return any(_reaches_out(item, seen) for item in given if id(item) not in seen)
+        owner = inner.__self__ if isinstance(inner, MethodType) else inner
+        own = id(owner) in held or type(owner).__module__.startswith("torch.")
+    return own and all(map(_is_constant, arguments))
 
 
-def _outer(function: FunctionType) -> set[str]:
-    """The names that a function and those inside it may set beside their own."""
-    written = {step.argval for step in _steps(function.__code__) if step.opname.endswith("_GLOBAL")}
-    return written | set(function.__code__.co_freevars)
+def _without_arguments(hook: Any) -> tuple[Any, list[Any]]:
+    """Take a functools.partial apart."""
+    arguments: list[Any] = []
+    while isinstance(hook, functools.partial):
+        arguments += [*hook.args, *hook.keywords.values()]
+        hook = hook.func
+    return hook, arguments
 
 
-def _held(function: FunctionType) -> Iterator[Any]:
-    """What a function finds outside of itself when it runs."""
-    yield from map(_content, function.__closure__ or ())
-    for step in _steps(function.__code__):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in function.__globals__:
-            yield function.__globals__[step.argval]
-
-
-def _content(cell: CellType) -> Any:
+def _is_constant_function(function: FunctionType) -> bool:
     try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return cell
+        found = inspect.getclosurevars(function)
+    except ValueError:  # a name in its closure is not set yet
+        return False
+    names = (*found.nonlocals.values(), *found.globals.values())
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    # A recorder that sets a name of the script begins with `feature = None`.
+    return not any(value is None for value in names) and all(map(_is_constant, (*names, *defaults)))
 
 
-def _steps(code: CodeType) -> Iterator[dis.Instruction]:
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _steps(constant)
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, BuiltinFunctionType):  # a function such as math.sqrt, not a method such as a list's append
+        return value.__self__ is None or isinstance(value.__self__, ModuleType)
+    return isinstance(value, CONSTANTS)
+
+
+def _name(hook: Hook) -> str:
+    inner, _ = _without_arguments(hook)
+    return getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,7 +216,12 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.switch(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the base optimizer; the forecaster follows."""
+        """Add parameters to the base optimizer; the forecaster follows.
+
+        Raises:
+            RuntimeError: they are layers that the model has got since it was wrapped: wrap it again.
+        """
+        self.forecaster.check_parameters(_parameters_in(param_group))
         super().add_param_group(param_group)
         self.forecaster.groups_changed()
 
@@ -270,6 +275,16 @@ class ForecastOptimizer(OptimizerWrapper):
         if self._regularizer.labels is not None:
             self._regularizer.labels.forget()
         self._regularizer.steps = state["steps"]
+
+
+def _parameters_in(param_group: Any) -> list[Any]:
+    """The parameters of a group that torch.optim has not seen yet; what it refuses is left to it."""
+    params = param_group.get("params") if isinstance(param_group, dict) else None
+    if isinstance(params, Iterator):
+        params = param_group["params"] = list(params)
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        return [params]
+    return [item[-1] if isinstance(item, tuple) and item else item for item in params]
 
 
 def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:

@@ -1,4 +1,4 @@
-"""Making the companion from the model and keeping its structure in step with it."""
+"""Making the companion from the model, and parameters of its own where the model trains them by now."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
     """Copy a model; frozen parameters are shared with the copy if wanted, trained ones and all buffers are its own.
 
-    Hooks that could report to the script are left out, see :mod:`dcl_optim.hooks`.
+    Hooks that could report to the script are left out, see :mod:`dcl_optim.hooks`, and a warning names them.
 
     Raises:
         RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
@@ -41,7 +41,8 @@ def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
     shared: dict[int, Any] = {
         id(parameter): parameter for parameter in model.parameters() if share and not parameter.requires_grad
     }
-    shared |= {id(held): held for held in _not_to_copy(model)} | hooks.to_decide(model)
+    dropped = hooks.not_copied(model)
+    shared |= {id(held): held for held in _not_to_copy(model)} | hooks.as_they_are(model)
     try:
         twin = copy.deepcopy(model, shared)
     except Exception as error:
@@ -51,7 +52,7 @@ def copy_of(model: nn.Module, share: bool = True) -> nn.Module:
             "companion="
         ) from error
     drop_inert_hooks(twin)
-    hooks.leave_out(twin, shared)
+    hooks.drop(twin, dropped)
     return twin
 
 
@@ -115,30 +116,6 @@ def common_device(module: nn.Module) -> torch.device | None:
 def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
     """Move a companion to its own device and dtype, where it has them."""
     return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
-
-
-def copy_new_modules(model: nn.Module, twin: nn.Module, known: dict[nn.Module, nn.Module], share: bool = True) -> None:
-    """Copy modules and parameters that the model has gained since its twin was made, also in the place of others.
-
-    Args:
-        model: the model.
-        twin: its twin.
-        known: the modules that the twin was made from, and what they are in it; what is copied is added.
-        share: whether frozen parameters are shared.
-    """
-    for name in twin._modules.keys() - model._modules.keys():
-        delattr(twin, name)
-    for name, module in list(model._modules.items()):
-        ours = twin._modules.pop(name, None)
-        if module is not None and ours is not None and known.get(module) is ours:
-            copy_new_modules(module, ours, known, share)
-        elif module is not None and module not in known:
-            known |= zip(module.modules(), copy_of(module, share).modules(), strict=True)
-        setattr(twin, name, None if module is None else known[module])  # in the model's order
-    own = dict(twin.named_parameters(recurse=False))
-    for name, parameter in model.named_parameters(recurse=False):
-        if name not in own:
-            twin.register_parameter(name, _own(parameter))
 
 
 def copy_unfrozen(model: nn.Module, twin: nn.Module) -> None:

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcl_optim import lanes
+from dcl_optim import DCLOptimizer, lanes
 from tests.helpers import (
-    CLASSES,
     FEATURES,
     assert_overlap_changes_nothing,
     assert_same,
@@ -23,6 +22,7 @@ from tests.helpers import (
     dropout_net,
     mlp,
     one,
+    sgd,
     snapshot,
     threads_of_forwards,
     train,
@@ -68,8 +68,8 @@ def schedule(step, model, optimizer):
 
 def add_a_group(step, model, optimizer):
     if step == 5:
-        model.append(nn.Linear(CLASSES, CLASSES, dtype=torch.float64))
-        optimizer.add_param_group({"params": model[-1].parameters(), "lr": 0.03})
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.03})
 
 
 def unfreeze(step, model, optimizer):
@@ -92,9 +92,9 @@ SCRIPTS = (evaluate_between, schedule, add_a_group, unfreeze, change_dtype, free
 def test_what_scripts_do_between_steps(meddle):
     def script(overlap):
         model = batch_norm_net()
-        if meddle is unfreeze:
-            unfreeze(0, model, None)  # before it is wrapped: the companion shares what is frozen then
-        optimizer = wrap(model, overlap=overlap)
+        model[0].requires_grad_(meddle not in (unfreeze, add_a_group))  # the companion shares what is frozen then
+        trained = model[1:] if meddle is add_a_group else model
+        optimizer = DCLOptimizer(sgd(trained), model, weight=1.0, overlap=overlap)
         for step, (x, y) in enumerate(batches(STEPS)):
             meddle(step, model, optimizer)
             optimizer.zero_grad()

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, mlp, one, sgd, train, wrap
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd, train, wrap
 
 
 def two_optimizers(model: nn.Module, **options: Any) -> tuple[DCLOptimizer, torch.optim.Optimizer]:
@@ -112,84 +112,124 @@ def test_a_parameter_that_moves_into_the_wrapped_optimizer_is_chasing_from_then_
     assert len(wrapped.companion_optimizer.param_groups) == 2
 
 
-# ---- layers replaced after wrapping ---------------------------------------------------------------------------------
+# ---- layers added or replaced after wrapping ------------------------------------------------------------------------
 
 
-def new_head(model: nn.Module, optimizer: DCLOptimizer) -> None:
+def linear(inputs: int) -> nn.Linear:
     torch.manual_seed(5)
-    model[2] = nn.Linear(12, CLASSES).double()
-    optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.2})
+    return nn.Linear(inputs, CLASSES).double()
 
 
-def deeper_head(model: nn.Module, optimizer: DCLOptimizer) -> None:
-    torch.manual_seed(5)
-    model[2] = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, CLASSES)).double()
-    optimizer.add_param_group({"params": model[2].parameters()})
+def new_head(model: Any) -> list[str]:
+    model[2] = linear(12)
+    return ["2.bias", "2.weight"]
 
 
-def taken_out(model: nn.Module, optimizer: DCLOptimizer) -> None:
-    model[1] = nn.Identity()
-    new_head(model, optimizer)
+def one_layer_more(model: Any) -> list[str]:
+    model.append(linear(CLASSES))
+    return ["3.bias", "3.weight"]
 
 
-def removed(model: nn.Module, optimizer: DCLOptimizer) -> None:
-    del model[1]  # what was the third is the second
-    model.append(nn.Linear(CLASSES, CLASSES).double())
-    optimizer.add_param_group({"params": model[-1].parameters()})
+def new_weight(model: Any) -> list[str]:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    return ["0.weight"]
 
 
-@pytest.mark.parametrize("change", [new_head, deeper_head, taken_out, removed])
-@pytest.mark.parametrize("options", [{}, {"companion_dtype": torch.float32}])
-def test_the_companion_gets_layers_that_took_the_place_of_others(
-    change: Callable[[nn.Module, DCLOptimizer], None], options: dict[str, Any]
-) -> None:
+CHANGES = [new_head, one_layer_more, new_weight]
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "a list": lambda model: list(model.parameters()),
+    "a generator": lambda model: model.parameters(),
+    "a tensor": lambda model: next(model.parameters()),
+    "names": lambda model: list(model.named_parameters()),
+}
+
+
+def everything(optimizer: DCLOptimizer) -> Any:
+    both = (optimizer.base, optimizer.companion_optimizer)
+    groups = [[[id(p) for p in group["params"]] for group in one.param_groups] for one in both]
+    return groups, repr(optimizer.companion), copy.deepcopy(optimizer.state_dict())
+
+
+def changed(change: Callable[[Any], list[str]]) -> tuple[Any, DCLOptimizer, list[str]]:
+    """A model that was changed after its first steps, its optimizer and the names of the new parameters."""
     model = mlp()
-    optimizer = wrap(model, **options)
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
     train(model, optimizer, batches(2))
-    kept = optimizer.companion[0].weight
-    change(model, optimizer)
-    assert [*map(type, optimizer.companion)] == [*map(type, model)]
-    assert optimizer.companion[0].weight is kept
-    assert_same(optimizer.companion[-1].state_dict(), copy.deepcopy(model[-1]).to(kept.dtype).state_dict())
-    train(model, optimizer, batches(3))
-    assert_same(
-        [parameter.shape for parameter in optimizer.companion.parameters()], [p.shape for p in model.parameters()]
-    )
-    last, theirs = list(optimizer.companion.parameters())[-1], list(model.parameters())[-1]
-    assert not torch.equal(last.double(), theirs)
+    return model, optimizer, change(model)
 
 
-def test_a_layer_that_the_model_sets_to_none_is_none_in_the_companion() -> None:
-    class Auxiliary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.extra, self.net = nn.Linear(FEATURES, FEATURES).double(), mlp()
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_new_layers_are_refused_by_name_and_nothing_changes(change: Any, form: str) -> None:
+    model, optimizer, names = changed(change)
+    before = everything(optimizer)
+    layer = model[int(names[0][0])]
+    with pytest.raises(RuntimeError, match=r"since it was wrapped.*wrap the model again") as caught:
+        optimizer.add_param_group({"params": FORMS[form](layer), "lr": 0.2})
+    assert repr(names[-1]) in str(caught.value)
+    assert_same(everything(optimizer), before)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x if self.extra is None else self.extra(x))
 
-    model = Auxiliary()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_that_is_wrapped_again_has_a_companion_like_it(change: Any) -> None:
+    model, optimizer, names = changed(change)
+    optimizer.base.add_param_group({"params": [model.get_parameter(name) for name in names], "lr": 0.2})
+    data = list(batches(3))
+    again = DCLOptimizer(optimizer.base, model, weight=1.0)
+    train(model, again, data[:1])
+    assert again.penalty == 0
+    train(model, again, data[1:])
+    assert again.penalty > 0
+    assert [p.shape for p in again.companion.parameters()] == [p.shape for p in model.parameters()]
+
+
+def test_unfreezing_in_a_changed_model_is_refused() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
     optimizer = wrap(model)
     train(model, optimizer, batches(1))
-    model.extra = None
-    model.more = nn.Linear(1, 1).double()
-    optimizer.add_param_group({"params": model.more.parameters()})
-    assert optimizer.companion.extra is None
-    train(model, optimizer, batches(2))
-    model.extra = nn.Linear(FEATURES, FEATURES).double()
-    optimizer.add_param_group({"params": model.extra.parameters()})
-    assert_same(optimizer.companion.extra, model.extra)
-    train(model, optimizer, batches(2))
+    names = new_head(model)
+    train(model, optimizer, batches(1))  # as it is: nothing of the companion's has to follow
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=rf"{names[-1]}.*wrap the model again"):
+        model(one()[0])
 
 
-def test_replaced_parameters_are_named() -> None:
-    model = batch_norm_net()
+@pytest.mark.parametrize("change", [None, new_head])
+def test_parameters_that_are_not_the_models_are_the_bases_alone(change: Any) -> None:
+    model, temperature = mlp(), nn.Parameter(torch.ones((), dtype=torch.float64))
     optimizer = wrap(model)
     train(model, optimizer, batches(1))
-    model[0].bias = None
-    extra = nn.Parameter(torch.zeros(()))
-    with pytest.raises(RuntimeError, match=r"parameters \['0.bias'\] were replaced.*wrap the model again"):
-        optimizer.add_param_group({"params": [extra]})
+    if change is not None:
+        change(model)
+    optimizer.add_param_group({"params": [temperature], "lr": 0.01})
+    train(model, optimizer, batches(2), lambda z, y: F.cross_entropy(z / temperature, y))
+    assert temperature != 1
+    assert [len(group["params"]) for group in optimizer.param_groups] == [4, 1]
+    assert [len(group["params"]) for group in optimizer.companion_optimizer.param_groups] == [4]
+
+
+def test_new_layers_are_trained_where_the_companion_is_no_copy() -> None:
+    model = mlp()
+    optimizer = wrap(model, companion=lambda: mlp(seed=1))
+    train(model, optimizer, batches(1))
+    one_layer_more(model)
+    before = model[3].weight.detach().clone()
+    optimizer.add_param_group({"params": model[3].parameters()})
+    train(model, optimizer, batches(2))
+    assert not torch.equal(model[3].weight, before)
+    assert len(optimizer.companion) == 3
+
+
+def test_prototypes_know_no_layers() -> None:
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
+    train(model, optimizer, batches(1), criterion)
+    new_head(model)
+    before = model[2].weight.detach().clone()
+    optimizer.add_param_group({"params": model[2].parameters()})
+    train(model, optimizer, batches(2), criterion)
+    assert not torch.equal(model[2].weight, before)
 
 
 def test_an_optimizer_that_the_model_holds_is_not_copied() -> None:

@@ -6,12 +6,9 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import (
-    CLASSES,
-    FEATURES,
     assert_same,
     backward,
     batches,
@@ -103,26 +100,6 @@ def test_add_param_group_unfreezes_in_both():
     train(model, optimizer, batches(2))
     assert not torch.equal(optimizer.companion[0].weight, before)
     assert [group["lr"] for group in optimizer.companion_optimizer.param_groups] == [0.1, 0.03]
-
-
-def test_add_param_group_with_a_new_module():
-    class Grows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.extra = nn.Linear(FEATURES, CLASSES), None
-
-        def forward(self, x):
-            return self.body(x) if self.extra is None else self.extra(self.body(x))
-
-    model = Grows().double()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(2))
-    model.extra = nn.Linear(CLASSES, CLASSES).double()
-    optimizer.add_param_group({"params": model.extra.parameters()})
-    before = model.extra.weight.detach().clone()
-    train(model, optimizer, batches(3))
-    assert not torch.equal(optimizer.companion.extra.weight, before)
-    assert not torch.equal(optimizer.companion.extra.weight, model.extra.weight)
 
 
 class CountsInItsGroups(torch.optim.SGD):

@@ -156,11 +156,16 @@ def test_a_reference_forward_without_the_adapters_changes_no_bit():
 def test_after_a_change_of_adapters_the_model_is_wrapped_again():
     """Which adapter is active is not in the weights: a companion of before would go on with the old one."""
     model, net = (m := adapted("DoRA")), Masked(m)
-    fit(net, DCLOptimizer(sgd(net), net, weight=1.0), shorter(2))
+    optimizer = DCLOptimizer(sgd(net), net, weight=1.0)
+    fit(net, optimizer, shorter(2))
     first = {name: p.detach().clone() for name, p in model.named_parameters() if ".default." in name}
     torch.manual_seed(5)
     model.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **PLACES))
     model.set_adapter("second")
+    added = [parameter for name, parameter in model.named_parameters() if ".second." in name]
+    with pytest.raises(RuntimeError, match=r"\.second\..*wrap the model again"):
+        optimizer.add_param_group({"params": added})
+    assert len(optimizer.param_groups) == 1
     optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
     fit(net, optimizer, shorter(1))
     assert optimizer.penalty == 0.0

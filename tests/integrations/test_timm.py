@@ -79,6 +79,32 @@ def test_a_distilled_model_is_held_to_its_first_head_only() -> None:
     optimizer.step()
 
 
+class OnFeatures(nn.Module):
+    """A head on the last feature map, which timm collects by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = timm.create_model("test_efficientnet", features_only=True, feature_cls="hook")
+        self.head = nn.Linear(self.body.feature_info.channels()[-1], 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[-1].mean((2, 3)))
+
+
+def test_the_hooks_by_which_timm_collects_features_are_copied() -> None:
+    torch.manual_seed(0)
+    model = OnFeatures()
+    optimizer = DCLOptimizer(adamw(model), model, weight=1.0)
+    x, y = torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 2, 0])
+    penalties = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        penalties.append(optimizer.penalty)
+    assert penalties[0] == 0.0 < penalties[1]
+
+
 def test_gradient_checkpointing_of_the_blocks_changes_nothing() -> None:
     models = create(), create()
     optimizers = [DCLOptimizer(adamw(model), model, weight=1.0) for model in models]

@@ -270,3 +270,14 @@ def test_a_companion_that_learns_from_half_the_batch_takes_trainers_arguments(tm
     whole = wrap("dcl", learned := image_classifier(), weight=2.0)
     repeat(learned, whole, tape.updates(1, EPOCH))
     assert any(not torch.equal(a, b) for a, b in zip(learned.parameters(), model.parameters(), strict=True))
+
+
+def test_the_hooks_by_which_transformers_collects_hidden_states_are_copied():
+    """It puts them on once, when they are first asked for: a copy without them would give no hidden states."""
+    model = text_classifier()
+    words = torch.stack([row["input_ids"] for row in sentences(4)])
+    states = model(input_ids=words, output_hidden_states=True).hidden_states
+    companion = wrap("dcl", model).companion
+    found = companion(input_ids=words, output_hidden_states=True).hidden_states
+    assert_same(found, states)
+    assert found[0] is not states[0]
