@@ -155,7 +155,7 @@ class Companion(Forecaster):
     # ---- learning ------------------------------------------------------------------------------------------------
 
     def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
-        c, forward.chased, forward.forecast = forward.chased, None, None
+        c, forward.chased = forward.chased, None
         if c is None:
             return
         target = chase_target(forward.logits[: len(c)].to(c.device), c, alpha)

@@ -20,19 +20,20 @@ ONE_TERM_A_ROW = (
 )
 
 
-def concerned(waiting: list[Forward], arguments: Any) -> tuple[list[Forward], bool]:
-    """Find the forwards that a call of the criterion is about among those that wait for a backward.
+def concerned(forwards: list[Forward], arguments: Any) -> tuple[list[Forward], bool]:
+    """Find the forwards that a call of the criterion is about.
 
     Args:
-        waiting: the forwards.
+        forwards: those that wait for a backward, and those that may get another one.
         arguments: what the criterion was called with, tensors in nested tuples, lists and dicts.
 
     Returns:
-        The forwards, and whether the criterion was given their very outputs. If it was not, a single forward is it in
-        any case, and of several those whose outputs its arguments were computed from, as by ``torch.cat``.
+        The forwards, and whether the criterion was given their very outputs. If it was not, a single waiting forward is
+        it in any case, and of several those whose outputs its arguments were computed from, as by ``torch.cat``.
     """
     tensors = [tensor for tensor in tensors_of(arguments) if tensor.requires_grad]
-    exact = [forward for forward in waiting if any(map(forward.produced, tensors))]
+    exact = [forward for forward in forwards if any(map(forward.produced, tensors))]
+    waiting = [forward for forward in forwards if not forward.counted]
     if exact or len(waiting) < 2:
         return exact or waiting, bool(exact)
     outputs = {forward.node for forward in waiting}

@@ -130,7 +130,7 @@ class ForecastOptimizer(OptimizerWrapper):
                 self.forecaster.step()
             finally:
                 self.forecaster.rest()
-            self._regularizer.counted = 0
+            self._regularizer.counted = self._regularizer.carried = 0
             self._regularizer.steps += 1
         return loss
 
@@ -181,7 +181,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _is_dry_step(self) -> bool:
         """Whether this is a step of no length, as torch.distributed.checkpoint takes one to create the state."""
-        if self._regularizer.counted or not self._regularizer.attached or not self._regularizer.has_gradients():
+        if self._regularizer.carried or not self._regularizer.attached or not self._regularizer.has_gradients():
             return False
         return all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups)
 
@@ -199,7 +199,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _require_forward(self) -> None:
         regularizer = self._regularizer
-        if regularizer.counted or not (self._strict and regularizer.attached) or not regularizer.has_gradients():
+        if regularizer.carried or not (self._strict and regularizer.attached) or not regularizer.has_gradients():
             return
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "

@@ -49,6 +49,7 @@ class Prototypes(Forecaster):
         wide = torch.promote_types(like.dtype, torch.float32)
         self._table = Table(num_classes, torch.empty(0, dtype=wide, device=like.device))
         self._observed: list[Departures] = []  # since the last step
+        self._membership: Tensor | None = None  # of the rows whose penalty was asked for last
         self._departure: tuple[Tensor, Tensor] | None = None  # logits, and how far they are from their prototypes
         self._spare: Tensor | None = None  # memory of the last step's departures, for the next ones
         self._alpha = 0.0
@@ -99,7 +100,7 @@ class Prototypes(Forecaster):
             given, forward, table.num_classes, self._ignore_index, look=not self._shares_checked
         )
         self._shares_checked |= membership.ndim == 2
-        forward.targets = membership
+        self._membership = membership
         if self._per_class:
             return self._penalty_per_class(z, membership, distance)
         squared = getattr(distance, "func", None) is functional.mse
@@ -107,7 +108,9 @@ class Prototypes(Forecaster):
         self._all_known = known is None
         labelled = self._count_labelled(z, membership)
         if squared:
-            return self._squared_penalty(forward, z, forecast, known, labelled, **distance.keywords)  # type: ignore[attr-defined]
+            if membership.ndim == 1:
+                self._departure = (forward.logits, forecast)
+            return _squared_penalty(z, forecast, known, labelled, **distance.keywords)  # type: ignore[attr-defined]
         if known is None:
             return functional.value_and_gradient(distance, z, forecast)
         return _penalty_of_some(z, forecast, known, labelled, distance)
@@ -146,27 +149,6 @@ class Prototypes(Forecaster):
         fits = spare is not None and spare.shape == z.shape and spare.dtype == z.dtype
         return spare if fits and z.device.type == "cpu" else None
 
-    def _squared_penalty(
-        self,
-        forward: Forward,
-        z: Tensor,
-        forecast: Tensor,
-        known: Tensor | None,
-        labelled: float | Tensor,
-        reduction: Reduction,
-    ) -> tuple[Tensor, Tensor]:
-        """The default distance: what it is taken of is what the prototypes will move by.
-
-        It is written over the forecast and, with hard labels, the gradient over the logits: both are ours, and no
-        longer needed.
-        """
-        apart = infinities.departure(z, forecast, out=forecast)
-        pull = apart if known is None else apart.masked_fill(~known[:, None], 0.0)
-        hard = forward.targets is not None and forward.targets.ndim == 1
-        if hard:
-            self._departure = (forward.logits, apart)
-        return functional.squared(pull, labelled, reduction, out=z if hard else None)
-
     def _penalty_per_class(self, z: Tensor, membership: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
         if membership.ndim == 2:
             raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
@@ -188,9 +170,10 @@ class Prototypes(Forecaster):
     # ---- learning ------------------------------------------------------------------------------------------------
 
     def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
-        assert forward.targets is not None
-        soft = forward.targets.ndim == 2
-        self._observed.append(self._soft_departures(forward) if soft else self._hard_departures(forward))
+        membership, self._membership = self._membership, None
+        assert membership is not None
+        departures_of = self._soft_departures if membership.ndim == 2 else self._hard_departures
+        self._observed.append(departures_of(forward.logits, membership))
         self._all_observed_known &= self._all_known
         self._departure, self._all_known = None, False
         self._alpha = alpha
@@ -198,27 +181,24 @@ class Prototypes(Forecaster):
         if kept > max(2 * classes, ROWS_KEPT):
             self._observed = [departures.joined(self._observed).by_class(classes)]
 
-    def _hard_departures(self, forward: Forward) -> Departures:
-        classes = forward.targets
-        assert classes is not None
-        if self._departure is not None and self._departure[0] is forward.logits:
+    def _hard_departures(self, logits: Tensor, classes: Tensor) -> Departures:
+        if self._departure is not None and self._departure[0] is logits:
             sums = self._departure[1]
         else:
-            sums = infinities.departure(forward.logits, self._table.look_up(classes))
+            sums = infinities.departure(logits, self._table.look_up(classes))
         if self._all_labelled:
             return Departures(classes, sums, sums.new_ones(len(classes)))
         labelled = classes < self._table.num_classes
         return Departures(classes, sums.masked_fill_(~labelled[:, None], 0.0), labelled.to(sums.dtype))
 
-    def _soft_departures(self, forward: Forward) -> Departures:
-        assert forward.targets is not None
-        classes, shares = self._columns(forward.targets)
+    def _soft_departures(self, logits: Tensor, membership: Tensor) -> Departures:
+        classes, shares = self._columns(membership)
         counts = shares.sum(0)
-        sums = shares.T @ forward.logits.to(shares.dtype)
+        sums = shares.T @ logits.to(shares.dtype)
         return Departures(classes, sums.addcmul_(counts[:, None], self._table.look_up(classes), value=-1.0), counts)
 
     def forget(self) -> None:
-        self._observed, self._departure, self._all_observed_known = [], None, True
+        self._observed, self._departure, self._membership, self._all_observed_known = [], None, None, True
 
     def step(self) -> None:
         if self._observed:
@@ -281,6 +261,15 @@ class Prototypes(Forecaster):
             rows = state["values"][classes]
         self._table = Table(self._table.num_classes, torch.empty(0, dtype=self._table.dtype, device=self._table.device))
         self._table.put(classes, rows)
+
+
+def _squared_penalty(
+    z: Tensor, forecast: Tensor, known: Tensor | None, labelled: float | Tensor, reduction: Reduction
+) -> tuple[Tensor, Tensor]:
+    """The default distance. What it is taken of, which the prototypes will move by, is written over the forecast."""
+    apart = infinities.departure(z, forecast, out=forecast)
+    pull = apart if known is None else apart.masked_fill(~known[:, None], 0.0)
+    return functional.squared(pull, labelled, reduction)
 
 
 def _penalty_of_some(
