@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from dcl_optim import companion_state, distributed, random_state, twin
 from dcl_optim.chase import ignores_gradient_scale, slowed
-from dcl_optim.checkpointing import outside_checkpoints, recomputes_reentrantly
+from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.follower import Follower
 from dcl_optim.forecast import Forecast
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
-from dcl_optim.inputs import batch_size, cut, is_open, outside_autocast, part, to_place
+from dcl_optim.inputs import batch_size, cut, outside_autocast, part, to_place
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.overlap import Overlap
 from dcl_optim.random_state import RandomState, on_device, replayed
@@ -92,8 +92,6 @@ class Companion(Forecaster):
         self.optimizer = self._mirror.build(self.module, strangers=companion is not None)
         self._follower = Follower(model, self.module, companion is None, self._mirror, self.optimizer, device, dtype)
         self.overlaps, self._overlap = overlap, Overlap(self.module, wanted=overlap)
-        self._cut_all = True  # whether the inputs of all forwards so far could be taken out of their graph
-        self._refuses_ends: bool | None = None  # whether its backward cannot be told where to end; unknown at first
         self._learns, self._slows = True, ignores_gradient_scale(self.optimizer)
         self._reset()
 
@@ -114,7 +112,7 @@ class Companion(Forecaster):
         if forecast is None:
             with replayed(on_device(state, self._place[0])), outside_checkpoints():
                 forecast = self._forecast(args, kwargs)
-                self._overlap.inspect(forecast.chased, state)
+                self._overlap.inspect(state)
         forecast.check(forward, self._fraction)
         forward.forecast = forecast.rows.to(forward.logits.device)
         forward.chased = forecast.chased
@@ -122,7 +120,6 @@ class Companion(Forecaster):
             self._follower.compare(forward.logits, forward.forecast)
 
     def _forecast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
-        self._cut_all = self._cut_all and is_open((args, kwargs))
         inputs = to_place(cut((args, kwargs)), *self._place)
         if not self._learns:
             with torch.no_grad():
@@ -165,13 +162,8 @@ class Companion(Forecaster):
         self._pending.append(self._overlap.lane.start(functools.partial(self._backward, c, gradient)))
 
     def _backward(self, logits: Tensor, gradient: Tensor) -> None:
-        if not self._cut_all and self._refuses_ends is None:
-            self._refuses_ends = recomputes_reentrantly(logits)
-        # Objects among the inputs may hold tensors with the script's graph: it is then gone back to our own ends only.
-        whole = self._cut_all or self._refuses_ends
-        own = None if whole else [p for p in parameters_of(self.optimizer) if p.requires_grad]
         with outside_autocast(logits.device.type):
-            logits.backward(gradient, inputs=own)
+            self._overlap.backward(logits, gradient, parameters_of(self.optimizer))
 
     def digest(self) -> None:
         self._overlap.abandon()

@@ -29,9 +29,9 @@ class Forward:
             over.
         model_loss_scale: what the model's own loss was multiplied by in it, where the model's output holds one.
         chased: the rows of the forecast that the forecaster learns from, with their graph; None for all or none.
-        node: autograd's number of the operation that computed the logits; -1 if none did.
         shape: the shape of the model's logits, batch first.
         counted: whether a backward has come.
+        surely_linked: whether the criterion was called on the output itself.
     """
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
@@ -40,7 +40,6 @@ class Forward:
             raise ValueError(f"class_dim={class_dim} but the model's logits have shape {tuple(logits.shape)}")
         self._class_dim = class_dim
         self._output = weakref.ref(logits)
-        self.node: int = -1 if logits.grad_fn is None else logits.grad_fn._sequence_nr()
         self.logits = functional.to_rows(logits.detach(), class_dim).clone()
         self.forecast: Tensor | None = None
         self.chased: Tensor | None = None
@@ -49,7 +48,7 @@ class Forward:
         self.loss_scale: Scale | None = None
         self.model_loss_scale: Scale | None = None
         self.counted = False
-        self._surely_linked = False
+        self.surely_linked = False
         self._backward, self._carries = -1, False  # autograd's number of the last backward; whether it has the penalty
 
     def produced(self, tensor: Any) -> bool:
@@ -64,16 +63,16 @@ class Forward:
 
         A call on the output itself outranks calls on what may be another head's output or a copy of this one's.
         """
-        if surely and not self._surely_linked:
-            self._surely_linked, self.criterion_targets, self.loss_scale = True, None, None
-        return surely or not self._surely_linked
+        if surely and not self.surely_linked:
+            self.surely_linked, self.criterion_targets, self.loss_scale = True, None, None
+        return surely or not self.surely_linked
 
     def add_loss_scale(self, surely: bool, times: Scale, gradient: Tensor) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward.
 
         ``times`` is the loss's number of terms where it is their sum, and this forward's share of it.
         """
-        if self._surely_linked and not surely:
+        if self.surely_linked and not surely:
             return
         self._enter_backward()
         scale = _total(gradient) * times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from dcl_optim import compilation, distributed, lanes
-from dcl_optim.checkpointing import recomputes_reentrantly
 from dcl_optim.inputs import tensors_of
 from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.wrapper import is_torchs_own
@@ -125,19 +124,30 @@ class Overlap:
                     "sharded parameters), since two threads would do so in no fixed order; pass overlap=False"
                 )
 
-    def inspect(self, chased: Tensor | None, state: RandomState) -> None:
-        """Look at a forward of the companion that was done in its turn, before the random streams go on.
-
-        Raises:
-            RuntimeError: its backward runs parts of the forward again, which sets the random state that two threads
-                share. (What does the same by hooks on saved tensors, a lane refuses by itself.)
-        """
+    def inspect(self, state: RandomState) -> None:
+        """Look at a forward of the companion that was done in its turn, before the random streams go on."""
         self._note_draws(state)
-        if self.lane.shares_generators and not self._inspected and chased is not None:
+        if self.lane.shares_generators and not self._inspected:
             self._inspected = True
             self._compiled = any(map(compilation.is_compiled, self._module.modules()))
-            if recomputes_reentrantly(chased):
-                raise RuntimeError(lanes.NO_RECOMPUTATION)
+
+    def backward(self, logits: Tensor, gradient: Tensor, parameters: Iterable[Tensor]) -> None:
+        """Go back through the companion's logits, on the lane that this is called on.
+
+        Raises:
+            RuntimeError: parts of the forward would be run again, which sets the random state that two threads share. A
+                reentrant checkpoint says so itself where it is told the leaves; what does the same by hooks on saved
+                tensors, a lane refuses.
+        """
+        if not self.lane.shares_generators:
+            logits.backward(gradient)
+            return
+        try:
+            logits.backward(gradient, inputs=[parameter for parameter in parameters if parameter.requires_grad])
+        except RuntimeError as error:
+            if "checkpoint" in str(error):
+                raise RuntimeError(lanes.NO_RECOMPUTATION) from error
+            raise
 
     def _note_draws(self, state: RandomState) -> None:
         """Either network may be the one that draws."""

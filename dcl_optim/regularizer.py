@@ -162,15 +162,15 @@ class Regularizer:
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """Take the labels, and read what the loss is multiplied by off its gradient.
 
-        A loss of several forwards that were put together first is shared among them by their rows, as if they had been
-        one forward; each of several that were handed over one by one has it whole.
+        A loss that is not of some forwards' very outputs is shared among all that wait by their rows, as if they had
+        been put together; each of several whose outputs were handed over one by one has it whole.
         """
         linked, surely = concerned(list(filter(_lives, (reference() for reference in self._outstanding))), arguments)
         if self.labels is not None and len(linked) > 1 and any(forward.targets is None for forward in linked):
             raise RuntimeError(
-                "the criterion was called on several forwards of the model at once, and its labels do not say which "
-                "are whose: call set_targets(labels) before each forward, or the criterion on each output as the "
-                "model returned it"
+                "several forwards of the model wait for their backward, and the criterion's call does not say which "
+                "one its labels belong to: call set_targets(labels) before each forward, or the criterion on each "
+                "output as the model returned it"
             )
         terms, rows = terms_of_sum(self._criterion, logits, targets), sum(len(forward.logits) for forward in linked)
         for forward in linked:
