@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim import departures, distributed, functional, infinities
+from dcl_optim import departures, distributed, functional
 from dcl_optim.departures import Departures
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, Reduction
@@ -185,7 +185,7 @@ class Prototypes(Forecaster):
         if self._departure is not None and self._departure[0] is logits:
             sums = self._departure[1]
         else:
-            sums = infinities.departure(logits, self._table.look_up(classes))
+            sums = functional.difference(logits, self._table.look_up(classes))
         if self._all_labelled:
             return Departures(classes, sums, sums.new_ones(len(classes)))
         labelled = classes < self._table.num_classes
@@ -267,7 +267,7 @@ def _squared_penalty(
     z: Tensor, forecast: Tensor, known: Tensor | None, labelled: float | Tensor, reduction: Reduction
 ) -> tuple[Tensor, Tensor]:
     """The default distance. What it is taken of, which the prototypes will move by, is written over the forecast."""
-    apart = infinities.departure(z, forecast, out=forecast)
+    apart = functional.difference(z, forecast, out=forecast)
     pull = apart if known is None else apart.masked_fill(~known[:, None], 0.0)
     return functional.squared(pull, labelled, reduction)
 
