@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dcl_optim.callers import frames_of
-from dcl_optim.graph import nodes_behind
 
 
 def running_backward() -> int:
@@ -31,11 +30,6 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
     if any(frames_of("torch.utils.checkpoint")):
         return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
     return nullcontext()
-
-
-def recomputes_reentrantly(tensor: Tensor) -> bool:
-    """Whether a reentrant checkpoint lies on a tensor's way back."""
-    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_behind([tensor]))
 
 
 def _itself(tensor: Tensor) -> Tensor:

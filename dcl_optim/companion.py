@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import distributed, random_state, twin
-from dcl_optim.checkpointing import outside_checkpoints, recomputes_reentrantly
+from dcl_optim import companion_state, distributed, random_state, twin
+from dcl_optim.chase import ignores_gradient_scale, slowed
+from dcl_optim.checkpointing import outside_checkpoints
 from dcl_optim.follower import Follower
 from dcl_optim.forecast import Forecast
 from dcl_optim.forecaster import Forecaster, Forward, Scale, check_tensors
 from dcl_optim.functional import Distance, chase_target, to_rows, value_and_gradient
-from dcl_optim.inputs import batch_size, cut, is_open, outside_autocast, part, to_place
+from dcl_optim.inputs import batch_size, cut, outside_autocast, part, to_place
 from dcl_optim.mirror import MakeOptimizer, MirroredOptimizer
 from dcl_optim.overlap import Overlap
 from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.shares import Shares
 from dcl_optim.wrapper import all_or_nothing, gradients_of, parameters_of, without_gradient
 
-NAMES = "names_in_companion"  # of a group's parameters, which earlier versions saved
 IN_COMPANION = (
     "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
     "after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
@@ -92,15 +92,13 @@ class Companion(Forecaster):
         self.optimizer = self._mirror.build(self.module, strangers=companion is not None)
         self._follower = Follower(model, self.module, companion is None, self._mirror, self.optimizer, device, dtype)
         self.overlaps, self._overlap = overlap, Overlap(self.module, wanted=overlap)
-        self._cut_all = True  # whether the inputs of all forwards so far could be taken out of their graph
-        self._refuses_ends: bool | None = None  # whether its backward cannot be told where to end; unknown at first
-        self._learns = True
+        self._learns, self._slows = True, ignores_gradient_scale(self.optimizer)
         self._reset()
 
     def _reset(self) -> None:
         self._pending: list[Callable[[], None]] = []  # backwards that have been started
         self._moved: Callable[[], None] | None = None  # the step that has been started
-        self._shares = Shares()
+        self._shares, self._alpha = Shares(), 0.0
 
     # ---- the forecast --------------------------------------------------------------------------------------------
 
@@ -114,13 +112,14 @@ class Companion(Forecaster):
         if forecast is None:
             with replayed(on_device(state, self._place[0])), outside_checkpoints():
                 forecast = self._forecast(args, kwargs)
-                self._overlap.inspect(forecast.chased, state)
+                self._overlap.inspect(state)
         forecast.check(forward, self._fraction)
         forward.forecast = forecast.rows.to(forward.logits.device)
         forward.chased = forecast.chased
+        if self._fraction == 1:
+            self._follower.compare(forward.logits, forward.forecast)
 
     def _forecast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forecast:
-        self._cut_all = self._cut_all and is_open((args, kwargs))
         inputs = to_place(cut((args, kwargs)), *self._place)
         if not self._learns:
             with torch.no_grad():
@@ -153,22 +152,18 @@ class Companion(Forecaster):
     # ---- learning ------------------------------------------------------------------------------------------------
 
     def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
-        c, forward.chased, forward.forecast = forward.chased, None, None
+        c, forward.chased = forward.chased, None
         if c is None:
             return
         target = chase_target(forward.logits[: len(c)].to(c.device), c, alpha)
         _, gradient = value_and_gradient(distance, c, target)
         gradient = self._shares.weigh(gradient, scale, half=c.dtype == torch.float16).to(c.dtype)
+        self._alpha = alpha
         self._pending.append(self._overlap.lane.start(functools.partial(self._backward, c, gradient)))
 
     def _backward(self, logits: Tensor, gradient: Tensor) -> None:
-        if not self._cut_all and self._refuses_ends is None:
-            self._refuses_ends = recomputes_reentrantly(logits)
-        # Objects among the inputs may hold tensors with the script's graph: it is then gone back to our own ends only.
-        whole = self._cut_all or self._refuses_ends
-        own = None if whole else [p for p in parameters_of(self.optimizer) if p.requires_grad]
         with outside_autocast(logits.device.type):
-            logits.backward(gradient, inputs=own)
+            self._overlap.backward(logits, gradient, parameters_of(self.optimizer))
 
     def digest(self) -> None:
         self._overlap.abandon()
@@ -223,7 +218,7 @@ class Companion(Forecaster):
         if self._shares.half and not _finite(list(gradients_of(self.optimizer))):
             return
         try:
-            with random_state.kept(self.optimizer):
+            with random_state.kept(self.optimizer), slowed(self.optimizer, 1 - self._alpha if self._slows else 1.0):
                 self.optimizer.step()
         except Exception as error:
             kind = type(self.optimizer).__name__
@@ -234,8 +229,7 @@ class Companion(Forecaster):
 
     def _fill_gradients(self) -> None:
         for parameter in without_gradient(self.optimizer):
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)
 
     def create_state(self) -> None:
         if not self.optimizer.state:
@@ -246,9 +240,6 @@ class Companion(Forecaster):
 
     def switch(self, mode: str) -> None:
         getattr(self.optimizer, mode, _nothing)()
-
-    def check_parameters(self, parameters: list[Any]) -> None:
-        self._follower.check_parameters(parameters)
 
     def groups_changed(self) -> None:
         self._follower.follow_parameters()
@@ -262,54 +253,24 @@ class Companion(Forecaster):
     def state_dict(self) -> dict[str, Any]:
         self.prepare()  # what the script has changed since the last step, as a scheduler does, is saved too
         self._follower.follow_unfrozen()
-        # With keys as torch.distributed.checkpoint makes them.
-        return {"model": self._follower.own_state(), "optimizer": _with_keys(str, self.optimizer.state_dict())}
+        return {"model": self._follower.own_state(), "optimizer": companion_state.saved(self.optimizer, self.module)}
 
     def check_state(self, state: dict[str, Any]) -> None:
         self._follower.follow_unfrozen()
         check_tensors(state.get("model", {}), self._follower.own_state(), "companion")
-        self._check_optimizer_state(state.get("optimizer", {}))
-
-    def _check_optimizer_state(self, state: dict[str, Any]) -> None:
-        groups = state.get("param_groups", [])
-        if any(NAMES in group for group in groups):
-            named = {id(parameter): name for name, parameter in self.module.named_parameters()}
-            ours = [[named.get(id(p), "") for p in group["params"]] for group in self.optimizer.param_groups]
-            if [group.get(NAMES) for group in groups] != ours:
-                raise ValueError(
-                    "the state of the companion's optimizer was written by an earlier version of dcl_optim, which left "
-                    "frozen parameters out or had the others in another order; load the model's weights, wrap the "
-                    "model anew, and the companion starts as its copy"
-                )
-        sizes = [len(group["params"]) for group in self.optimizer.state_dict().get("param_groups", [])]
-        found = [len(group["params"]) for group in groups]
-        if found != sizes:
-            raise ValueError(f"the state of the companion's optimizer has groups of {found} parameters, not {sizes}")
+        companion_state.check(state.get("optimizer", {}), self.optimizer, self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         with all_or_nothing(self.optimizer):
-            self.optimizer.load_state_dict(_loadable(state["optimizer"]))
+            self.optimizer.load_state_dict(companion_state.loadable(state["optimizer"], self.optimizer, self.module))
             self.module.load_state_dict(state["model"], strict=False)
+        self._follower.no_longer_equal()
         self.forget()
         self._mirror.note()
 
 
 def _finite(gradients: list[Tensor]) -> bool:
     return bool(torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all())
-
-
-def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
-    if "state" not in state:
-        return state
-    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
-
-
-def _loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with numbers for keys, and without the names that earlier versions saved."""
-    if "param_groups" in state:
-        groups = [{key: value for key, value in group.items() if key != NAMES} for group in state["param_groups"]]
-        state = state | {"param_groups": groups}
-    return _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
 
 
 def _nothing() -> None:

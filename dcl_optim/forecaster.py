@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim import functional
+from dcl_optim.checkpointing import running_backward
 from dcl_optim.functional import Distance
 from dcl_optim.random_state import RandomState
 
@@ -24,13 +25,13 @@ class Forward:
         forecast: what the forecaster said at the time of the call, rows (N, K); None where it speaks at the backward.
         targets: the labels, where a forecaster needs them and the script gave them.
         criterion_targets: the labels that the criterion was called with.
-        loss_scale: what the criterion's loss was multiplied by, where the criterion was handed over.
-        model_loss_scale: what the model's own loss was multiplied by, where its output holds one.
+        loss_scale: what the criterion's loss was multiplied by in the running backward, where the criterion was handed
+            over.
+        model_loss_scale: what the model's own loss was multiplied by in it, where the model's output holds one.
         chased: the rows of the forecast that the forecaster learns from, with their graph; None for all or none.
-        node: autograd's number of the operation that computed the logits; -1 if none did.
         shape: the shape of the model's logits, batch first.
         counted: whether a backward has come.
-        looked_at: the penalty's value and gradient, where that one was a look and the real one may be still to come.
+        surely_linked: whether the criterion was called on the output itself.
     """
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
@@ -39,7 +40,6 @@ class Forward:
             raise ValueError(f"class_dim={class_dim} but the model's logits have shape {tuple(logits.shape)}")
         self._class_dim = class_dim
         self._output = weakref.ref(logits)
-        self.node: int = -1 if logits.grad_fn is None else logits.grad_fn._sequence_nr()
         self.logits = functional.to_rows(logits.detach(), class_dim).clone()
         self.forecast: Tensor | None = None
         self.chased: Tensor | None = None
@@ -48,8 +48,8 @@ class Forward:
         self.loss_scale: Scale | None = None
         self.model_loss_scale: Scale | None = None
         self.counted = False
-        self.looked_at: tuple[Tensor, Tensor] | None = None
-        self._surely_linked = False
+        self.surely_linked = False
+        self._backward, self._carries = -1, False  # autograd's number of the last backward; whether it has the penalty
 
     def produced(self, tensor: Any) -> bool:
         """Whether a tensor is the very output of this forward, or a view of it."""
@@ -63,23 +63,38 @@ class Forward:
 
         A call on the output itself outranks calls on what may be another head's output or a copy of this one's.
         """
-        if surely and not self._surely_linked:
-            self._surely_linked, self.criterion_targets, self.loss_scale = True, None, None
-        return surely or not self._surely_linked
+        if surely and not self.surely_linked:
+            self.surely_linked, self.criterion_targets, self.loss_scale = True, None, None
+        return surely or not self.surely_linked
 
     def add_loss_scale(self, surely: bool, times: Scale, gradient: Tensor) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward.
 
         ``times`` is the loss's number of terms where it is their sum, and this forward's share of it.
         """
-        if self._surely_linked and not surely:
+        if self.surely_linked and not surely:
             return
+        self._enter_backward()
         scale = _total(gradient) * times
         self.loss_scale = scale if self.loss_scale is None else self.loss_scale + scale
 
     def note_loss_scale(self, gradient: Tensor) -> None:
         """Called by autograd with the gradient of the model's own loss: what it was multiplied by, before backward."""
+        self._enter_backward()
         self.model_loss_scale = _total(gradient)
+
+    def takes_penalty(self) -> bool:
+        """Whether the running backward has to get the penalty: true once in each, which may pass two hooks of ours."""
+        self._enter_backward()
+        carried, self._carries = self._carries, True
+        return not carried
+
+    def _enter_backward(self) -> None:
+        """Forget what an earlier backward has told: another one may come with another factor, or with none."""
+        backward = running_backward()
+        if backward != self._backward:
+            self._backward, self._carries = backward, False
+            self.loss_scale = self.model_loss_scale = None
 
     def rows(self, gradient: Tensor) -> Tensor:
         """Lay a tensor of the output's shape out as rows."""
@@ -106,10 +121,11 @@ def _total(gradient: Tensor) -> Scale:
 class Forecaster(ABC):
     """A source of forecasts that learns from the model's logits; ``DCLOptimizer`` and ``DCPOptimizer`` hold one each.
 
-    The optimizer calls, for each training forward, :meth:`begin` before it and :meth:`predict` after it; when its
-    backward comes, :meth:`penalty` and :meth:`observe`; before the next forward and before the step, :meth:`digest`; at
-    the step, :meth:`prepare` and :meth:`begin_step` before the base optimizer moves the model, and :meth:`step` after
-    it. :meth:`forget` drops what was observed since the last step (a step that a gradient scaler skipped).
+    The optimizer calls, for each training forward, :meth:`begin` before it and :meth:`predict` after it; at each of its
+    backwards :meth:`penalty`, and after the first :meth:`observe`; before the next forward and before the step,
+    :meth:`digest`; at the step, :meth:`prepare` and :meth:`begin_step` before the base optimizer moves the model, and
+    :meth:`step` after it. :meth:`forget` drops what was observed since the last step (a step that a gradient scaler
+    skipped).
     """
 
     # Whether predicting may draw random numbers, which then replay the model's.
@@ -124,13 +140,16 @@ class Forecaster(ABC):
         """Fill ``forward.forecast`` or what else is known at the time of the call. Default: nothing."""
 
     def penalty(self, forward: Forward, distance: Distance) -> tuple[Tensor, Tensor]:
-        r"""Value of :math:`\Delta(z, \mathrm{forecast})` and its gradient with respect to z, rows (N, K)."""
+        r"""Value of :math:`\Delta(z, \mathrm{forecast})` and its gradient with respect to z, rows (N, K).
+
+        Another backward of the forward asks again: logits and forecast stay as they are. The gradient is written over.
+        """
         assert forward.forecast is not None
         return functional.value_and_gradient(distance, forward.logits, forward.forecast)
 
     @abstractmethod
     def observe(self, forward: Forward, distance: Distance, alpha: float, scale: Scale) -> None:
-        """Take note of a forward whose backward came, of this step's alpha and of what the loss was multiplied by."""
+        """Take note of a forward whose first backward came, of this step's alpha and of the factor on that loss."""
 
     def digest(self) -> None:  # noqa: B027
         """Do the heavy part of learning from what was observed. Default: nothing."""

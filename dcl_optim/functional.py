@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcl_optim import infinities
 from dcl_optim.checks import check_positive
 
 Distance = Callable[[Tensor, Tensor], Tensor]
@@ -44,6 +43,22 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
     return tensor.movedim(class_dim, -1).reshape(-1, tensor.shape[class_dim])
 
 
+def difference(z: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
+    """Subtract logits, with 0 where both are the same: minus infinity too, as of a class that is masked in both.
+
+    Args:
+        z: logits, any shape.
+        c: forecast, same shape.
+        out: where to write it, which may be c; None for memory of its own.
+
+    Examples:
+        >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
+        tensor([-2.,  0.])
+    """
+    same = z == c
+    return torch.sub(z, c, out=out).masked_fill_(same, 0.0)
+
+
 def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
     r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`.
 
@@ -62,7 +77,7 @@ def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
         tensor(5.)
     """
-    return infinities.departure(z, c).square().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
+    return difference(z, c).square().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
 
 
 def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -75,7 +90,7 @@ def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(1.5000)
     """
-    return infinities.departure(z, c).abs().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
+    return difference(z, c).abs().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
 
 
 def _counted_classes(classes: int, reduction: Reduction) -> int:
@@ -99,9 +114,8 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     """
     log_p = F.log_softmax(c / temperature, dim=1)
     log_q = F.log_softmax(z / temperature, dim=1)
-    if infinities.possible(log_p):  # what both rule out has no share in the sum, where p (log p - log q) is 0 (∞ - ∞)
-        log_p, log_q = (log.clamp(min=torch.finfo(log.dtype).min) for log in (log_p, log_q))
-    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    # What c rules out has no share in the sum: 0 (log 0 - log q) is 0, also where that is 0 (∞ - ∞).
+    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)).sum() / len(z)
 
 
 def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
@@ -121,8 +135,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
         >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
         tensor(0.3133)
     """
-    if infinities.possible(c):  # directions are taken among the classes that are not masked
-        z, c = (rows.masked_fill(rows == -torch.inf, 0.0) for rows in (z, c))
+    z, c = (rows.masked_fill(rows == -torch.inf, 0.0) for rows in (z, c))  # directions among the classes not masked
     similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
     return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
 
@@ -191,7 +204,8 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     if not len(z):  # whose mean is no number
         return z.new_zeros((), dtype=wide), torch.zeros_like(z, dtype=wide)
     if getattr(distance, "func", None) is mse:  # the default: its gradient is known, and autograd costs ten times that
-        return squared(infinities.departure(z.detach().to(wide), c.detach().to(wide)), len(z), **distance.keywords)  # type: ignore[attr-defined]
+        apart = difference(z.detach().to(wide), c.detach().to(wide))
+        return squared(apart, len(z), out=apart, **distance.keywords)  # type: ignore[attr-defined]
     leaf = z.detach().to(wide).requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         value = distance(leaf, c.detach().to(wide))
@@ -227,11 +241,13 @@ def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
         alpha: the share of the past, in [0, 1].
 
     Examples:
-        >>> chase_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
-        tensor([2.])
+        >>> chase_target(torch.tensor([8.0, -torch.inf]), torch.tensor([0.0, -torch.inf]), alpha=0.75)
+        tensor([2., -inf])
     """
     wide = torch.promote_types(z.dtype, torch.float32)
-    return infinities.between(z.detach().to(wide), c.detach().to(wide), alpha)
+    z, c = z.detach().to(wide), c.detach().to(wide)
+    target = torch.lerp(c, z, 1 - alpha)
+    return torch.where(z == c, c, target, out=target)  # where both are minus infinity, so is the target
 
 
 def class_totals(rows: Tensor, classes: Tensor, counts: Tensor, num_classes: int) -> Tensor:

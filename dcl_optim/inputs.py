@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
-HIDES_NONE = (Tensor, type(None), int, float, complex, str, bytes, torch.dtype, torch.device)
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -26,7 +26,11 @@ def outside_autocast(device: str) -> Iterator[None]:
 
 
 def cut(tree: Any) -> Any:
-    """Take a model's arguments out of the graph that they came from."""
+    """Take a model's arguments out of the graph that they came from.
+
+    What :func:`map_tensors` does not look into (a set, an object of a class of the script's) is handed on as it is: a
+    graph inside it is the script's affair.
+    """
     return map_tensors(_cut, tree)
 
 
@@ -36,7 +40,14 @@ def _cut(tensor: Tensor) -> Tensor:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply a function to every tensor in nested tuples, lists and dicts."""
+    """Apply a function to every tensor in nested tuples, lists, mappings and dataclass instances.
+
+    A mapping of another class than dict, and an instance, is copied if anything in it has changed; else it is itself.
+
+    Examples:
+        >>> map_tensors(torch.neg, {"x": [torch.tensor(1.0), "text"]})
+        {'x': [tensor(-1.), 'text']}
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -45,28 +56,42 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return type(tree)(map_tensors(function, item) for item in tree)
     if type(tree) is dict:
         return {key: map_tensors(function, value) for key, value in tree.items()}
+    items = _items(tree)
+    changed = {key: new for key, old in items.items() if (new := map_tensors(function, old)) is not old}
+    if changed:
+        tree = copy.copy(tree)
+        for key, value in changed.items():
+            _put(tree, key, value)
     return tree
 
 
+def _items(tree: Any) -> dict[Any, Any]:
+    """The fields of a dataclass instance, the items of a mapping; nothing of anything else, nor of a module."""
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, nn.Module)):
+        return {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
+    return dict(tree) if isinstance(tree, MutableMapping) else {}
+
+
+def _put(tree: Any, key: Any, value: Any) -> None:
+    if not dataclasses.is_dataclass(tree):
+        tree[key] = value
+        return
+    try:
+        setattr(tree, key, value)  # transformers' ModelOutput keeps an item beside the attribute
+    except dataclasses.FrozenInstanceError:
+        object.__setattr__(tree, key, value)
+
+
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts, in order."""
+    """All tensors that :func:`map_tensors` finds, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for item in tree:
             yield from tensors_of(item)
-    elif type(tree) is dict:
-        for item in tree.values():
+    else:
+        for item in _items(tree).values():
             yield from tensors_of(item)
-
-
-def is_open(tree: Any) -> bool:
-    """Whether :func:`map_tensors` finds every tensor: there are no objects of other classes, which may hold some."""
-    if isinstance(tree, HIDES_NONE):
-        return True
-    if isinstance(tree, (tuple, list)):
-        return all(map(is_open, tree))
-    return type(tree) is dict and all(map(is_open, tree.values()))
 
 
 def to_place(tree: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

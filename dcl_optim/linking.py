@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from dcl_optim.forecaster import Forward
-from dcl_optim.graph import nodes_behind
 from dcl_optim.inputs import tensors_of
 
 # Targets of the input's shape, and one term a row: distributions, sets of labels, another embedding.
@@ -20,24 +19,20 @@ ONE_TERM_A_ROW = (
 )
 
 
-def concerned(waiting: list[Forward], arguments: Any) -> tuple[list[Forward], bool]:
-    """Find the forwards that a call of the criterion is about among those that wait for a backward.
+def concerned(forwards: list[Forward], arguments: Any) -> tuple[list[Forward], bool]:
+    """Find the forwards that a call of the criterion is about.
 
     Args:
-        waiting: the forwards.
+        forwards: those that wait for a backward, and those that may get another one.
         arguments: what the criterion was called with, tensors in nested tuples, lists and dicts.
 
     Returns:
-        The forwards, and whether the criterion was given their very outputs. If it was not, a single forward is it in
-        any case, and of several those whose outputs its arguments were computed from, as by ``torch.cat``.
+        The forwards whose output, or a view of it, the criterion was given, and True; or else all that wait and have
+        had no such call, and False.
     """
     tensors = [tensor for tensor in tensors_of(arguments) if tensor.requires_grad]
-    exact = [forward for forward in waiting if any(map(forward.produced, tensors))]
-    if exact or len(waiting) < 2:
-        return exact or waiting, bool(exact)
-    outputs = {forward.node for forward in waiting}
-    reached = {node._sequence_nr() for node in nodes_behind(tensors, lambda node: node._sequence_nr() in outputs)}
-    return [forward for forward in waiting if forward.node in reached], False
+    exact = [forward for forward in forwards if any(map(forward.produced, tensors))]
+    return exact or [forward for forward in forwards if not (forward.counted or forward.surely_linked)], bool(exact)
 
 
 def terms_of_sum(criterion: nn.Module | None, logits: Any, targets: Any) -> float | Tensor:

@@ -143,8 +143,9 @@ class LossScale:
     def resolve(self, forward: Forward, gradient: Tensor, several: bool) -> Scale:
         """Say s for this forward, given its logits' incoming gradient in the output's shape.
 
-        ``several`` says that this is not the first backward since the last step: together with float16 logits the
-        sign that a wrong s would matter, so that a gradient which cannot be read is worth a warning then.
+        ``several`` says that this is not the first backward since the last step, of this forward or of another:
+        together with float16 logits the sign that a wrong s would matter, so that a gradient which cannot be read is
+        worth a warning then.
         """
         if self.source != "auto":
             return self._given(gradient)

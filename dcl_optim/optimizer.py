@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim import interrupts
 from dcl_optim.checks import check_integer, check_options
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.functional import Distance, mse
@@ -102,6 +103,8 @@ class ForecastOptimizer(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         r"""Step the base optimizer with the regularised gradient, then let the forecaster learn from the same batch.
 
+        An interrupt (Ctrl-C) that arrives meanwhile takes effect after both, a second one at once.
+
         Args:
             closure: as in torch.optim: clears the gradients, computes the loss, calls backward and returns the loss.
                 One that only computes and returns the loss is served too. A base that evaluates it several times
@@ -121,13 +124,14 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.prepare()
         if closure is None and self._is_dry_step():
             return self._dry_step()
-        try:
-            loss = self._step_without() if closure is None else self._step_with(closure)
-            self.forecaster.step()
-        finally:
-            self.forecaster.rest()
-        self._regularizer.counted = 0
-        self._regularizer.steps += 1
+        with interrupts.postponed():
+            try:
+                loss = self._step_without() if closure is None else self._step_with(closure)
+                self.forecaster.step()
+            finally:
+                self.forecaster.rest()
+            self._regularizer.counted = self._regularizer.carried = 0
+            self._regularizer.steps += 1
         return loss
 
     def _step_without(self) -> Any:
@@ -177,7 +181,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _is_dry_step(self) -> bool:
         """Whether this is a step of no length, as torch.distributed.checkpoint takes one to create the state."""
-        if self._regularizer.counted or not self._regularizer.attached or not self._regularizer.has_gradients():
+        if self._regularizer.carried or not self._regularizer.attached or not self._regularizer.has_gradients():
             return False
         return all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups)
 
@@ -195,7 +199,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _require_forward(self) -> None:
         regularizer = self._regularizer
-        if regularizer.counted or not (self._strict and regularizer.attached) or not regularizer.has_gradients():
+        if regularizer.carried or not (self._strict and regularizer.attached) or not regularizer.has_gradients():
             return
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
@@ -216,12 +220,7 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.switch(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the base optimizer; the forecaster follows.
-
-        Raises:
-            RuntimeError: they are layers that the model has got since it was wrapped: wrap it again.
-        """
-        self.forecaster.check_parameters(_parameters_in(param_group))
+        """Add parameters to the base optimizer; the forecaster follows."""
         super().add_param_group(param_group)
         self.forecaster.groups_changed()
 
@@ -275,16 +274,6 @@ class ForecastOptimizer(OptimizerWrapper):
         if self._regularizer.labels is not None:
             self._regularizer.labels.forget()
         self._regularizer.steps = state["steps"]
-
-
-def _parameters_in(param_group: Any) -> list[Any]:
-    """The parameters of a group that torch.optim has not seen yet; what it refuses is left to it."""
-    params = param_group.get("params") if isinstance(param_group, dict) else None
-    if isinstance(params, Iterator):
-        params = param_group["params"] = list(params)
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        return [params]
-    return [item[-1] if isinstance(item, tuple) and item else item for item in params]
 
 
 def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from dcl_optim import distributed, lanes
-from dcl_optim.checkpointing import recomputes_reentrantly
+from dcl_optim import compilation, distributed, lanes
 from dcl_optim.inputs import tensors_of
 from dcl_optim.random_state import RandomState, on_device, replayed
 from dcl_optim.wrapper import is_torchs_own
@@ -27,10 +25,9 @@ Forward = Callable[[tuple[Any, ...], dict[str, Any]], T]
 class Overlap:
     """Begins the companion's forward with the model's, and hands its result over when the model's has ended.
 
-    The first forward is done in its turn: it shows whether a network draws random numbers. Two threads cannot share the
-    CPU's random stream, so where there would be another thread such a model is served serially from then on, with a
-    UserWarning. A forward inside modes that stay with the caller's thread (a default device other than the CPU, a FLOP
-    counter) is done in its turn, too.
+    The first forward is done in its turn: it shows whether the model draws random numbers. So is, where there would be
+    another thread, a forward inside modes that stay with the caller's (a default device other than the CPU, a FLOP
+    counter), and all forwards of a compiled companion that draws.
 
     Args:
         module: the companion.
@@ -44,7 +41,8 @@ class Overlap:
         self._module, self._wanted = module, wanted
         self.lane: lanes.Lane = lanes.Serial()
         self._device: torch.device | None = None
-        self._inspected = False  # whether a forward was done in its turn, and suits another thread
+        self._draws: bool | None = None  # unknown until the first forward has ended
+        self._inspected = self._compiled = False
         self._result: Callable[[], Any] | None = None
         self._inputs: list[tuple[int, int]] = []
 
@@ -62,7 +60,7 @@ class Overlap:
         self._inputs = _fingerprint(args, kwargs)
         work = functools.partial(forward, args, kwargs)
         if self.lane.shares_generators:
-            self._result = self.lane.start(work)
+            self._result = self.lane.start(work, _generator(state) if self._draws else None)
         else:
             with replayed(on_device(state, self._device)):
                 self._result = self.lane.start(work)
@@ -73,9 +71,9 @@ class Overlap:
         Raises:
             RuntimeError: the model was called with other inputs than the companion, or has changed them.
         """
+        self._note_draws(state)
         begun, self._result = self._result, None
         if begun is None:
-            self._note_draws(state)
             return None
         try:
             forecast = begun()
@@ -83,7 +81,6 @@ class Overlap:
         except BaseException:
             self.lane.rest()
             raise
-        self._note_draws(state)
         return forecast
 
     def _require_same(self, inputs: list[tuple[int, int]]) -> None:
@@ -101,16 +98,21 @@ class Overlap:
         return self.lane.start(move) if all(map(is_torchs_own, optimizers)) else move
 
     def _suits_a_thread(self) -> bool:
-        """Whether another thread would do the same: modes stay with theirs."""
+        """Whether another thread would do the same: modes stay with theirs, compiled networks draw by themselves."""
         modes = [mode for mode in _get_current_function_mode_stack() if not _is_for_the_cpu(mode)]
-        return self._inspected and not modes and not _get_current_dispatch_mode_stack()
+        return (
+            self._inspected
+            and not (self._draws and self._compiled)
+            and not modes
+            and not _get_current_dispatch_mode_stack()
+        )
 
     def _choose_lane(self) -> None:
         device = next(self._module.parameters()).device
         if device != self._device:
             self._require_independence()
             self.lane.close()
-            self.lane, self._device, self._inspected = lanes.beside(device), device, False
+            self.lane, self._device = lanes.beside(device), device
 
     def _require_independence(self) -> None:
         parameters = list(self._module.parameters())
@@ -122,31 +124,35 @@ class Overlap:
                     "sharded parameters), since two threads would do so in no fixed order; pass overlap=False"
                 )
 
-    def inspect(self, chased: Tensor | None, state: RandomState) -> None:
-        """Look at a forward of the companion that was done in its turn, before the random streams go on.
+    def inspect(self, state: RandomState) -> None:
+        """Look at a forward of the companion that was done in its turn, before the random streams go on."""
+        self._note_draws(state)
+        if self.lane.shares_generators and not self._inspected:
+            self._inspected = True
+            self._compiled = any(map(compilation.is_compiled, self._module.modules()))
+
+    def backward(self, logits: Tensor, gradient: Tensor, parameters: Iterable[Tensor]) -> None:
+        """Go back through the companion's logits, on the lane that this is called on.
 
         Raises:
-            RuntimeError: its backward runs parts of the forward again, which sets the random state that two threads
-                share. (What does the same by hooks on saved tensors, a lane refuses by itself.)
+            RuntimeError: parts of the forward would be run again, which sets the random state that two threads share. A
+                reentrant checkpoint says so itself where it is told the leaves; what does the same by hooks on saved
+                tensors, a lane refuses.
         """
-        self._note_draws(state)
-        if self.lane.shares_generators and not self._inspected and chased is not None:
-            self._inspected = True
-            if recomputes_reentrantly(chased):
-                raise RuntimeError(lanes.NO_RECOMPUTATION)
+        if not self.lane.shares_generators:
+            logits.backward(gradient)
+            return
+        try:
+            logits.backward(gradient, inputs=[parameter for parameter in parameters if parameter.requires_grad])
+        except RuntimeError as error:
+            if "checkpoint" in str(error):
+                raise RuntimeError(lanes.NO_RECOMPUTATION) from error
+            raise
 
     def _note_draws(self, state: RandomState) -> None:
-        """Go on serially if a forward has moved the stream that two threads would share; either network's may."""
-        if self.lane.shares_generators and not torch.equal(state[torch.device("cpu")], torch.get_rng_state()):
-            self.lane.close()
-            self.lane = lanes.Serial()
-            warnings.warn(
-                "overlap=True: the model or its companion draws random numbers in its forward pass (dropout?). Two "
-                "threads cannot share the CPU's random stream, so the companion runs serially from now on; pass "
-                "overlap=False",
-                UserWarning,
-                stacklevel=2,
-            )
+        """Either network may be the one that draws."""
+        if self.lane.shares_generators and not self._draws:
+            self._draws = not torch.equal(state[torch.device("cpu")], torch.get_rng_state())
 
     def abandon(self) -> None:
         """The model's forward has ended: by an error, if what was begun is still waited for."""
@@ -162,6 +168,12 @@ class Overlap:
 def _is_for_the_cpu(mode: Any) -> bool:
     """Whether a mode only says that new tensors are to be on the CPU, as they are without it."""
     return isinstance(mode, DeviceContext) and mode.device.type == "cpu"
+
+
+def _generator(state: RandomState) -> torch.Generator:
+    generator = torch.Generator()
+    generator.set_state(state[torch.device("cpu")])
+    return generator
 
 
 def _fingerprint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from dcl_optim import random_state
 from dcl_optim.checkpointing import running_backward
-from dcl_optim.forecaster import Forecaster, Forward, Scale
+from dcl_optim.forecaster import Forecaster, Forward
 from dcl_optim.functional import Distance
 from dcl_optim.labels import Labels
 from dcl_optim.linking import concerned, terms_of_sum
-from dcl_optim.looks import is_look
 from dcl_optim.loss_scale import LossScale
 from dcl_optim.schedules import Checked
 from dcl_optim.tap import Tap, conversion_source, find_loss, through
@@ -37,7 +36,8 @@ class Regularizer:
         weight: the schedule of λ.
         alpha: the schedule of α.
         steps: optimizer steps so far.
-        counted: forwards whose backward came since the last step.
+        counted: forwards whose first backward came since the last step: the forecaster has learned from each.
+        carried: backwards of forwards since the last step, each of which has carried the penalty.
         seen: training forwards so far.
         backwards: backwards so far.
         cleared: whether ``zero_grad`` was called since the last backward.
@@ -77,7 +77,7 @@ class Regularizer:
         self._random_state: random_state.RandomState | None = None  # before the forward that is running
         self._backward = -1  # autograd's number of the backward that came last
         self.cleared, self.learning, self.stepping = False, True, False
-        self.counted = self.seen = self.backwards = 0
+        self.counted = self.carried = self.seen = self.backwards = 0
         self.penalties: list[Tensor] | None = None
         self.last: dict[str, Any] = {}
 
@@ -144,7 +144,8 @@ class Regularizer:
             self.labels.read(forward, args, kwargs)
         self.forecaster.predict(args, kwargs, forward, state)
         self._wait_for_gradient(z, forward, output)
-        self._outstanding = [reference for reference in self._outstanding if _waits(reference())]
+        kept = _waits if not self.carried else _lives  # of this step's, another backward with a criterion may come
+        self._outstanding = [reference for reference in self._outstanding if kept(reference())]
         self._outstanding.append(weakref.ref(forward))
         self.seen += 1
 
@@ -161,21 +162,20 @@ class Regularizer:
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """Take the labels, and read what the loss is multiplied by off its gradient.
 
-        A loss of several forwards that were put together first is shared among them by their rows, as if they had been
-        one forward; each of several that were handed over one by one has it whole.
+        A loss that is not of some forwards' very outputs is shared among all that wait by their rows, as if they had
+        been put together; each of several whose outputs were handed over one by one has it whole.
         """
-        waiting = list(filter(_waits, (reference() for reference in self._outstanding)))
-        linked, surely = concerned(waiting, arguments)
+        linked, surely = concerned(list(filter(_lives, (reference() for reference in self._outstanding))), arguments)
         if self.labels is not None and len(linked) > 1 and any(forward.targets is None for forward in linked):
             raise RuntimeError(
-                "the criterion was called on several forwards of the model at once, and its labels do not say which "
-                "are whose: call set_targets(labels) before each forward, or the criterion on each output as the "
-                "model returned it"
+                "several forwards of the model wait for their backward, and the criterion's call does not say which "
+                "one its labels belong to: call set_targets(labels) before each forward, or the criterion on each "
+                "output as the model returned it"
             )
         terms, rows = terms_of_sum(self._criterion, logits, targets), sum(len(forward.logits) for forward in linked)
         for forward in linked:
             if forward.link(surely):
-                if self.labels is not None:
+                if self.labels is not None and not forward.counted:
                     self.labels.take(forward, targets)
                 share = 1.0 if surely or len(linked) == 1 else len(forward.logits) / max(rows, 1)
                 loss.register_hook(functools.partial(forward.add_loss_scale, surely, terms * share))
@@ -184,44 +184,40 @@ class Regularizer:
 
     def _add_penalty(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
-        if gradient is None or not self.attached or (forward.counted and forward.looked_at is None):
+        if gradient is None or not self.attached:
             return None
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the user's loss
+            return None
+        if not forward.takes_penalty():
             return None
         if self.cleared and not forward.counted:
             self._settle_cleared()
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
-        scale = self._loss_scale.resolve(forward, gradient, several=self.counted > int(forward.counted))
-        looks = is_look(self._base)
-        value, slope = forward.looked_at or self._take_in(forward, alpha, scale)
-        forward.looked_at = (value, slope.clone()) if looks else None
-        if looks:
-            forward.loss_scale = None  # the backward to come brings its own
+        scale = self._loss_scale.resolve(forward, gradient, several=self.carried > 0)
+        value, slope = self.forecaster.penalty(forward, self._distance)
+        if not forward.counted:
+            if self.learning:
+                self.forecaster.observe(forward, self._distance, alpha, scale)
+            forward.counted = True
+            self.counted += 1
+        self._note_backward()
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
         factor = scale * weight
-        if self.penalties is not None and not looks:
+        if self.penalties is not None:
             self.penalties.append(value * factor)
         # In place: with many classes each tensor of the logits' size is dear.
         return forward.unrows(slope.mul_(factor)).to(gradient.dtype).add_(gradient)
-
-    def _take_in(self, forward: Forward, alpha: float, scale: Scale) -> tuple[Tensor, Tensor]:
-        """Ask for the penalty of a forward and let the forecaster learn from it, once for all its backwards."""
-        penalty = self.forecaster.penalty(forward, self._distance)
-        if self.learning:
-            self.forecaster.observe(forward, self._distance, alpha, scale)
-        self._count(forward)
-        return penalty
 
     def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
         gradient = self._add_penalty(forward, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
 
-    def _count(self, forward: Forward) -> None:
-        forward.counted, self.cleared = True, False
-        self.counted += 1
+    def _note_backward(self) -> None:
+        self.cleared = False
+        self.carried += 1
         self.backwards += 1
         self._backward = running_backward()
 
@@ -234,7 +230,7 @@ class Regularizer:
             if self.stepping:
                 self.learning = False
             else:
-                self.counted = 0
+                self.counted = self.carried = 0
                 self.forecaster.forget()
 
     def has_gradients(self) -> bool:
@@ -253,6 +249,10 @@ class Regularizer:
         self._tap = Tap(self)
         if self.attached and "_forward_hooks" in vars(self.model):  # not if the model holds us and is being copied
             self.attach()
+
+
+def _lives(forward: Forward | None) -> TypeGuard[Forward]:
+    return forward is not None
 
 
 def _waits(forward: Forward | None) -> TypeGuard[Forward]:

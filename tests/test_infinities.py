@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional, infinities
+from dcl_optim import DCLOptimizer, DCPOptimizer, functional
 from dcl_optim.functional import chase_target, resolve_distance, value_and_gradient
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, sgd, unreadable_device
+from tests.dcp_forms import form
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, sgd
 
 INF = float("inf")
+LOG_3 = math.log(3.0)
+SIDE = 0.5 / (1.0 + math.e)  # of two rows that point at their own forecasts, what the other one's pulls at each
 NAMES = [*functional.DISTANCES, "mse sum_classes", "l1 sum_classes"]
 
+# By hand: name, options, z, c, the value, and its gradient with respect to z.
+MASKED_IN_BOTH = [
+    ("mse", {}, [[1, -INF, 3]], [[0, -INF, 1]], 5 / 3, [[2 / 3, 0, 4 / 3]]),
+    ("mse", {"reduction": "sum_classes"}, [[1, -INF, 3]], [[0, -INF, 1]], 5, [[2, 0, 4]]),
+    ("l1", {}, [[1, -INF, 3]], [[0, -INF, 4]], 2 / 3, [[1 / 3, 0, -1 / 3]]),
+    ("l1", {"reduction": "sum_classes"}, [[1, -INF, 3]], [[0, -INF, 4]], 2, [[1, 0, -1]]),
+    ("kl", {"temperature": 1}, [[0, -INF, LOG_3]], [[0, -INF, 0]], 0.5 * math.log(4 / 3), [[-0.25, 0, 0.25]]),
+    ("kl", {"temperature": 2}, [[0, -INF, 2 * LOG_3]], [[0, -INF, 0]], 0.5 * math.log(4 / 3), [[-0.125, 0, 0.125]]),
+    (
+        "infonce",
+        {"temperature": 1},
+        [[1, -INF, 0], [0, -INF, 1]],
+        [[1, -INF, 0], [0, -INF, 1]],
+        math.log(1 + 1 / math.e),
+        [[0, 0, SIDE], [SIDE, 0, 0]],
+    ),
+]
 
-def widened(tensor, value=-INF):
-    """With a masked class at the front and one at the end."""
-    return F.pad(tensor, (1, 1), value=value)
+
+@pytest.mark.parametrize("by", ["value_and_gradient", "autograd"])
+@pytest.mark.parametrize(("name", "options", "z", "c", "value", "gradient"), MASKED_IN_BOTH)
+def test_a_class_that_is_masked_in_both(name, options, z, c, value, gradient, by):
+    z, c, gradient = (torch.tensor(rows, dtype=torch.float64) for rows in (z, c, gradient))
+    distance = resolve_distance(name, **options)
+    if by == "autograd":
+        leaf = z.requires_grad_()
+        found = distance(leaf, c)
+        found.backward()
+        slope = leaf.grad
+    else:
+        found, slope = value_and_gradient(distance, z, c)
+    assert found.item() == pytest.approx(value, rel=1e-12)
+    assert_same(slope, gradient, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_distance_of_masked_logits_is_that_of_the_others(name):
-    torch.manual_seed(0)
-    z, c = torch.randn(2, 6, 4, dtype=torch.float64)
-    distance = resolve_distance(*name.split())
-    value, gradient = value_and_gradient(distance, widened(z), widened(c))
-    expected, slope = value_and_gradient(distance, z, c)
-    share = 4 / 6 if name in ("mse", "l1") else 1  # their mean is over all classes
-    assert_same((value, gradient), (expected * share, widened(slope, 0.0) * share), rtol=1e-12, atol=1e-14)
-    assert_same(distance(widened(z), widened(c)), value, atol=1e-14)
+def test_a_class_that_the_forecast_alone_rules_out_is_pushed_down_by_kl():
+    """It has no share in the value, and its gradient is the model's probability."""
+    z, c = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[0.0, -INF, 0.0]], dtype=torch.float64)
+    value, gradient = value_and_gradient(resolve_distance("kl", temperature=1.0), z, c)
+    assert value.item() == pytest.approx(math.log(1.5))
+    assert_same(gradient, torch.tensor([[-1 / 6, 1 / 3, -1 / 6]], dtype=torch.float64), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mse", "l1", "kl"])
+def test_a_class_that_the_model_alone_masks_is_infinitely_far(name):
+    z, c = torch.tensor([[0.0, -INF, 0.0]]), torch.zeros(1, 3)
+    assert value_and_gradient(resolve_distance(name), z, c)[0] == INF
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,24 +77,19 @@ def test_what_is_no_number_is_not_hidden(name):
         assert value_and_gradient(resolve_distance(*name.split()), *pair)[0].isnan()
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.6, 1.0])
-def test_target_of_masked_logits_is_masked(alpha):
-    z, c = torch.randn(2, 6, 4)
-    assert_same(chase_target(widened(z), widened(c), alpha), widened(chase_target(z, c, alpha)))
-    assert_same(chase_target(widened(z).half(), widened(c).half(), alpha)[:, 0], torch.full((6,), -INF))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_the_target_of_masked_logits_is_masked(dtype):
+    z, c = torch.tensor([[8.0, -INF]], dtype=dtype), torch.tensor([[0.0, -INF]], dtype=dtype)
+    for alpha, expected in ((0.0, 8.0), (0.75, 2.0), (1.0, 0.0)):
+        assert chase_target(z, c, alpha).tolist() == [[expected, -INF]]
 
 
-@pytest.mark.parametrize("name", functional.DISTANCES)
-def test_where_a_device_is_not_looked_at(name):
-    """The same operations on the CPU, told that it is none."""
-    z, c = widened(torch.randn(6, 4)), widened(torch.randn(6, 4))
-    distance = resolve_distance(name)
-    expected = value_and_gradient(distance, z, c), chase_target(z, c, 0.6)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(infinities, "_may_look", lambda tensor: False)
-        assert_same((value_and_gradient(distance, z, c), chase_target(z, c, 0.6)), expected)
-    with unreadable_device():
-        value_and_gradient(distance, torch.zeros(2, 3), chase_target(torch.zeros(2, 3), torch.zeros(2, 3), 0.6))
+def test_the_target_is_exactly_the_forecast_where_the_model_agrees():
+    """At the first step of a copy the companion's gradient is zero, and no rounding of it."""
+    torch.manual_seed(0)
+    z: Tensor = torch.randn(100, 7, dtype=torch.float64)
+    for alpha in torch.rand(20).tolist():
+        assert torch.equal(chase_target(z, z.clone(), alpha), z)
 
 
 class Masked(nn.Module):

@@ -1,12 +1,11 @@
-"""What the model is called with: the companion's backward ends at its own parameters, whatever holds the inputs."""
+"""What the model is called with reaches the companion without the script's graph, where tensors can be found in it."""
 
 from __future__ import annotations
 
 import copy
-import re
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,13 +15,36 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import functional, reference
-from dcl_optim.inputs import is_open
-from tests.helpers import FEATURES, assert_same, batches, mlp, sgd, wrap
+from tests.helpers import FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 
 
 @dataclass
 class Data:
     x: Tensor
+    name: str = "rows"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+
+@dataclass
+class Computing:
+    """Its fields are no arguments of its constructor, which would compute them again from others."""
+
+    given: Tensor
+    x: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.x = self.given
+
+
+class Model(OrderedDict[str, Any]):
+    """A dictionary whose items are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
 
 
 class Batch:
@@ -32,14 +54,25 @@ class Batch:
 
 Named = namedtuple("Named", "x")
 
+
+def attribute(batch: Any) -> Tensor:
+    return batch.x
+
+
+def item(batch: Any) -> Tensor:
+    return batch["x"]
+
+
 FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "dataclass": (Data, lambda batch: batch.x),
-    "object": (Batch, lambda batch: batch.x),
-    "mapping": (lambda x: UserDict({"x": x}), lambda batch: batch["x"]),
-    "object in a list": (lambda x: [None, {"deep": Batch(x)}], lambda batch: batch[1]["deep"].x),
-    "dict": (lambda x: {"x": x}, lambda batch: batch["x"]),
-    "named tuple": (Named, lambda batch: batch.x),
-    "set": (lambda x: {x}, lambda batch: next(iter(batch))),
+    "dataclass": (Data, attribute),
+    "frozen dataclass": (Frozen, attribute),
+    "dataclass with a constructor": (Computing, attribute),
+    "dict": (lambda x: {"x": x}, item),
+    "mapping": (lambda x: UserDict({"x": x}), item),
+    "dictionary of a class": (lambda x: Model(x=x), attribute),
+    "named tuple": (Named, attribute),
+    "nested": (lambda x: [None, {"deep": (Data(x), "text", 3)}], lambda batch: batch[1]["deep"][0].x),
+    "dataclass in a dataclass": (lambda x: Frozen([Data(x)]), lambda batch: batch.x[0].x),
 }
 
 
@@ -47,8 +80,10 @@ class Reading(nn.Module):
     def __init__(self, read: Callable[[Any], Tensor], checkpointed: bool = False) -> None:
         super().__init__()
         self.net, self.read, self.checkpointed = mlp(), read, checkpointed
+        self.seen: list[Any] = []
 
     def forward(self, batch: Any) -> Tensor:
+        self.seen.append(batch)
         x = self.read(batch)
         return checkpoint(self.net, x, use_reentrant=True) if self.checkpointed else self.net(x)
 
@@ -88,43 +123,105 @@ def test_a_leaf_inside_the_inputs_gets_the_models_gradient_alone(form: str) -> N
     assert_same(*gradients)
 
 
-def test_a_companion_fed_by_objects_is_the_reference() -> None:
-    model, hand = Reading(*FORMS["object"][1:]), mlp()
+@pytest.mark.parametrize("form", FORMS)
+def test_the_scripts_own_inputs_stay_as_they_are(form: str) -> None:
+    pack, read = FORMS[form]
+    model = Reading(read)
+    optimizer = wrap(model)
+    x, y = one()
+    given = pack(torch.tanh(x.requires_grad_()))
+    F.cross_entropy(model(given), y).backward()
+    (theirs,) = optimizer.companion.seen
+    assert model.seen[0] is given
+    assert type(theirs) is type(given)
+    assert read(given).grad_fn is not None
+    assert read(theirs).grad_fn is None
+    assert read(theirs).requires_grad, "a reentrant checkpoint would skip its block without"
+    assert read(theirs).data_ptr() == read(given).data_ptr()
+
+
+def test_a_dataclass_without_a_graph_is_handed_on_itself() -> None:
+    model = Reading(attribute)
+    optimizer = wrap(model)
+    given = Data(one()[0])
+    model(given)
+    assert optimizer.companion.seen[0] is given
+
+
+def first_of(batch: list[Any]) -> Tensor:
+    return next(iter(vars(batch[0]).values() if isinstance(batch[0], Batch) else batch[0]))
+
+
+@pytest.mark.parametrize("pack", [Batch, lambda x: {x}], ids=["object", "set"])
+def test_what_is_not_looked_into_is_handed_on_itself(pack: Callable[[Tensor], Any]) -> None:
+    """A graph inside it is the script's affair."""
+    model = Reading(first_of)
+    optimizer = wrap(model)
+    given = pack(torch.tanh(one()[0].requires_grad_()))
+    model([given])
+    assert optimizer.companion.seen[0][0] is given
+
+
+@pytest.mark.parametrize("form", ["object", "dataclass", "mapping"])
+def test_a_companion_fed_otherwise_than_by_tensors_is_the_reference(form: str) -> None:
+    pack, read = {**FORMS, "object": (Batch, attribute)}[form]
+    model, hand = Reading(read), mlp()
     companion = copy.deepcopy(hand)
     optimizer, base, chaser = wrap(model), sgd(hand), sgd(companion)
     for x, y in batches(5):
         optimizer.zero_grad()
-        F.cross_entropy(model(Batch(x)), y).backward()
+        F.cross_entropy(model(pack(x)), y).backward()
         optimizer.step()
         reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, functional.mse)
     assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
     assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
 
 
-def test_a_reentrant_checkpoint_takes_objects_too() -> None:
-    """Their tensors need a graph for it; the model's loss then has to come first."""
+def test_a_fraction_of_a_dataclass() -> None:
+    found = []
+    for pack, read in (FORMS["dataclass"], FORMS["dict"]):
+        model = Reading(read)
+        optimizer = wrap(model, companion_fraction=0.5)
+        train(model, optimizer, [(pack(x), y) for x, y in batches(3)])
+        assert [len(read(seen)) for seen in optimizer.companion.seen] == [8] * 6
+        found.append((model.net.state_dict(), optimizer.companion.net.state_dict()))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("form", ["dataclass", "nested"])
+def test_a_reentrant_checkpoint_inside_the_model(form: str) -> None:
+    """Its inputs need a gradient for it, in the companion too."""
+    pack, read = FORMS[form]
     found = []
     for checkpointed in (False, True):
-        model = Reading(FORMS["object"][1], checkpointed)
+        model = Reading(read, checkpointed)
         optimizer = wrap(model)
         for x, y in batches(3):
             optimizer.zero_grad()
-            F.cross_entropy(model(Batch(x.requires_grad_())), y).backward()
+            F.cross_entropy(model(pack(x.requires_grad_())), y).backward()
             optimizer.step()
         found.append((model.state_dict(), optimizer.companion.state_dict()))
     assert_same(*found)
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        (((torch.zeros(1),), {}), True),
-        ([None, 1, 2.0, True, "text", b"", torch.float32, torch.device("cpu"), {"a": (torch.zeros(1),)}], True),
-        (Named(torch.zeros(1)), True),
-        (UserDict(), False),
-        ([re.compile("")], False),
-        ({"a": [Batch(torch.zeros(1))]}, False),
-    ],
-)
-def test_what_is_looked_into(tree: Any, expected: bool) -> None:
-    assert is_open(tree) is expected
+@pytest.mark.parametrize("kind", ["BatchEncoding", "ModelOutput"])
+def test_the_mappings_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if kind == "BatchEncoding":
+        pack: Callable[[Tensor], Any] = lambda x: transformers.BatchEncoding({"last_hidden_state": x})  # noqa: E731
+    else:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        pack = lambda x: BaseModelOutput(last_hidden_state=x)  # noqa: E731
+    model = Reading(lambda batch: batch["last_hidden_state"])
+    optimizer = wrap(model)
+    x, y = one()
+    prompt = nn.Parameter(torch.full((FEATURES,), 0.1, dtype=torch.float64))
+    given = pack(torch.tanh(x * prompt))
+    F.cross_entropy(model(given), y).backward()
+    optimizer.step()
+    (theirs,) = optimizer.companion.seen
+    assert type(theirs) is type(given)
+    for read in (lambda batch: batch["last_hidden_state"], lambda batch: batch.last_hidden_state):
+        assert read(given).grad_fn is not None
+        assert read(theirs).grad_fn is None

@@ -87,13 +87,57 @@ def test_a_mean_of_outputs_is_shared():
     assert scales(optimizer, criterion((model(A[0]) + model(-A[0])) / 2, A[1])) == [0.5, 0.5]
 
 
+def test_a_view_of_an_output_is_the_output():
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer = wrapped(criterion)
+    first, second = model(A[0]), model(B[0])
+    loss = 0.3 * criterion(first.view(-1, CLASSES), A[1]) + 0.7 * criterion(second[:4], SMALL[1])
+    assert scales(optimizer, loss) == [0.3, 0.7]
+
+
+def test_a_converted_output_is_that_of_a_single_forward_that_waits():
+    criterion = nn.MSELoss()
+    model, optimizer = wrapped(criterion)
+    loss = 0.3 * criterion(model(A[0]).float(), torch.zeros(12, CLASSES))
+    assert scales(optimizer, loss) == [pytest.approx(0.3)]
+
+
+def test_converted_outputs_of_several_forwards_are_shared_by_all_that_wait():
+    """As if they had been put together: nothing says whose they are."""
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer = wrapped(criterion)
+    first, second, third = model(A[0]), model(SMALL[0]), model(-A[0])
+    loss = 0.3 * criterion(second.float(), SMALL[1]) + 0.7 * criterion(first.float(), A[1])
+    assert scales(optimizer, loss) == pytest.approx([12 / 28, 4 / 28, 12 / 28], rel=1e-5)
+    del third
+
+
+def test_a_converted_output_is_not_that_of_a_forward_whose_own_was_given():
+    criterion = nn.MSELoss()
+    model, optimizer = wrapped(criterion)
+    first, second = model(A[0]), model(SMALL[0])
+    loss = 0.3 * criterion(first, torch.zeros(12, CLASSES).double())
+    loss = loss + 0.7 * criterion(second.float(), torch.zeros(4, CLASSES))
+    assert scales(optimizer, loss) == pytest.approx([0.3, 0.7], rel=1e-6)
+
+
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_converted_outputs_of_several_forwards_are_told_apart_by_the_graph(variant):
+def test_a_forward_whose_backward_has_come_waits_no_longer(variant):
+    """A call on its very output is still its own: another backward may come through it."""
     criterion = nn.CrossEntropyLoss()
     model, optimizer = wrapped(criterion, variant)
-    first, second, _ = model(A[0]), model(SMALL[0]), model(-A[0])
-    loss = 0.3 * criterion(second.float(), SMALL[1]) + 0.7 * criterion(first.float(), A[1])
-    assert scales(optimizer, loss) == [pytest.approx(0.7), pytest.approx(0.3), None]
+    first = model(A[0])
+    (0.5 * criterion(first, A[1])).backward(retain_graph=True)
+    second = model(SMALL[0])
+    (0.3 * criterion(second.float(), SMALL[1])).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(0.3, rel=1e-6)
+    (0.2 * criterion(first, A[1])).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(0.2)
+    optimizer.step()
+    if variant == "dcp":
+        z, y = torch.cat([first, second]).detach(), torch.cat([A[1], SMALL[1]])
+        for k in y.unique():
+            assert_same(optimizer.prototypes[k], z[y == k].mean(0), atol=1e-12)
 
 
 def test_a_criterion_on_something_else_is_not_about_any_of_several_forwards():
@@ -108,6 +152,7 @@ def test_a_criterion_on_something_else_is_not_about_any_of_several_forwards():
     lambda criterion, first, second: criterion(torch.cat([first, second]), torch.cat([A[1], B[1]])),
     lambda criterion, first, second: criterion((first + second) / 2, A[1]),
     lambda criterion, first, second: criterion(first, second),
+    lambda criterion, first, second: criterion(first.float(), A[1]) + criterion(second.float(), B[1]),
 ])  # fmt: skip
 def test_labels_of_several_forwards_are_refused_with_a_mend_that_works(loss_of):
     criterion = nn.CrossEntropyLoss()
@@ -130,5 +175,5 @@ def test_two_empty_batches_are_two_forwards():
     model, optimizer = wrapped(criterion)
     first, second = model(A[0][:0]), model(B[0][:0])
     criterion(second, B[1][:0])
-    assert [reference()._surely_linked for reference in optimizer._regularizer._outstanding] == [False, True]
+    assert [reference().surely_linked for reference in optimizer._regularizer._outstanding] == [False, True]
     del first

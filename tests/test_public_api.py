@@ -72,6 +72,7 @@ dcl_optim.plots.perplexity_bars(logits, labels, class_names=None, *, classes=Non
 dcl_optim.plots.top_non_target_histogram(logits, labels, class_index, class_names=None, *, most=8, title=None)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.functional.to_rows(tensor, class_dim=1)
+dcl_optim.functional.difference(z, c, out=None)
 dcl_optim.functional.mse(z, c, reduction='mean')
 dcl_optim.functional.l1(z, c, reduction='mean')
 dcl_optim.functional.kl(z, c, temperature=4.0)

@@ -102,11 +102,11 @@ def test_a_step_that_never_came_is_dropped_when_the_next_accumulation_begins(cle
     assert_same(results[0], results[1])
 
 
-def test_two_backwards_of_one_forward_add_the_penalty_once():
+def test_two_backwards_of_one_forward_each_carry_their_own_factor():
     results = []
     for split in (False, True):
         model = mlp()
-        optimizer = wrap(model, loss_scale=1.0)
+        optimizer = wrap(model, loss_scale=0.5 if split else 1.0)
         for x, y in batches(4):
             optimizer.zero_grad()
             z = model(x)

@@ -1,0 +1,411 @@
+"""Several backward passes through one forward pass: each carries the penalty once, the forecaster learns once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, one, sgd
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "dcl": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0),
+    "dcl criterion": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, criterion=criterion),
+    "dcl kl": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, distance="kl"),
+    "dcl overlap": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, overlap=True),
+    "dcp": lambda model, criterion: DCPOptimizer(sgd(model), model, CLASSES, weight=2.0, criterion=criterion),
+    "plain": lambda model, criterion: sgd(model),
+}
+
+
+class Squares(nn.Module):
+    """A loss whose gradient does not tell its factor."""
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(z, F.one_hot(y, CLASSES).to(z))
+
+
+def penalty_gradient(z: Tensor, c: Tensor, weight: float = 2.0) -> Tensor:
+    """By hand: the gradient of λ times the mean of squares."""
+    return weight * 2 * (z.detach() - c.detach()) / z.numel()
+
+
+def held_apart(**options: Any) -> tuple[nn.Sequential, DCLOptimizer]:
+    """A model and a companion that differ, so that the first batch has a penalty."""
+    model = mlp()
+    return model, DCLOptimizer(sgd(model), model, **{"weight": 2.0, "companion": lambda: mlp(seed=1)} | options)
+
+
+# ---- gradients that the script asks for before its backward ----------------------------------------------------------
+
+
+def asks_for_nothing(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+    pass
+
+
+def asks_for_the_head(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+    torch.autograd.grad(loss, model[-1].weight, retain_graph=True)
+
+
+def asks_for_logits(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+    torch.autograd.grad(7 * loss, z, retain_graph=True)
+
+
+def asks_twice(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+    asks_for_logits(loss, z, model, optimizer)
+    asks_for_the_head(loss, z, model, optimizer)
+
+
+def clears_after_asking(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+    asks_for_the_head(loss, z, model, optimizer)
+    optimizer.zero_grad()
+
+
+def trained(wrapper: str, ask: Callable[..., None], build: Callable[[], nn.Sequential]) -> tuple[nn.Module, Any]:
+    model, criterion = build(), nn.CrossEntropyLoss()
+    optimizer = WRAPPERS[wrapper](model, criterion)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        z = model(x)
+        loss = 3 * criterion(z, y)
+        ask(loss, z, model, optimizer)
+        loss.backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("ask", [asks_for_the_head, asks_for_logits, asks_twice, clears_after_asking])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("build", [mlp, dropout_net])
+def test_training_is_the_same_whether_or_not_gradients_were_asked_for_before(build, wrapper, ask):
+    model, optimizer = trained(wrapper, asks_for_nothing, build)
+    other, asking = trained(wrapper, ask, build)
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(asking.state_dict(), optimizer.state_dict())
+    if wrapper != "plain":
+        assert asking.logs() == optimizer.logs()
+        assert asking.penalty > 0
+
+
+@pytest.mark.parametrize("retain", [True, False], ids=["graph kept", "graph freed"])
+@pytest.mark.parametrize("factor", [1.0, 7.0])
+def test_gradients_that_the_script_asks_for_carry_the_penalty(factor, retain):
+    model, optimizer = held_apart()
+    x, y = one()
+    z = model(x)
+    loss = factor * F.cross_entropy(z, y)
+    (gradient,) = torch.autograd.grad(loss, z, retain_graph=retain)
+    leaf = z.detach().requires_grad_()
+    (of_loss,) = torch.autograd.grad(factor * F.cross_entropy(leaf, y), leaf)
+    assert_same(gradient, of_loss + factor * penalty_gradient(z, optimizer.companion(x)), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrapper", ["dcl", "dcl criterion", "dcp"])
+def test_gradients_that_the_script_puts_in_place_itself(wrapper):
+    """As gradient surgery does: no backward comes, and the one whose graph was kept has brought the penalty."""
+
+    def grad(loss: Tensor, model: nn.Module) -> None:
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(loss, [*model.parameters()], retain_graph=True), strict=True
+        ):
+            parameter.grad = gradient
+
+    runs = []
+    for backward in (lambda loss, model: loss.backward(), grad):
+        model, criterion = mlp(), nn.CrossEntropyLoss()
+        optimizer = WRAPPERS[wrapper](model, criterion)
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            backward(criterion(model(x), y), model)
+            optimizer.step()
+        runs.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("criterion", [True, False], ids=["criterion", "auto"])
+def test_a_backward_that_ends_before_the_logits_leaves_no_factor_to_the_next(criterion):
+    """It passes the criterion's output, whose gradient is the factor, and the logits get no gradient."""
+
+    class Learned(nn.CrossEntropyLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sigma = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, z: Tensor, y: Tensor) -> Tensor:
+            return super().forward(z, y) / self.sigma
+
+    module = Learned()
+    model, optimizer = held_apart(criterion=module if criterion else None)
+    x, y = one()
+    loss = module(model(x), y)
+    torch.autograd.grad(loss, module.sigma, retain_graph=True)
+    assert optimizer._regularizer.counted == 0
+    loss.backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
+    assert optimizer._regularizer.counted == 1
+
+
+# ---- several backwards that all add to the parameters' gradients -----------------------------------------------------
+
+
+def halves(criterion: nn.Module, z: Tensor, y: Tensor, when: str, parts: tuple[float, ...], **inputs: Any) -> None:
+    """Parts of one loss, each with its own backward; the criterion is called for all of them first, or in between."""
+    losses = (part * criterion(z, y) for part in parts)
+    for loss in list(losses) if when == "called first" else losses:
+        loss.backward(retain_graph=True, **inputs)
+
+
+@pytest.mark.parametrize("inputs", [False, True], ids=["all leaves", "inputs="])
+@pytest.mark.parametrize("when", ["called first", "called in between"])
+@pytest.mark.parametrize(
+    ("criterion", "given"),
+    [(nn.CrossEntropyLoss(), False), (nn.CrossEntropyLoss(), True), (Squares(), True)],
+    ids=["cross-entropy read", "cross-entropy given", "squares given"],
+)
+def test_parts_of_a_loss_together_carry_the_whole_penalty(criterion, given, when, inputs):
+    found = []
+    for parts in ((1.0,), (0.5, 0.5), (0.25, 0.6, 0.15)):
+        model, optimizer = held_apart(criterion=criterion if given else None)
+        x, y = one()
+        halves(criterion, model(x), y, when, parts, **({"inputs": [*model.parameters()]} if inputs else {}))
+        assert optimizer.logs()["loss_scale"] == pytest.approx(parts[-1])
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        found.append((gradients, model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(found[1], found[0], rtol=1e-9, atol=1e-12)
+    assert_same(found[2], found[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("distance", functional.DISTANCES)
+@pytest.mark.parametrize("labels", ["criterion", "set_targets", "soft", "ignored"])
+def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
+    """The second backward sees the logits, and the labels, as the first one did."""
+    found = []
+    for parts in ((1.0,), (0.5, 0.5)):
+        model, criterion = mlp(), nn.CrossEntropyLoss()
+        options = {"criterion": criterion} if labels == "criterion" else {}
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, weight=2.0, distance=distance, **options)
+        for x, y in batches(4):
+            y = y.where(y != 0, -100) if labels == "ignored" else y
+            optimizer.zero_grad()
+            if labels == "soft":
+                optimizer.set_targets(0.9 * F.one_hot(y, CLASSES) + 0.1 / CLASSES)
+            elif labels != "criterion":
+                optimizer.set_targets(y)
+            halves(criterion, model(x), y, "called in between", parts)
+            optimizer.step()
+        assert optimizer.penalty > 0
+        found.append((model.state_dict(), optimizer.prototypes, optimizer.penalty))
+    assert_same(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_of_the_models_own_loss_carry_the_whole_penalty():
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss_of = mlp(), Squares()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            z = self.net(x)
+            return {"loss": self.loss_of(z, labels), "logits": z}
+
+    found = []
+    for parts in ((1.0,), (0.5, 0.5)):
+        model = WithLoss()
+        optimizer = DCLOptimizer(sgd(model), model, weight=2.0)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            loss = model(x, y)["loss"]
+            for part in parts:
+                (part * loss).backward(retain_graph=True)
+            optimizer.step()
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found, rtol=1e-9, atol=1e-12)
+
+
+def gradients_of_two_terms(together: bool, **options: Any) -> list[Tensor]:
+    model, _ = held_apart(**options)
+    x, y = one()
+    z = model(x)
+    terms = Squares()(z, y), z.square().mean()
+    for loss in [sum(terms)] if together else terms:
+        loss.backward(retain_graph=True)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_two_losses_whose_factor_cannot_be_read_carry_the_penalty_twice_unless_they_are_told():
+    """Each is taken for a whole loss, which a warning says; a callable can tell the factor of each."""
+    with pytest.warns(UserWarning, match=r"cannot be read off this loss's gradient.*pass .*loss_scale="):
+        twice = gradients_of_two_terms(together=False)
+    assert_same(twice, gradients_of_two_terms(together=True, loss_scale=2.0), rtol=1e-10, atol=1e-12)
+    expected = gradients_of_two_terms(together=True)
+    assert_same(gradients_of_two_terms(together=False, loss_scale=0.5), expected, rtol=1e-10, atol=1e-12)
+    factors = iter([0.9, 0.1])
+    found = gradients_of_two_terms(together=False, loss_scale=lambda: next(factors))
+    assert_same(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("build", [Squares, nn.CrossEntropyLoss])
+def test_factors_of_a_criterion_add_up_within_a_backward_and_end_with_it(build):
+    criterion = build()
+    model, optimizer = held_apart(criterion=criterion)
+    x, y = one()
+    z = model(x)
+    first, second = 0.3 * criterion(z, y), 0.6 * criterion(z, y.flip(0))
+    seen = []
+    for loss in (first + second, second, 5 * first, first + second):
+        loss.backward(retain_graph=True)
+        seen.append(optimizer.logs()["loss_scale"])
+    assert seen == pytest.approx([0.9, 0.6, 1.5, 0.9])
+
+
+def test_the_factor_of_a_gradient_inside_the_loss_is_not_the_losss():
+    """create_graph=True is left alone, and what it told of the criterion is not added to the backward after it."""
+    criterion = Squares()
+    model, optimizer = held_apart(criterion=criterion)
+    x, y = one()
+    x.requires_grad_()
+    loss = criterion(model(x), y)
+    (inner,) = torch.autograd.grad(7 * loss, x, create_graph=True)
+    (0.5 * loss + inner.square().sum()).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(0.5)
+
+
+# ---- logits that were converted --------------------------------------------------------------------------------------
+
+
+class Converting(nn.Module):
+    """Returns its logits converted, beside the original ones, which a model's own loss is taken from."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.body = mlp(seed)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        original = self.body(x)
+        return {"original": original, "logits": original.float()}
+
+
+@pytest.mark.parametrize("which", [("original",), ("logits",), ("original", "logits")], ids="+".join)
+@pytest.mark.parametrize("asks", [True, False], ids=["asks before", "asks nothing"])
+def test_a_backward_through_converted_logits_carries_the_penalty_once(asks, which):
+    """Its gradient passes two places where the penalty can be added; each backward has it at one of them."""
+    model, hand = Converting(), mlp()
+    optimizer = DCLOptimizer(sgd(model), model, weight=2.0, companion=lambda: Converting(seed=1), loss_scale=1.0)
+    x, y = one()
+    output, parameters, found = model(x), [*model.parameters()], []
+    loss = sum(F.cross_entropy(output[name], y) for name in which)
+    if asks:
+        found.append(list(torch.autograd.grad(loss, parameters, retain_graph=True)))
+    loss.backward()
+    found.append([parameter.grad for parameter in parameters])
+
+    z = hand(x)
+    expected = len(which) * F.cross_entropy(z, y) + 2.0 * F.mse_loss(z, optimizer.companion.body(x).detach())
+    expected.backward()
+    for gradients in found:
+        assert_same(gradients, [parameter.grad for parameter in hand.parameters()], rtol=1e-4, atol=1e-6)
+    assert optimizer._regularizer.counted == 1
+
+
+# ---- what counts, and what is learned from ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_a_forward_counts_once_and_is_learned_from_once(variant):
+    """As if its last backward had not come: the second one changes neither the companion nor the prototypes."""
+    found = []
+    for times in (1, 3):
+        model = mlp()
+        if variant == "dcl":
+            optimizer = DCLOptimizer(sgd(model), model, companion=lambda: mlp(seed=1), loss_scale=1.0)
+        else:
+            optimizer = DCPOptimizer(sgd(model), model, CLASSES, loss_scale=1.0)
+            optimizer.set_targets(one()[1])
+        z = model(one()[0])
+        for _ in range(times):
+            optimizer.zero_grad()
+            F.cross_entropy(z, one()[1]).backward(retain_graph=True)
+        assert optimizer._regularizer.counted == 1
+        optimizer.step()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
+def test_a_graph_kept_over_several_steps_carries_the_penalty_in_each_and_is_learned_from_in_the_first():
+    model, optimizer = held_apart(loss_scale=1.0)
+    x, y = one()
+    c = optimizer.companion(x).detach()
+    z = model(x)
+    kept = z.detach().clone()
+    companions = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(z, y), z, retain_graph=True)
+        leaf = kept.clone().requires_grad_()
+        (of_loss,) = torch.autograd.grad(F.cross_entropy(leaf, y), leaf)
+        assert_same(gradient, of_loss + penalty_gradient(kept, c), rtol=1e-9, atol=1e-12)
+        parameter = model[-1].bias  # what lies behind a weight autograd refuses, since the step has changed that
+        F.cross_entropy(z, y).backward(retain_graph=True, inputs=[parameter])
+        assert_same(parameter.grad, gradient.sum(0), rtol=1e-9, atol=1e-12)
+        before = parameter.detach().clone()
+        optimizer.step()
+        assert not torch.equal(parameter, before)
+        companions.append(copy.deepcopy(optimizer.companion.state_dict()))
+    assert not torch.equal(companions[0]["2.bias"], mlp(seed=1)[-1].bias)
+    assert_same(companions[1:], [companions[0]] * 2)
+    assert optimizer.logs()["step"] == 3
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_under_activation_checkpointing(variant):
+    """The recomputation inside the second backward is no forward either."""
+    found = []
+    for checkpointed in (False, True):
+        model = dropout_net()
+        options = {"loss_scale": 0.5, "weight": 2.0}
+        if variant == "dcl":
+            optimizer = DCLOptimizer(sgd(model), model, **options)
+        else:
+            optimizer = DCPOptimizer(sgd(model), model, CLASSES, **options)
+        torch.manual_seed(0)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            if variant == "dcp":
+                optimizer.set_targets(y)
+            z = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            for part in (0.25, 0.75):
+                (part * F.cross_entropy(z, y)).backward(retain_graph=True)
+            assert optimizer._regularizer.counted == 1
+            optimizer.step()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
+def evaluated(model: nn.Sequential, optimizer: Any, x: Tensor, y: Tensor, asks: bool) -> Tensor:
+    """What a script's closure does."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if asks:
+        torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    loss.backward()
+    return loss
+
+
+def test_in_a_closure():
+    """Its gradients may be asked for there too; the closure's forward is learned from once."""
+    found = []
+    for asks in (False, True):
+        model, optimizer = held_apart()
+        for x, y in batches(4):
+            optimizer.step(functools.partial(evaluated, model, optimizer, x, y, asks))
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found)
