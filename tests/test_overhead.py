@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
+    PACKAGE,
     Storages,
     WrappersWork,
     batches,
@@ -172,6 +175,54 @@ def test_the_count_sees_a_loop_over_parameters():
         return sum(work.places.values())
 
     assert work(20) - work(2) >= 2 * 18
+
+
+# ---- calls of a small step -------------------------------------------------------------------------------------------
+
+
+def calls_in_the_package(step: Callable[[], None]) -> Counter[str]:
+    """Python calls whose code lies in the package, by function; a resumed generator is a call, one in C is none."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE + os.sep):
+            calls[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def calls_of_a_steady_step(wrap: Callable[[Any, nn.Module, nn.Module], Any]) -> Counter[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    criterion = nn.CrossEntropyLoss()
+    optimizer = wrap(sgd(model, lr=0.05), model, criterion)
+    x, y = torch.randn(128, 64), torch.randint(10, (128,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    for _ in range(20):  # every class has its prototype, and nothing is looked at for the first time
+        step()
+    with no_collector():
+        return calls_in_the_package(step)
+
+
+def test_a_plain_dcl_step_makes_at_most_90_python_calls():
+    calls = calls_of_a_steady_step(lambda base, model, criterion: DCLOptimizer(base, model))
+    assert 5 < calls.total() <= 90, calls.most_common()
+
+
+def test_a_dcp_step_makes_at_most_60_python_calls():
+    calls = calls_of_a_steady_step(lambda base, model, criterion: DCPOptimizer(base, model, 10, criterion=criterion))
+    assert 5 < calls.total() <= 60, calls.most_common()
 
 
 # ---- waiting for a device --------------------------------------------------------------------------------------------
