@@ -12,9 +12,9 @@ from torch import nn
 from benchmarks import growth, networks
 from benchmarks.methods import METHODS, start
 from benchmarks.script import sgd
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
-from dcl_optim.forecaster import Forward
-from dcl_optim.loss_scale import recover_from_cross_entropy
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from dcl_optim.forecaster import ForwardRecord
+from dcl_optim.hooks.loss_scale import recover_from_cross_entropy
 from dcl_optim.prototypes import Prototypes
 
 BATCH = 128
@@ -27,11 +27,11 @@ def test_prototypes(benchmark: BenchmarkFixture, part: str, classes: int) -> Non
     """What DCP does beside the model: class totals at the backward, the prototypes' move at the step."""
     logits, labels = torch.randn(BATCH, classes), torch.randint(classes, (BATCH,))
     prototypes = Prototypes(classes, per_class=False, ignore_index=-100, like=logits)
-    forward = Forward(logits, class_dim=1)
+    forward = ForwardRecord(logits, class_dim=1)
     forward.targets = labels
 
     def once() -> None:
-        prototypes.observe(forward, functional.mse, 0.6, 1.0)
+        prototypes.observe(forward, distances.mse, 0.6, 1.0)
         if part == "observe":
             prototypes.forget()
         else:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim.checks import check_flag, check_integer, check_positive
+from dcl_optim._validation import check_device, check_dtype, check_flag, check_integer, check_positive
 from dcl_optim.companion import Companion
-from dcl_optim.functional import Distance, DistanceName, Reduction, resolve_distance
-from dcl_optim.mirror import MakeOptimizer
+from dcl_optim.companion.optimizer import MakeOptimizer
+from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
+from dcl_optim.hooks.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.presets import DCL, Preset, settled
 from dcl_optim.schedules import Schedule
-from dcl_optim.tap import find_logits
 
 
 class DCLOptimizer(ForecastOptimizer):
@@ -33,13 +32,13 @@ class DCLOptimizer(ForecastOptimizer):
 
     one forward and backward of each network (Algorithm 1, Equations 2 and 4). The companion starts as a copy of the
     model and has its own batch-norm statistics; it sees the same input in the same mode and replays the same random
-    draws (dropout), and leaves the random streams as if it had not run.
+    draws (dropout), and leaves the RNG state as if it had not run.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
-        preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
-        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1; the paper's is 1.
+        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper's value is 1,
+            which lost to plain training in our measurements.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. It shapes the
             companion's target and nothing else: with mse it scales the companion's gradient by :math:`1-\alpha`. Under
             Adam and its kin (Adagrad, RMSprop, Lion, Muon, ...), which divide a constant factor of the gradient out, a
@@ -48,9 +47,9 @@ class DCLOptimizer(ForecastOptimizer):
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
-        companion: None for a copy of the model, which shares its frozen parameters and has no hook that could report to
-            the script (a warning names those; see "Limits" in the documentation); a module of any architecture with the
-            same output shape, which is moved to the model's device; or a callable without arguments that builds one.
+        companion: None for a copy of the model, which shares its frozen parameters and gets those of its hooks that
+            work on their arguments alone (a warning names the others); a module of any architecture with the same
+            output shape, which is moved to the model's device; or a callable without arguments that builds one.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
             parameters. The latter two are left alone.
@@ -58,25 +57,31 @@ class DCLOptimizer(ForecastOptimizer):
             under Adam and its kin, where ``alpha`` does not set it.
         companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
             penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
-            norm sees the parts and dropout masks differ from the model's.
+            norm sees the parts and dropout masks differ from the model's. Each input tensor whose first dimension is as
+            long as the batch is cut.
         companion_every: the companion learns at every so many steps, at least 1 (default); its forecast holds the model
             at every step.
         companion_device: where the companion lives, as a second GPU. None (default) for the model's device. Random
             draws are replayed on a device of the same kind.
         companion_dtype: what the companion's weights are and what it computes in, as ``torch.bfloat16``. None (default)
             for the model's. A companion of its own device or dtype shares no frozen parameters.
-        overlap: run the companion beside the model instead of after it, with the same numbers: on the CPU in a worker
-            thread, which gets half of torch's threads meanwhile; on a GPU on a stream of its own. Default False. On the
-            CPU for models that draw no random numbers in their forward: with dropout the companion runs serially, and a
-            UserWarning says so. Not for models with activation checkpointing, nor with SyncBatchNorm or sharded
-            parameters on several processes (an error says so).
-        criterion: the loss module, when the script has one: the factor on the loss is then read exactly, for any loss.
+        overlap: run the companion concurrently with the model, with the numbers of the serial run: on the CPU in a
+            worker thread, which gets half of torch's threads meanwhile, for models that draw no random numbers (others
+            run serially, and a warning says so); on a GPU on a second stream. Default False. Not for models with
+            activation checkpointing, nor with SyncBatchNorm or sharded parameters on several ranks (an error says so).
+        process_group: the ranks whose companions are one, over which their gradients are averaged: ``"auto"`` (default)
+            for the model's own group when DistributedDataParallel wraps it, before or after this optimizer does, all
+            ranks when FSDP shards it, and none otherwise, as for independent models on each rank; a
+            ``torch.distributed.ProcessGroup``, for a script that averages the gradients itself; or None for none.
+        criterion: the loss module, when the script has one: the loss scale is then read exactly, for any loss.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
-            :mod:`dcl_optim.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
+            :mod:`dcl_optim.hooks.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
-            :func:`~dcl_optim.tap.find_logits` says.
-        class_dim: the dimension of the logits that holds the classes. Default 1, as in ``F.cross_entropy``; pass -1
-            for (batch, time, classes). Matters for kl, infonce, ``"sum_classes"`` and ``loss_scale="auto"``.
+            :func:`~dcl_optim.hooks.outputs.find_logits` says.
+        class_dim: the dimension of the logits that holds the classes. None (default) for 1, as in
+            ``F.cross_entropy``; pass -1 for (batch, time, classes). Matters for kl, infonce, distances of your own,
+            ``"sum_classes"`` and ``loss_scale="auto"``; the former four say so at the first step of logits of three
+            dimensions or more, where it was not given.
         strict: raise when a step finds gradients that no training forward led to. Default True.
 
     Raises:
@@ -84,6 +89,9 @@ class DCLOptimizer(ForecastOptimizer):
             ``maximize=True``.
         TypeError: an argument of the wrong type.
         RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
+
+    Warns:
+        UserWarning: hooks of the model that the companion does not get; see also ``overlap``, ``class_dim``.
 
     Examples:
         >>> import torch
@@ -111,9 +119,8 @@ class DCLOptimizer(ForecastOptimizer):
         base_optimizer: Optimizer,
         model: nn.Module,
         *,
-        preset: Preset = "default",
-        weight: float | Schedule | None = None,
-        alpha: float | Schedule | None = None,
+        weight: float | Schedule = 0.1,
+        alpha: float | Schedule = 0.6,
         distance: DistanceName | Distance = "mse",
         reduction: Reduction = "mean",
         temperature: float | None = None,
@@ -125,40 +132,40 @@ class DCLOptimizer(ForecastOptimizer):
         companion_device: torch.device | str | None = None,
         companion_dtype: torch.dtype | None = None,
         overlap: bool = False,
+        process_group: Any = "auto",
         criterion: nn.Module | None = None,
         loss_scale: Any = "auto",
         logits: Callable[[Any], Tensor] | None = None,
-        class_dim: int = 1,
+        class_dim: int | None = None,
         strict: bool = True,
     ) -> None:
         check_positive("companion_lr_scale", companion_lr_scale)
         check_positive("companion_fraction", companion_fraction, most=1.0)
         every = check_integer("companion_every", companion_every, least=1)
-        _check_dtype(companion_dtype)
-        device = _checked_device(companion_device)
+        check_dtype("companion_dtype", companion_dtype)
+        device = check_device("companion_device", companion_device)
         check_flag("overlap", overlap)
-        settings = settled(DCL, preset, weight=weight, alpha=alpha)
         make = functools.partial(
-            Companion,
+            _companion_class(overlap),
             model,
             base_optimizer,
             logits or find_logits,
-            class_dim,
             companion=companion,
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
             fraction=companion_fraction,
             every=every,
-            overlap=overlap,
             device=device,
             dtype=companion_dtype,
+            process_group=process_group,
         )
         super().__init__(
             base_optimizer,
             model,
             make,
             resolve_distance(distance, reduction, temperature),
-            **settings,
+            weight=weight,
+            alpha=alpha,
             criterion=criterion,
             labels=None,
             loss_scale=loss_scale,
@@ -178,14 +185,9 @@ class DCLOptimizer(ForecastOptimizer):
         return self.forecaster.optimizer
 
 
-def _checked_device(value: Any) -> torch.device | None:
-    """A device as its tensors give it: with an index, where its kind has one."""
-    try:
-        return None if value is None else torch.empty(0, device=torch.device(value)).device
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"companion_device={value!r} is no device here: {str(error).splitlines()[0]}") from error
+def _companion_class(overlap: bool) -> type[Companion]:
+    if not overlap:
+        return Companion
+    from dcl_optim.overlap import OverlappedCompanion  # what runs serially does not need threads or streams
 
-
-def _check_dtype(value: Any) -> None:
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"companion_dtype={value!r} must be a floating-point torch.dtype or None")
+    return OverlappedCompanion

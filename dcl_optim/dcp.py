@@ -8,12 +8,13 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim.checks import check_integer, check_labels
-from dcl_optim.functional import Distance, DistanceName, Reduction, resolve_distance
-from dcl_optim.labels import Labels, Targets
+from dcl_optim._validation import check_integer, check_labels
+from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
+from dcl_optim.distributed import Ranks
+from dcl_optim.hooks.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.presets import DCP, Preset, settled
-from dcl_optim.prototypes import REDUCTIONS, Prototypes
+from dcl_optim.prototypes import Prototypes
+from dcl_optim.prototypes.prototypes import REDUCTIONS
 from dcl_optim.schedules import Schedule
 
 
@@ -33,30 +34,30 @@ class DCPOptimizer(ForecastOptimizer):
     its prototype; the paper does not say.
 
     **Labels.** One way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the model's
-    keyword that holds them, or a function of the model's arguments), :meth:`set_targets` before the forward, or
-    ``step(closure, targets=...)``; the latter three outrank the criterion. Class indices, one for each row of logits,
-    or soft labels of the logits' shape (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
+    keyword that holds them, or a function of the model's arguments), or :meth:`set_targets` before the forward; the
+    latter two outrank the criterion. Class indices, one for each row of logits, or soft labels of the logits' shape
+    (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
     Soft labels are distributions: no share below 0, each row's sum 1. For models with sigmoid outputs (binary,
     multi-label) and for regression, whose targets have the logits' shape too, take :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains.
-        num_classes: K, the number of classes and of logits, at least 1. The prototypes are K x K numbers, which may
-            take 1 GiB: 16,384 classes in float32.
-        preset: ``"default"`` or ``"paper"``: the values of weight and alpha where they are not given.
-        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1; 1 for the preset paper, which names none.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97; the paper's is 0.6, with which logits
-            and prototypes grow without end in long training with few rows of a class in a batch.
+        num_classes: K, the number of classes and of logits, at least 1; the prototypes take K² numbers, at most 1 GiB.
+        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1. The paper names no value for DCP; its
+            experiments with DCL use 1.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
+            logits and prototypes grow without end in long training with few rows of a class in a batch.
         distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
             they get the rows that have a prototype, which has to be looked at.
         reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
             rows of the batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation
             5's :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
         temperature: as in DCLOptimizer.
-        criterion: the loss module; gives labels and the factor on the loss.
+        criterion: the loss module; gives labels and the loss scale.
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
         ignore_index: the label to leave out; None takes the criterion's, or -100 as torch does.
+        process_group: as in DCLOptimizer; class sums are added up over its ranks.
         loss_scale, logits, class_dim, strict: as in DCLOptimizer.
 
     Raises:
@@ -89,22 +90,21 @@ class DCPOptimizer(ForecastOptimizer):
         model: nn.Module,
         num_classes: int,
         *,
-        preset: Preset = "default",
-        weight: float | Schedule | None = None,
-        alpha: float | Schedule | None = None,
+        weight: float | Schedule = 0.1,
+        alpha: float | Schedule = 0.97,
         distance: DistanceName | Distance = "mse",
         reduction: Reduction | Literal["per_class"] = "mean",
         temperature: float | None = None,
         criterion: nn.Module | None = None,
         targets: Targets | None = None,
         ignore_index: int | None = None,
+        process_group: Any = "auto",
         loss_scale: Any = "auto",
         logits: Callable[[Any], Tensor] | None = None,
-        class_dim: int = 1,
+        class_dim: int | None = None,
         strict: bool = True,
     ) -> None:
         classes = check_integer("num_classes", num_classes, least=1)
-        settings = settled(DCP, preset, weight=weight, alpha=alpha)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
@@ -114,9 +114,10 @@ class DCPOptimizer(ForecastOptimizer):
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(classes, per_class, ignored, next(model.parameters())),
+            lambda: Prototypes(classes, per_class, ignored, next(model.parameters()), Ranks(model, process_group)),
             resolve_distance(distance, "mean" if reduction == "per_class" else reduction, temperature),
-            **settings,
+            weight=weight,
+            alpha=alpha,
             criterion=criterion,
             labels=Labels(targets),
             loss_scale=loss_scale,
@@ -137,30 +138,14 @@ class DCPOptimizer(ForecastOptimizer):
         """Give the labels of the batch whose training forward comes next.
 
         They belong to the model's very next forward: one in eval mode or under ``no_grad`` drops them, and so does
-        ``load_state_dict``.
+        ``load_state_dict``. With ``step(closure)`` call this inside the closure, before the model: some optimizers
+        evaluate the closure several times.
 
         Raises:
             TypeError: no tensor.
         """
         check_labels(targets)
         self._labels.of_next_forward = targets
-
-    def step(self, closure: Callable[[], Any] | None = None, targets: Tensor | None = None) -> Any:
-        """As :meth:`ForecastOptimizer.step`; ``targets`` are the labels of the batch that the closure evaluates.
-
-        Raises:
-            ValueError: targets without a closure: backward has run by then.
-            TypeError: targets are no tensor.
-        """
-        if targets is not None and closure is None:
-            raise ValueError("targets need a closure: without one the backward is over; call set_targets before it")
-        if targets is not None:
-            check_labels(targets)
-        self._labels.of_closure = targets
-        try:
-            return super().step(closure)
-        finally:
-            self._labels.of_closure = None
 
     @property
     def _labels(self) -> Labels:

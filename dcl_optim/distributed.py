@@ -1,7 +1,8 @@
-"""The few collectives the forecasters need; each does nothing outside torch.distributed or with one process."""
+"""The ranks that train one model together, and the few collectives that a forecaster needs."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import compress, repeat
@@ -10,53 +11,106 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch import Tensor, nn
+
+from dcl_optim import _torch
 
 
-def world_size() -> int:
-    """Number of processes that train together, 1 without torch.distributed."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def layers(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and what it wraps, from the outside in: DistributedDataParallel, DataParallel, compiled modules."""
+    inner: nn.Module | None = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        parallel = isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        inner = inner.module if parallel else _torch.inner_module(inner)
 
 
-def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give every process rank 0's values, in place; sharded tensors, which are one over all processes, are left."""
-    if world_size() > 1:
-        for tensor in _whole(tensors):
-            dist.broadcast(tensor, src=0)
-
-
-def add_up(tensors: Iterable[Tensor]) -> None:
-    """Sum over the processes, in place."""
-    if world_size() > 1:
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-            work.wait()
-
-
-def average(tensors: list[Tensor]) -> None:
-    """Mean over the processes, in place; sharded gradients, which their shards' owner has averaged, are left."""
-    if world_size() > 1:
-        for together in _by_dtype(_whole(tensors)):
-            flat = _flatten_dense_tensors(together)  # one reduction, not one for each tensor
-            dist.all_reduce(flat)
-            torch._foreach_copy_(together, _unflatten_dense_tensors(flat.div_(world_size()), together))
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside its wrappers."""
+    *_, own = layers(model)
+    return own
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is one over all processes, each of which holds its part."""
+    """Whether a tensor is one over all ranks, each of which holds its part."""
     sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
     return sharding is not None and isinstance(tensor, sharding.DTensor)
 
 
+class Ranks:
+    """The ranks whose models are one: those of a process group, or of none.
+
+    Without a group every collective does nothing.
+
+    Args:
+        model: the model as the script calls it.
+        process_group: a group; None for none; ``"auto"`` for the model's own: the one of the
+            DistributedDataParallel around it, also of one that wraps it after the optimizer was built; all ranks for a
+            sharded model (FSDP); none for any other model.
+
+    Attributes:
+        count: the number of ranks, 1 without a group.
+
+    Raises:
+        TypeError: something else as a group.
+    """
+
+    def __init__(self, model: nn.Module, process_group: Any) -> None:
+        known = process_group is None or (isinstance(process_group, str) and process_group == "auto")
+        if not known and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+            raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
+        self._model, self._given = model, process_group
+        self._group: Any = None
+        self.count = 1
+
+    def find(self) -> None:
+        """Look for the model's group, at a forward of the model; one that was found stays."""
+        if self._group is None and self._given is not None and dist.is_available() and dist.is_initialized():
+            self._group = _group_of(self._model) if isinstance(self._given, str) else self._given
+            self.count = 1 if self._group is None else dist.get_world_size(self._group)
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the first one's values, in place; sharded tensors are left."""
+        if self.count > 1:
+            for tensor in _whole(tensors):
+                dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Sum over the ranks, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor, group=self._group)
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
+        if self.count > 1:
+            for together in _by_dtype(_whole(tensors)):
+                flat = _torch.flattened(together)  # one reduction, not one for each tensor
+                dist.all_reduce(flat, group=self._group)
+                torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.count), together))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return Ranks(copy.deepcopy(self._model, memo), self._given)  # which looks for its own model's group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_group": None, "count": 1}
+
+
+def _group_of(model: nn.Module) -> Any:
+    parallel = [nn.parallel.DistributedDataParallel]
+    parallel += filter(None, [getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)])
+    for module in (*layers(model), _torch.running_ddp()):
+        if isinstance(module, tuple(parallel)):
+            return module.process_group
+    sharded = any(map(is_sharded, [*model.parameters(), *model.buffers()]))
+    return dist.group.WORLD if sharded else None
+
+
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    tensors = list(tensors)
-    if not any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values())):
-        return tensors
     return [tensor for tensor in tensors if not is_sharded(tensor)]
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype each, in the same order on every process."""
+    """Tensors of one dtype each, in the same order on every rank."""
     dtypes = list(map(attrgetter("dtype"), tensors))
     for dtype in sorted(set(dtypes), key=str):
         yield list(compress(tensors, map(eq, dtypes, repeat(dtype))))

@@ -1,4 +1,4 @@
-"""The optimizer both variants share: steps the base with the regularised gradient, lets the forecaster learn."""
+"""The optimizer that both variants share: one step of Algorithm 1 around any base optimizer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import interrupts
-from dcl_optim.checks import check_integer, check_options
+from dcl_optim._validation import check_integer, check_modules, check_options
+from dcl_optim._wrapper import OptimizerWrapper
+from dcl_optim.distances import Distance, DistanceName, resolve_distance
+from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster
-from dcl_optim.functional import Distance, mse
-from dcl_optim.labels import Labels
-from dcl_optim.loss_scale import LossScale
+from dcl_optim.hooks.labels import Labels
+from dcl_optim.hooks.loss_scale import LossScale
+from dcl_optim.hooks.outputs import find_logits
 from dcl_optim.regularizer import Regularizer
 from dcl_optim.schedules import Schedule, checked
-from dcl_optim.tap import find_logits
-from dcl_optim.twin import unwrapped
-from dcl_optim.wrapper import OptimizerWrapper, parameters_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,14 +33,15 @@ class ForecastOptimizer(OptimizerWrapper):
 
     Subclasses choose the forecaster and have a ``_name`` of their own, under which ``state_dict`` keeps their part; the
     page "A forecaster of your own" builds one. One optimizer regularises a model at a time: wrapping the model again
-    replaces the optimizer that did, whose ``step`` then says so. As a context manager it leaves the model as it was.
+    supersedes the optimizer that did, whose ``step`` then says so. As a context manager it leaves the model as it was.
 
     Args:
-        forecaster: builds the forecaster, once the arguments before it have been found good.
-        distance: (z, c) -> scalar, of rows (N, K). Default :func:`~dcl_optim.functional.mse`.
+        base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
+        forecaster: builds the forecaster, once the other arguments have been found good.
+        distance: as in DCLOptimizer. Default ``"mse"``.
         labels: reads the labels for a forecaster that needs them; None (default) for one that does not.
-        base_optimizer, model, weight, alpha, criterion, loss_scale, logits, class_dim, strict: as in
-            :class:`~dcl_optim.DCLOptimizer`; weight and alpha have no default here.
+        weight, alpha: as in DCLOptimizer, without a default.
+        criterion, loss_scale, logits, class_dim, strict: as in DCLOptimizer.
 
     Raises:
         ValueError, TypeError, RuntimeError: as DCLOptimizer.
@@ -54,7 +54,7 @@ class ForecastOptimizer(OptimizerWrapper):
         base_optimizer: Optimizer,
         model: nn.Module,
         forecaster: Callable[[], Forecaster],
-        distance: Distance = mse,
+        distance: DistanceName | Distance = "mse",
         *,
         weight: float | Schedule,
         alpha: float | Schedule,
@@ -62,15 +62,15 @@ class ForecastOptimizer(OptimizerWrapper):
         labels: Labels | None = None,
         loss_scale: Any = "auto",
         logits: Callable[[Any], Tensor] | None = None,
-        class_dim: int = 1,
+        class_dim: int | None = None,
         strict: bool = True,
     ) -> None:
         super().__init__(base_optimizer)
-        _check_modules(base_optimizer, model, criterion)
+        check_modules(base_optimizer, model, criterion)
         schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
         check_options(logits, strict)
-        class_dim = check_integer("class_dim", class_dim)
-        scale = LossScale(loss_scale)
+        class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
+        scale, distance = LossScale(loss_scale), resolve_distance(distance)
         self._strict = strict
         self.model = model
         self.forecaster = forecaster()
@@ -98,12 +98,10 @@ class ForecastOptimizer(OptimizerWrapper):
         """Leave the model as it was: :meth:`detach`."""
         self.detach()
 
-    # ---- the step ------------------------------------------------------------------------------------------------
+    # ---- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         r"""Step the base optimizer with the regularised gradient, then let the forecaster learn from the same batch.
-
-        An interrupt (Ctrl-C) that arrives meanwhile takes effect after both, a second one at once.
 
         Args:
             closure: as in torch.optim: clears the gradients, computes the loss, calls backward and returns the loss.
@@ -112,94 +110,90 @@ class ForecastOptimizer(OptimizerWrapper):
                 :math:`\theta_t`.
 
         Returns:
-            The loss of the first evaluation, without the penalty; None without a closure.
+            The loss of the first evaluation, without the penalty; what the base returns without a closure.
 
         Raises:
             RuntimeError: there are gradients, but no training forward of the model led to them; or another optimizer
                 has wrapped the model since.
+            TypeError: a closure that is not callable.
         """
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
-        self._require_charge()
-        self.forecaster.prepare()
-        if closure is None and self._is_dry_step():
-            return self._dry_step()
-        with interrupts.postponed():
-            try:
-                loss = self._step_without() if closure is None else self._step_with(closure)
-                self.forecaster.step()
-            finally:
-                self.forecaster.rest()
-            self._regularizer.counted = self._regularizer.carried = 0
-            self._regularizer.steps += 1
+        regularizer = self._regularizer
+        if not regularizer.state.backwards or closure is not None:
+            self._check_step(closure)
+        try:
+            if closure is None:
+                self.forecaster.backward()  # ω's gradients: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z))  (Equation 4)
+                regularizer.stop_observing()
+                loss = self.base.step()  # θ's, since the backward: ∇_θ [ℓ(z, y) + λ Δ(z, stop(c))]  (Equation 2)
+            else:
+                loss = self._step_with(closure)
+        except BaseException:
+            regularizer.resume_observing()
+            raise
+        self.forecaster.step()
+        regularizer.start_new_step()
         return loss
 
-    def _step_without(self) -> Any:
-        self._require_forward()
-        self.forecaster.digest()
-        self.forecaster.begin_step()
-        self._regularizer.stepping = True
-        try:
-            return self.base.step()
-        finally:
-            self._regularizer.stepping, self._regularizer.learning = False, True
-
     def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """Step a base that evaluates the loss itself, once or several times."""
         regularizer = self._regularizer
         losses: list[Any] = []
-        observed = regularizer.counted > 0 and regularizer.has_gradients()
+        observed = regularizer.state.backwards > 0 and regularizer.has_gradients()
 
         def evaluate() -> Any:
-            regularizer.penalties = []
+            penalties = regularizer.collect_penalties()
             if observed and not regularizer.has_gradients():  # the base has moved the model and cleared them: SAM
-                regularizer.learning = False
+                regularizer.stop_observing()
             loss = self._evaluate(closure)
             if not losses:
                 self._require_forward()
-                self.forecaster.digest()
-                regularizer.learning = False
+                self.forecaster.backward()
+                regularizer.stop_observing()
             losses.append(loss)
-            if isinstance(self.base, torch.optim.LBFGS) and regularizer.penalties:  # it minimises the value
-                return (loss.detach() if isinstance(loss, Tensor) else loss) + sum(regularizer.penalties)
+            if isinstance(self.base, torch.optim.LBFGS) and penalties:  # it minimises the value
+                return (loss.detach() if isinstance(loss, Tensor) else loss) + sum(penalties)
             return loss
 
-        try:
-            self.base.step(evaluate)
-        finally:
-            regularizer.learning, regularizer.penalties = True, None
+        self.base.step(evaluate)
         return losses[0] if losses else None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Run a closure, and the backward that it left to us."""
-        seen, backwards = self._regularizer.seen, self._regularizer.backwards
+        forwards, backwards = self._regularizer.forwards, self._regularizer.backwards
         loss = closure()
-        left_to_us = self._regularizer.seen > seen and self._regularizer.backwards == backwards
+        left_to_us = self._regularizer.forwards > forwards and self._regularizer.backwards == backwards
         if left_to_us and isinstance(loss, Tensor) and loss.requires_grad:
             self.zero_grad()
             loss.backward()
         return loss
 
-    def _is_dry_step(self) -> bool:
-        """Whether this is a step of no length, as torch.distributed.checkpoint takes one to create the state."""
-        if self._regularizer.carried or not self._regularizer.attached or not self._regularizer.has_gradients():
-            return False
-        return all(float(group.get("lr", 1.0)) == 0.0 for group in self.param_groups)
-
-    def _dry_step(self) -> Any:
-        loss = self.base.step()
-        self.forecaster.create_state()
-        return loss
-
-    def _require_charge(self) -> None:
-        if self._regularizer.replaced:
+    def _check_step(self, closure: Any) -> None:
+        """Refuse a step before anything changes; one whose closure is to bring the gradients is checked there."""
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
+        if self._regularizer.superseded:
             raise RuntimeError(
                 f"another optimizer has wrapped the model since this {self._name} did: step that one, or call "
                 "detach() on this one to go on with its base optimizer alone"
             )
+        if closure is None and not self._creates_state():
+            self._require_forward()
+
+    def _creates_state(self) -> bool:
+        """Whether this is a step of no length, as torch.distributed.checkpoint takes one to create the state."""
+        rates = [float(group.get("lr", 1.0)) for group in self.param_groups]
+        if any(rates) or not self._regularizer.attached or not self._regularizer.has_gradients():
+            return False
+        self.forecaster.create_state()
+        return True
 
     def _require_forward(self) -> None:
         regularizer = self._regularizer
-        if regularizer.carried or not (self._strict and regularizer.attached) or not regularizer.has_gradients():
+        if (
+            regularizer.state.backwards
+            or not (self._strict and regularizer.attached)
+            or not regularizer.has_gradients()
+        ):
             return
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
@@ -212,19 +206,27 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
-        self._regularizer.cleared = True
-        super().zero_grad(set_to_none)
+        self._regularizer.gradients_cleared()
+        self.base.zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:
         super()._switch(mode)
-        self.forecaster.switch(mode)
+        self.forecaster.set_mode(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the base optimizer; the forecaster follows."""
-        super().add_param_group(param_group)
-        self.forecaster.groups_changed()
+        """Add parameters to the base optimizer; the forecaster follows.
 
-    # ---- what people look at, and what is saved ------------------------------------------------------------------
+        Raises:
+            RuntimeError: the forecaster cannot; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        try:
+            self.forecaster.base_changed()
+        except RuntimeError:
+            self.base.param_groups.pop()
+            raise
+
+    # ---- figures and state -------------------------------------------------------------------------------------------
 
     @property
     def weight(self) -> float | Schedule:
@@ -270,26 +272,4 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
-        self._regularizer.reset()
-        if self._regularizer.labels is not None:
-            self._regularizer.labels.forget()
-        self._regularizer.steps = state["steps"]
-
-
-def _check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
-    """Demand a model that the base optimizer trains, and a criterion whose calls hooks see."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if criterion is not None and not isinstance(criterion, nn.Module):
-        raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
-    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
-        raise TypeError(
-            f"criterion's class {type(criterion).__name__} overrides __call__, which passes hooks by; pass loss_scale= "
-            "(and the labels to DCP as targets= or by set_targets) instead"
-        )
-    if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
-        raise ValueError(
-            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
-        )
-    if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
-        raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
+        self._regularizer.load_steps(state["steps"])

@@ -1,29 +1,53 @@
-"""From the model's forward to its backward: asks for the forecast, adds the penalty to the gradient of the logits."""
+r"""Algorithm 1 for one batch: forecast at the forward, penalty at the backward, and what a step has seen so far."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import random_state
-from dcl_optim.checkpointing import running_backward
-from dcl_optim.forecaster import Forecaster, Forward
-from dcl_optim.functional import Distance
-from dcl_optim.labels import Labels
-from dcl_optim.linking import concerned, terms_of_sum
-from dcl_optim.loss_scale import LossScale
+from dcl_optim import _rng
+from dcl_optim._optim import gradients_of, parameters_of
+from dcl_optim._rng import RngState
+from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, version_of, warn
+from dcl_optim.distances import Distance, depends_on_class_dim
+from dcl_optim.forecaster import Forecaster, ForwardRecord
+from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
+from dcl_optim.hooks.labels import Labels
+from dcl_optim.hooks.loss_scale import LossScale
+from dcl_optim.hooks.module_hooks import ModuleHooks, replace_others
+from dcl_optim.hooks.outputs import conversion_source, find_loss, through_logits
 from dcl_optim.schedules import Checked
-from dcl_optim.tap import Tap, conversion_source, find_loss, through
-from dcl_optim.wrapper import gradients_of, parameters_of
 
-_trains = attrgetter("requires_grad")
+_requires_grad = attrgetter("requires_grad")
+
+
+@dataclass
+class StepState:
+    """What has happened since the last optimizer step. The Regularizer alone writes it.
+
+    Attributes:
+        backwards: backwards through the logits of training forwards.
+        observing: whether the forecaster observes forwards; not while the base evaluates the model again in its step.
+        cleared: whether ``zero_grad`` was called since the last backward.
+        backward: the last backward that brought a gradient to logits, by autograd's number.
+        written: a gradient after that backward, and how often it had been written to.
+        penalties: the weighted penalties of the evaluation that runs, where its value is wanted (LBFGS).
+    """
+
+    backwards: int = 0
+    observing: bool = True
+    cleared: bool = False
+    backward: int = -1
+    written: tuple[weakref.ref[Tensor], int] | None = None
+    penalties: list[Tensor] | None = field(default=None, repr=False)
 
 
 class Regularizer:
@@ -35,18 +59,14 @@ class Regularizer:
     Attributes:
         weight: the schedule of λ.
         alpha: the schedule of α.
+        labels: where the labels come from, for a forecaster that needs them.
         steps: optimizer steps so far.
-        counted: forwards whose first backward came since the last step: the forecaster has learned from each.
-        carried: backwards of forwards since the last step, each of which has carried the penalty.
-        seen: training forwards so far.
-        backwards: backwards so far.
-        cleared: whether ``zero_grad`` was called since the last backward.
-        learning: whether the forecaster learns; off while the model is evaluated again within one step.
-        stepping: whether the base steps, without a closure.
-        penalties: weighted penalties of the closure that is running.
+        forwards: training forwards so far.
+        backwards: backwards through their logits so far.
         last: figures of the last backward.
         attached: whether hooks are on the model.
-        replaced: whether another optimizer has wrapped the model since.
+        superseded: whether another optimizer has wrapped the model since.
+        state: what has happened since the last optimizer step.
     """
 
     def __init__(
@@ -62,198 +82,244 @@ class Regularizer:
         labels: Labels | None,
         loss_scale: LossScale,
         find_logits: Callable[[Any], Tensor],
-        class_dim: int,
+        class_dim: int | None,
     ) -> None:
         self.model, self._base, self.forecaster, self._distance = model, base, forecaster, distance
         self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
-        self._loss_scale, self._find_logits, self._class_dim = loss_scale, find_logits, class_dim
-        self.steps, self.attached, self.replaced = 0, False, False
-        self.reset()
+        self._loss_scale, self._find_logits = loss_scale, find_logits
+        self._class_dim = 1 if class_dim is None else class_dim
+        self._warns_of_class_dim = class_dim is None and depends_on_class_dim(distance)
+        self.superseded = False
+        self.load_steps(0)
         self.attach()
 
-    def reset(self) -> None:
-        """Forget what has happened, as after loading a state."""
-        self._outstanding: list[weakref.ref[Forward]] = []  # forwards whose backward has not come
-        self._random_state: random_state.RandomState | None = None  # before the forward that is running
-        self._backward = -1  # autograd's number of the backward that came last
-        self.cleared, self.learning, self.stepping = False, True, False
-        self.counted = self.carried = self.seen = self.backwards = 0
-        self.penalties: list[Tensor] | None = None
-        self.last: dict[str, Any] = {}
-
     def attach(self) -> None:
-        """Put the hooks on; an optimizer that had its own there is replaced."""
-        Tap.replace_others(self.model)
-        self._tap, self.attached = Tap(self), True
-        self._tap.attach_to_model(self.model)
-        if self.forecaster.overlaps:
-            self._tap.attach_to_end(self.model)
-        if self._criterion is not None:
-            self._tap.attach_to_criterion(self._criterion)
+        """Put the hooks on; an optimizer that had its own there is superseded."""
+        replace_others(self.model)
+        self._hooks, self.attached = ModuleHooks(self, self.model, self._criterion), True
 
     def detach(self) -> None:
         """Take the hooks off; model and criterion are as they were."""
-        self._tap.remove()
+        self._hooks.remove()
         self.forecaster.close()
-        self.attached = self.replaced = False
+        self.attached = self.superseded = False
 
-    def replace(self) -> None:
+    def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
         self.detach()
-        self.replaced = True
+        self.superseded = True
 
-    # ---- the forward ---------------------------------------------------------------------------------------------
+    # ---- the forward: c = f(ω, x) ------------------------------------------------------------------------------------
 
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Settle the previous batch, remember where the random streams stand, begin what runs beside the model."""
-        self._random_state = None
+        """Drop a step that was skipped, and remember the RNG state that the model draws from."""
+        self._rng_state = None
         if self.labels is not None:
-            self.labels.begin()
+            self.labels.before_forward()
         if not training or not torch.is_grad_enabled():
-            self.forecaster.rest()
+            self.forecaster.pause()
             return
-        if self._is_left_alone():
+        if self._is_no_training_forward():
             return
-        if self.cleared or (self.counted and not self.has_gradients()):
-            self._settle_cleared()
-        self.cleared = False
-        self.forecaster.digest()
-        device = next(parameters_of(self._base)).device
-        self._random_state = random_state.capture(device) if self.forecaster.draws else {}
-        self.forecaster.begin(args, kwargs, self._random_state, self.steps + 1)
+        if self.state.backwards and self._gradients_are_gone():
+            self._forget_step()
+        self.state.cleared = False
+        replays = self.forecaster.replays_draws
+        self._rng_state = _rng.capture(next(parameters_of(self._base)).device) if replays else {}
+        self.forecaster.before_forward(args, kwargs, self._rng_state, self.steps + 1)
 
-    def _is_left_alone(self) -> bool:
-        """Whether this forward is a counted one that checkpointing recomputes, torch.func's, or trains nothing."""
-        backward = running_backward()
-        if backward != -1 and backward == self._backward:
+    def _is_no_training_forward(self) -> bool:
+        """Whether checkpointing recomputes a counted forward, torch.func calls the model, or nothing is trained."""
+        backward = current_backward()
+        if backward != -1 and backward == self.state.backward:
             return True
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return True
-        return not any(map(_trains, parameters_of(self._base)))
+        return functorch_transform() is not None or not any(map(_requires_grad, parameters_of(self._base)))
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Make the forecast, and wait for the gradient of the logits."""
-        state, self._random_state = self._random_state, None
-        if state is None:
+        """Make the forecast c, and wait for the gradient of the logits z."""
+        rng_state, self._rng_state = self._rng_state, None
+        if rng_state is None:
             return
         z = self._find_logits(output)
         if not z.requires_grad:
             return
-        forward = Forward(z, self._class_dim)
+        if self._warns_of_class_dim and z.ndim > 2:
+            self._warn_of_class_dim(z)
+        record = ForwardRecord(z, self._class_dim)
         if self.labels is not None:
-            self.labels.read(forward, args, kwargs)
-        self.forecaster.predict(args, kwargs, forward, state)
-        self._wait_for_gradient(z, forward, output)
-        kept = _waits if not self.carried else _lives  # of this step's, another backward with a criterion may come
-        self._outstanding = [reference for reference in self._outstanding if kept(reference())]
-        self._outstanding.append(weakref.ref(forward))
-        self.seen += 1
+            self.labels.read(record, args, kwargs)
+        self.forecaster.predict(args, kwargs, record, rng_state)
+        if output is not z:
+            self._await_own_loss(z, record, output)
+        z.register_hook(functools.partial(self._add_penalty, record))
+        if self._criterion is not None:
+            self._records.append(weakref.ref(record))
+        self.forwards += 1
 
-    def _wait_for_gradient(self, z: Tensor, forward: Forward, output: Any) -> None:
+    def _warn_of_class_dim(self, z: Tensor) -> None:
+        self._warns_of_class_dim = False
+        warn(
+            f"class_dim was not given, and the model's logits have shape {tuple(z.shape)}: the penalty takes their "
+            "dimension 1 for the classes, as F.cross_entropy does; pass class_dim=-1 for (batch, time, classes), or "
+            "class_dim=1"
+        )
+
+    def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any) -> None:
+        """Prepare for a loss that the model computed itself, perhaps from logits that it converted afterwards."""
         loss = find_loss(output)
         if loss is not None:
-            loss = through(z, loss, output)
-            loss.register_hook(forward.note_loss_scale)
-        z.register_hook(functools.partial(self._add_penalty, forward))
+            loss = through_logits(z, loss, output)
+            loss.register_hook(record.note_loss_scale)
         source = conversion_source(z)
         if source is not None:
-            source[0].register_prehook(functools.partial(self._add_penalty_at_source, forward, source[1]))
+            source[0].register_prehook(functools.partial(self._add_penalty_at_source, record, source[1]))
 
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """Take the labels, and read what the loss is multiplied by off its gradient.
 
-        A loss that is not of some forwards' very outputs is shared among all that wait by their rows, as if they had
-        been put together; each of several whose outputs were handed over one by one has it whole.
+        A loss of several forwards that were put together first is shared among them by their rows, as if they had been
+        one forward; each of several whose very outputs it was given has it whole.
         """
-        linked, surely = concerned(list(filter(_lives, (reference() for reference in self._outstanding))), arguments)
-        if self.labels is not None and len(linked) > 1 and any(forward.targets is None for forward in linked):
+        records = []
+        for reference in self._records:
+            record = reference()
+            if record is not None:
+                records.append(record)
+        self._records = list(map(weakref.ref, records))
+        linked, exact = linked_forwards(records, arguments)
+        if self.labels is not None and len(linked) > 1 and any(record.targets is None for record in linked):
             raise RuntimeError(
-                "several forwards of the model wait for their backward, and the criterion's call does not say which "
-                "one its labels belong to: call set_targets(labels) before each forward, or the criterion on each "
-                "output as the model returned it"
+                "several forwards of the model wait for their backward, and the criterion was called on something "
+                "computed from them, whose labels do not say which are whose: call set_targets(labels) before each "
+                "forward, or the criterion on each output as the model returned it"
             )
-        terms, rows = terms_of_sum(self._criterion, logits, targets), sum(len(forward.logits) for forward in linked)
-        for forward in linked:
-            if forward.link(surely):
-                if self.labels is not None and not forward.counted:
-                    self.labels.take(forward, targets)
-                share = 1.0 if surely or len(linked) == 1 else len(forward.logits) / max(rows, 1)
-                loss.register_hook(functools.partial(forward.add_loss_scale, surely, terms * share))
+        terms = terms_of_sum(self._criterion, logits, targets)
+        rows = 0 if exact or len(linked) == 1 else sum(len(record.logits) for record in linked)
+        for record in linked:
+            if record.link(exact):
+                if self.labels is not None and not record.counted:
+                    self.labels.take(record, targets)
+                share = len(record.logits) / rows if rows else 1.0
+                loss.register_hook(functools.partial(record.add_loss_scale, exact, terms * share))
 
-    # ---- the backward --------------------------------------------------------------------------------------------
+    # ---- the backward: grad z + s λ ∂Δ(z, c)/∂z ----------------------------------------------------------------------
 
-    def _add_penalty(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
+    def _add_penalty(self, record: ForwardRecord, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
-        if gradient is None or not self.attached:
+        backward = current_backward()
+        if gradient is None or not self.attached or record.added_in == backward:
             return None
-        if torch.is_grad_enabled():  # create_graph: a gradient that is part of the user's loss
+        if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             return None
-        if not forward.takes_penalty():
-            return None
-        if self.cleared and not forward.counted:
-            self._settle_cleared()
+        if self.state.cleared and not record.counted:
+            self._forget_step()
+        state, record.added_in = self.state, backward
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
-        scale = self._loss_scale.resolve(forward, gradient, several=self.carried > 0)
-        value, slope = self.forecaster.penalty(forward, self._distance)
-        if not forward.counted:
-            if self.learning:
-                self.forecaster.observe(forward, self._distance, alpha, scale)
-            forward.counted = True
-            self.counted += 1
-        self._note_backward()
+        scale = self._loss_scale.resolve(record, gradient, backward, several=state.backwards > 0)
+        value, slope = self.forecaster.penalty(record, self._distance)
+        if state.observing and not record.counted:
+            self.forecaster.observe(record, self._distance, alpha, scale)
+        record.counted = True
+        state.backwards += 1
+        self.backwards += 1
+        state.backward, state.cleared = backward, False
+        call_after_backward(self._note_gradient)
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
         factor = scale * weight
-        if self.penalties is not None:
-            self.penalties.append(value * factor)
-        # In place: with many classes each tensor of the logits' size is dear.
-        return forward.unrows(slope.mul_(factor)).to(gradient.dtype).add_(gradient)
+        if state.penalties is not None:
+            state.penalties.append(value * factor)
+        return _plus(gradient, record.unrows(slope), factor)
 
-    def _add_penalty_at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
+    def _add_penalty_at_source(self, record: ForwardRecord, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
-        gradient = self._add_penalty(forward, gradients[index])
+        gradient = self._add_penalty(record, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
 
-    def _note_backward(self) -> None:
-        self.cleared = False
-        self.carried += 1
-        self.backwards += 1
-        self._backward = running_backward()
+    # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def _settle_cleared(self) -> None:
-        """Gradients that were counted are gone: that step never came, as when a gradient scaler found an infinity.
+    def gradients_cleared(self) -> None:
+        """``zero_grad`` was called."""
+        self.state.cleared = True
 
-        If it is coming, the base evaluates the model again, elsewhere; the forecaster has learned at the first place.
-        """
-        if self.counted and self.learning:
-            if self.stepping:
-                self.learning = False
-            else:
-                self.counted = self.carried = 0
-                self.forecaster.forget()
+    def stop_observing(self) -> None:
+        """The forecaster has its gradients: forwards until the next step are evaluations inside the base's."""
+        self.state.observing = False
+
+    def resume_observing(self) -> None:
+        """The base's step has raised."""
+        self.state.observing, self.state.penalties = True, None
+
+    def collect_penalties(self) -> list[Tensor]:
+        """Begin an evaluation whose penalties are wanted; the list that they are going to be in."""
+        self.state.penalties = []
+        return self.state.penalties
+
+    def start_new_step(self) -> None:
+        """Both networks have stepped: the only place, but for forgetting, where the step's state is reset."""
+        self.state = StepState()
+        self.steps += 1
+
+    def load_steps(self, steps: int) -> None:
+        """Forget what has happened, and go on from a number of steps, as after loading a state."""
+        self.state = StepState()
+        self._records: list[weakref.ref[ForwardRecord]] = []  # forwards that a criterion may be called on
+        self._rng_state: RngState | None = None  # before the training forward that is running
+        self.steps, self.forwards, self.backwards = steps, 0, 0
+        self.last: dict[str, Any] = {}
+        if self.labels is not None:
+            self.labels.forget()
 
     def has_gradients(self) -> bool:
         """Whether any parameter that the base trains has a gradient."""
         return next(gradients_of(self._base), None) is not None
 
-    # ---- copies --------------------------------------------------------------------------------------------------
+    def _note_gradient(self) -> None:
+        """After a backward: which gradient to look at, to see whether the script has written zeros over it."""
+        gradient = next(gradients_of(self._base), None)
+        self.state.written = None if gradient is None else (weakref.ref(gradient), version_of(gradient))
+
+    def _gradients_are_gone(self) -> bool:
+        """Whether the gradients of the last backwards were cleared without a step: by the script, or a scaler's skip.
+
+        Zeros written over them are looked for only where something was written since the backward, since that
+        synchronises a device.
+        """
+        state = self.state
+        if state.cleared:
+            return True
+        first = next(gradients_of(self._base), None)
+        if first is None:
+            return True
+        if state.written is None or (state.written[0]() is first and state.written[1] == version_of(first)):
+            return False
+        return not any(bool(gradient.any()) for gradient in gradients_of(self._base))
+
+    def _forget_step(self) -> None:
+        """Drop what was counted; if the base is evaluating the model again in its step, that was learned from."""
+        if self.state.backwards and self.state.observing:
+            self.forecaster.forget()
+            self.state = StepState(cleared=self.state.cleared, penalties=self.state.penalties)
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = {"_tap", "_outstanding", "_random_state", "penalties", "last"}
-        return {key: value for key, value in self.__dict__.items() if key not in transient}
+        transient = {"_records", "_rng_state", "last"}
+        state = StepState(backwards=self.state.backwards, cleared=self.state.cleared)
+        return {key: value for key, value in self.__dict__.items() if key not in transient} | {"state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.reset()
+        self._records, self._rng_state, self.last = [], None, {}
         self.__dict__.update(state)
-        self._tap = Tap(self)
-        if self.attached and "_forward_hooks" in vars(self.model):  # not if the model holds us and is being copied
+        if self.attached and "training" in vars(self.model):  # not if the model holds us and is being copied
             self.attach()
 
 
-def _lives(forward: Forward | None) -> TypeGuard[Forward]:
-    return forward is not None
-
-
-def _waits(forward: Forward | None) -> TypeGuard[Forward]:
-    return forward is not None and not forward.counted
+def _plus(gradient: Tensor, slope: Tensor, factor: float | Tensor) -> Tensor:
+    """Add the penalty's gradient to the loss's, in the wider of their dtypes, and give it in the loss's."""
+    if isinstance(factor, Tensor):
+        slope, factor = slope * factor, 1.0
+    if gradient.dtype == slope.dtype:
+        return torch.add(gradient, slope, alpha=factor)
+    return torch.add(gradient.to(slope.dtype), slope, alpha=factor).to(gradient.dtype)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcl_optim.checks import check_number, is_number
+from dcl_optim._validation import check_number, is_number
 
 Schedule = Callable[[int], float]
 
@@ -112,9 +112,9 @@ def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Chec
         return Checked(value, name, upper)
     if not is_number(value):
         raise TypeError(f"{name}={value!r} must be a number or a callable of the step, got {type(value).__name__}")
-    schedule = Checked(Constant(float(value)), name, upper)
-    schedule(1)
-    return schedule
+    constant = Constant(float(value))
+    Checked(constant, name, upper).check(constant.value, 1)
+    return Checked(constant, name, upper)
 
 
 def _check_takes_step(schedule: Schedule, name: str) -> None:
@@ -147,7 +147,17 @@ class Checked:
     upper: float
 
     def __call__(self, step: int) -> float:
-        given = self.schedule(step)
+        if isinstance(self.schedule, Constant):  # which was checked when it was given
+            return self.schedule.value
+        return self.check(self.schedule(step), step)
+
+    def check(self, given: float, step: int) -> float:
+        """Give a step's value as a float.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: it is out of range.
+        """
         if not hasattr(given, "__float__"):
             raise TypeError(f"{self.name} at step {step} must be a number, got {type(given).__name__}")
         value = float(given)

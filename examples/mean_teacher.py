@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim.forecaster import Forecaster, Forward, check_tensors
-from dcl_optim.functional import Distance
+from dcl_optim._rng import RngState, replayed
+from dcl_optim._validation import check_tensors
+from dcl_optim.companion.copying import copy_model
+from dcl_optim.distances import Distance
+from dcl_optim.distributed import unwrapped
+from dcl_optim.forecaster import Forecaster, ForwardRecord
+from dcl_optim.hooks.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.random_state import RandomState, replayed
-from dcl_optim.tap import find_logits
-from dcl_optim.twin import copy_of, unwrapped
 
 
 class WeightAverage(Forecaster):
@@ -28,14 +30,16 @@ class WeightAverage(Forecaster):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = unwrapped(model)
-        self.module = copy_of(self._model).requires_grad_(False)
+        self.module = copy_model(self._model).requires_grad_(False)
         self._alpha: float | None = None  # of the forwards since the last step
 
-    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, state: RandomState) -> None:
-        with torch.no_grad(), replayed(state):
-            forward.forecast = forward.rows(find_logits(self.module(*args, **kwargs)))
+    def predict(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
+    ) -> None:
+        with torch.no_grad(), replayed(rng_state):
+            record.forecast = record.rows(find_logits(self.module(*args, **kwargs)))
 
-    def observe(self, forward: Forward, distance: Distance, alpha: float, scale: float | Tensor) -> None:
+    def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: float | Tensor) -> None:
         self._alpha = alpha
 
     def forget(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCLOptimizer, functional
+from dcl_optim import DCLOptimizer, distances
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same, batches, mlp, train
 
@@ -76,7 +76,7 @@ def test_with_a_large_eps_the_run_is_the_references(name, alpha):
     train(model, optimizer, batches(20))
     base, second = make(hand.parameters()), make(companion.parameters())
     for x, y in batches(20):
-        dcl_step(hand, companion, base, second, x, y, F.cross_entropy, functional.mse, weight=0.7, alpha=alpha)
+        dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse, weight=0.7, alpha=alpha)
     assert_same(model, hand, rtol=1e-9, atol=1e-12)
     assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-12)
 

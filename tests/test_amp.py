@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
-from dcl_optim.loss_scale import recover_from_cross_entropy
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from dcl_optim.hooks.loss_scale import recover_from_cross_entropy
 from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, surviving_tensors
 
@@ -99,7 +99,7 @@ def clipped_reference(variant, steps):
             step = partial(dcl_step, model, companion, optimizer, chasing)
         else:
             step = partial(dcp_step, model, prototypes, optimizer)
-        step(x, y, F.cross_entropy, functional.mse, **METHOD)
+        step(x, y, F.cross_entropy, distances.mse, **METHOD)
     assert min(norms) > CLIP, "each step has to be clipped"
     if variant == "dcl":
         return model, list(companion.parameters()), list(narrow(seed=3).parameters())
@@ -303,9 +303,9 @@ def test_a_network_in_bfloat16_outright_equals_the_loop_by_hand(variant):
     for x, y in data(10, dtype=dtype):
         script.step([(x, y)])
         if variant == "dcl":
-            dcl_step(model, companion, optimizer, chasing, x, y, F.cross_entropy, functional.mse, **METHOD)
+            dcl_step(model, companion, optimizer, chasing, x, y, F.cross_entropy, distances.mse, **METHOD)
         else:
-            dcp_step(model, prototypes, optimizer, x, y, F.cross_entropy, functional.mse, **METHOD)
+            dcp_step(model, prototypes, optimizer, x, y, F.cross_entropy, distances.mse, **METHOD)
     bound = OFF * torch.finfo(dtype).eps / 2
     start = narrow().to(dtype).parameters()
     assert all(p.dtype == dtype for p in script.model.parameters())

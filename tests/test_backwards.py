@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, one, sgd
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
@@ -147,10 +147,10 @@ def test_a_backward_that_ends_before_the_logits_leaves_no_factor_to_the_next(cri
     x, y = one()
     loss = module(model(x), y)
     torch.autograd.grad(loss, module.sigma, retain_graph=True)
-    assert optimizer._regularizer.counted == 0
+    assert optimizer._regularizer.state.backwards == 0
     loss.backward()
     assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
-    assert optimizer._regularizer.counted == 1
+    assert optimizer._regularizer.state.backwards == 1
 
 
 # ---- several backwards that all add to the parameters' gradients -----------------------------------------------------
@@ -184,7 +184,7 @@ def test_parts_of_a_loss_together_carry_the_whole_penalty(criterion, given, when
     assert_same(found[2], found[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("distance", functional.DISTANCES)
+@pytest.mark.parametrize("distance", distances.DISTANCES)
 @pytest.mark.parametrize("labels", ["criterion", "set_targets", "soft", "ignored"])
 def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
     """The second backward sees the logits, and the labels, as the first one did."""
@@ -313,7 +313,7 @@ def test_a_backward_through_converted_logits_carries_the_penalty_once(asks, whic
     expected.backward()
     for gradients in found:
         assert_same(gradients, [parameter.grad for parameter in hand.parameters()], rtol=1e-4, atol=1e-6)
-    assert optimizer._regularizer.counted == 1
+    assert optimizer._regularizer.state.backwards == 1
 
 
 # ---- what counts, and what is learned from ---------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_a_forward_counts_once_and_is_learned_from_once(variant):
         for _ in range(times):
             optimizer.zero_grad()
             F.cross_entropy(z, one()[1]).backward(retain_graph=True)
-        assert optimizer._regularizer.counted == 1
+        assert optimizer._regularizer.state.backwards == 1
         optimizer.step()
         found.append((model.state_dict(), optimizer.state_dict()))
     assert_same(*found)
@@ -384,7 +384,7 @@ def test_under_activation_checkpointing(variant):
             z = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
             for part in (0.25, 0.75):
                 (part * F.cross_entropy(z, y)).backward(retain_graph=True)
-            assert optimizer._regularizer.counted == 1
+            assert optimizer._regularizer.state.backwards == 1
             optimizer.step()
         found.append((model.state_dict(), optimizer.state_dict()))
     assert_same(*found)

@@ -213,7 +213,7 @@ def test_class_dim_that_the_logits_do_not_have(variant, class_dim):
         optimizer = DCPOptimizer(sgd(model), model, CLASSES, class_dim=class_dim)
     with pytest.raises(ValueError, match=rf"class_dim={class_dim} but the model's logits have shape \(16, 5\)"):
         model(torch.randn(16, FEATURES, dtype=torch.float64))
-    assert optimizer._regularizer.seen == 0
+    assert optimizer._regularizer.forwards == 0
 
 
 @pytest.mark.parametrize(

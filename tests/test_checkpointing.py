@@ -56,7 +56,7 @@ def trained(variant: str, model: nn.Module, call, steps: int = 6):
         x.requires_grad_()  # a reentrant checkpoint needs it
         optimizer.zero_grad()
         sum(F.cross_entropy(call(view, y), y) for view in (x, 2 * x)).backward()
-        counts.append(optimizer._regularizer.counted)
+        counts.append(optimizer._regularizer.state.backwards)
         optimizer.step()
     assert counts == [2] * steps
     state = optimizer.state_dict()[f"dcl_optim.{type(optimizer).__name__}"]

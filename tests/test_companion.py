@@ -13,7 +13,7 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.companion import Companion
-from dcl_optim.tap import find_logits
+from dcl_optim.hooks.outputs import find_logits
 from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, mlp, train
 
 
@@ -277,7 +277,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_output_shape(shape, distance):
     """The penalty's gradient on the weights is that of the distance between rows, classes last."""
-    from dcl_optim.functional import resolve_distance, to_rows
+    from dcl_optim.distances import resolve_distance, to_rows
 
     build, size, options = SHAPES[shape]
     model, companion = build(), build()

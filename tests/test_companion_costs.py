@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import functional, reference
+from dcl_optim import distances, reference
 from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, wrap
 
 
@@ -29,7 +29,7 @@ def test_every_kth_step_is_the_reference_with_a_chase_at_every_kth_step(name, ev
     torch.manual_seed(3)
     for step, (x, y) in enumerate(batches(20), start=1):
         chase = step % every == 0
-        reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, functional.mse, chase=chase)
+        reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, distances.mse, chase=chase)
     assert_same(model, hand, rtol=1e-10, atol=1e-12)
     assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
 

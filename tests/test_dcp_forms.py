@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import functional
+from dcl_optim import distances
 from dcl_optim.reference import dcp_step
 from tests.dcp_forms import CLASSES, FEATURES, batches, network, train, wrap
 from tests.helpers import assert_same, live_tensors
@@ -19,7 +19,7 @@ def huber(z: Tensor, c: Tensor) -> Tensor:
     return F.smooth_l1_loss(z, c)
 
 
-DISTANCES = [*functional.DISTANCES, huber]
+DISTANCES = [*distances.DISTANCES, huber]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "per_class"])
@@ -30,7 +30,7 @@ def test_a_hundred_steps_equal_the_reference(distance, reduction):
         model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=nn.CrossEntropyLoss()
     )
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
-    function = functional.resolve_distance(distance)
+    function = distances.resolve_distance(distance)
     for x, y in batches(100):
         train(model, optimizer, [(x, y)], optimizer._regularizer._criterion)
         dcp_step(
@@ -110,7 +110,7 @@ def mixtures(steps: int):
 def test_soft_labels_by_the_formula(distance):
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    function = functional.resolve_distance(distance)
+    function = distances.resolve_distance(distance)
     values, seen = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), torch.zeros(CLASSES, dtype=torch.bool)
     for x, shares in mixtures(30):
         optimizer.zero_grad()

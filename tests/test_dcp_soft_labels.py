@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCPOptimizer
-from dcl_optim.forecaster import Forward
-from dcl_optim.membership import read_membership
+from dcl_optim.forecaster import ForwardRecord
+from dcl_optim.prototypes.targets import to_classes
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, unreadable_device
 
 ROWS = 16
@@ -90,15 +90,15 @@ def test_what_rounding_leaves_of_smoothed_labels_is_a_distribution(classes, dtyp
     soft = 0.9 * one_hot(torch.arange(8) % classes, classes) + 0.1 / classes
     soft[:, -1] -= 1e-5  # a rest that was subtracted and rounded
     soft = soft.to(dtype)
-    rows, _ = read_membership(soft, Forward(torch.zeros(8, classes), 1), classes, -100)
+    rows, _ = to_classes(soft, ForwardRecord(torch.zeros(8, classes), 1), classes, -100)
     assert rows.data_ptr() == soft.data_ptr()
 
 
 def test_a_dense_map_of_soft_labels_is_looked_at_along_its_classes():
     soft = torch.softmax(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)), 1)
-    assert read_membership(soft, Forward(torch.zeros(2, 3, 4, 4), 1), 3, -100)[0].shape == (32, 3)
+    assert to_classes(soft, ForwardRecord(torch.zeros(2, 3, 4, 4), 1), 3, -100)[0].shape == (32, 3)
     with pytest.raises(ValueError, match="no distribution over the 4 classes"):
-        read_membership(soft, Forward(torch.zeros(2, 3, 4, 4), -1), 4, -100)
+        to_classes(soft, ForwardRecord(torch.zeros(2, 3, 4, 4), -1), 4, -100)
 
 
 def test_a_device_is_looked_at_in_the_first_soft_batch_only():

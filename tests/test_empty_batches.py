@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.functional import DISTANCES, resolve_distance, value_and_gradient
-from dcl_optim.loss_scale import recover_from_cross_entropy
-from dcl_optim.shares import Shares
+from dcl_optim.companion.weighting import WeightedMean
+from dcl_optim.distances import DISTANCES, resolve_distance, value_and_gradient
+from dcl_optim.hooks.loss_scale import recover_from_cross_entropy
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd
 
 EMPTY = torch.empty(0, FEATURES, dtype=torch.float64), torch.empty(0, dtype=torch.long)
@@ -31,7 +31,7 @@ def test_factor_of_nothing_is_one_and_no_reason_to_warn():
 
 @pytest.mark.parametrize("half", [False, True])
 def test_a_gradient_without_rows_weighs_nothing(half):
-    shares = Shares()
+    shares = WeightedMean()
     shares.weigh(torch.empty(0, 1), 8.0, half)
     gradient = shares.weigh(torch.full((2, 1), 3.0), 2.0, half)
     shares.divide([gradient])

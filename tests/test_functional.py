@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcl_optim import functional
-from dcl_optim.forecaster import Forward
+from dcl_optim import distances
+from dcl_optim.forecaster import ForwardRecord
 from tests.helpers import assert_same
 
 Z = torch.tensor([[1.0, 3.0], [0.0, -2.0]], dtype=torch.float64)
@@ -18,17 +18,17 @@ C = torch.tensor([[0.0, 1.0], [0.0, 2.0]], dtype=torch.float64)
 
 
 def test_mse_and_l1_by_hand():
-    assert functional.mse(Z, C).item() == (1 + 4 + 0 + 16) / 4
-    assert functional.mse(Z, C, "sum_classes").item() == (1 + 4 + 0 + 16) / 2
-    assert functional.l1(Z, C).item() == (1 + 2 + 0 + 4) / 4
-    assert functional.l1(Z, C, "sum_classes").item() == (1 + 2 + 0 + 4) / 2
+    assert distances.mse(Z, C).item() == (1 + 4 + 0 + 16) / 4
+    assert distances.mse(Z, C, "sum_classes").item() == (1 + 4 + 0 + 16) / 2
+    assert distances.l1(Z, C).item() == (1 + 2 + 0 + 4) / 4
+    assert distances.l1(Z, C, "sum_classes").item() == (1 + 2 + 0 + 4) / 2
 
 
 def test_kl_by_hand():
     """One row, T = 2: KL of (1/2, 1/2) against softmax(0, ln 9 / 2) = (1/4, 3/4)."""
     z, c = torch.tensor([[0.0, 2 * math.log(3)]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
     expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
-    assert functional.kl(z, c, temperature=2.0).item() == pytest.approx(expected, abs=1e-12)
+    assert distances.kl(z, c, temperature=2.0).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_infonce_by_hand():
@@ -37,13 +37,13 @@ def test_infonce_by_hand():
     c = torch.tensor([[1.0, 0.0], [0.0, -2.0]], dtype=torch.float64)
     first = -math.log(math.exp(2) / (math.exp(2) + 1))
     second = -math.log(math.exp(-2) / (1 + math.exp(-2)))
-    assert functional.infonce(z, c, temperature=0.5).item() == pytest.approx((first + second) / 2, abs=1e-12)
+    assert distances.infonce(z, c, temperature=0.5).item() == pytest.approx((first + second) / 2, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", [*functional.DISTANCES, "mse sum_classes"])
+@pytest.mark.parametrize("name", [*distances.DISTANCES, "mse sum_classes"])
 def test_defaults_and_gradient(name):
-    distance = functional.resolve_distance(*name.split())
-    value, gradient = functional.value_and_gradient(distance, Z, C)
+    distance = distances.resolve_distance(*name.split())
+    value, gradient = distances.value_and_gradient(distance, Z, C)
     assert_same(value, distance(Z, C), atol=1e-14)
     leaf = Z.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda z: distance(z, C), (leaf + 0.01,))
@@ -53,7 +53,7 @@ def test_defaults_and_gradient(name):
 
 
 def test_half_precision_is_lifted():
-    value, gradient = functional.value_and_gradient(functional.mse, Z.half() * 1e-4, C.half() * 0)
+    value, gradient = distances.value_and_gradient(distances.mse, Z.half() * 1e-4, C.half() * 0)
     assert value.dtype == gradient.dtype == torch.float32
     assert gradient.abs().min() == 0
     assert gradient[0, 0].item() == pytest.approx(2e-4 / 4, rel=1e-2)
@@ -65,8 +65,8 @@ def test_chase_gradient_of_mse_is_one_minus_alpha_times_the_pull(alpha, seed):
     """With mse, alpha only scales the companion's gradient: (1 - alpha) times that of Delta(c, z)."""
     generator = torch.Generator().manual_seed(seed)
     z, c = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    _, chase = functional.value_and_gradient(functional.mse, c, functional.chase_target(z, c, alpha))
-    _, pull = functional.value_and_gradient(functional.mse, c, z)
+    _, chase = distances.value_and_gradient(distances.mse, c, distances.companion_target(z, c, alpha))
+    _, pull = distances.value_and_gradient(distances.mse, c, z)
     torch.testing.assert_close(chase, (1 - alpha) * pull, rtol=1e-9, atol=1e-12)
 
 
@@ -74,7 +74,7 @@ def test_class_totals_against_a_loop():
     torch.manual_seed(0)
     rows, classes = torch.randn(40, 6, dtype=torch.float64), torch.randint(8, (40,))  # 7 stands for "no class"
     counts = torch.rand(40, dtype=torch.float64)
-    totals = functional.class_totals(rows, classes, counts, 7)
+    totals = distances.class_totals(rows, classes, counts, 7)
     assert totals.shape == (7, 7)
     for k in range(7):
         assert_same(totals[k, :-1], rows[classes == k].sum(0), atol=1e-12)
@@ -84,18 +84,18 @@ def test_class_totals_against_a_loop():
 def test_departure_weights_by_hand():
     """Class 0 moves by a quarter of its mean, class 1 is absent, class 2 takes its mean whole, class 3 has nothing."""
     counts, seen = torch.tensor([2.0, 0.0, 4.0, 0.0]), torch.tensor([True, True, False, False])
-    weights = functional.departure_weights(counts, seen, alpha=0.75)
+    weights = distances.departure_weights(counts, seen, alpha=0.75)
     assert weights[[0, 2]].tolist() == [0.25 / 2, 1 / 4]
     assert weights.isfinite().all()
 
 
-@pytest.mark.parametrize("reduction", functional.REDUCTIONS)
+@pytest.mark.parametrize("reduction", distances.REDUCTIONS)
 def test_squared_is_mse_of_a_difference(reduction):
-    value, gradient = functional.squared(Z - C, len(Z), reduction)
-    expected = functional.value_and_gradient(functional.resolve_distance("mse", reduction), Z, C)
+    value, gradient = distances.squared(Z - C, len(Z), reduction)
+    expected = distances.value_and_gradient(distances.resolve_distance("mse", reduction), Z, C)
     assert_same((value, gradient), expected)
-    assert value == functional.mse(Z, C, reduction)
-    halved = functional.squared(Z - C, torch.tensor(4.0, dtype=torch.float64), reduction)
+    assert value == distances.mse(Z, C, reduction)
+    halved = distances.squared(Z - C, torch.tensor(4.0, dtype=torch.float64), reduction)
     assert_same(halved, (value / 2, gradient / 2), atol=1e-15)
 
 
@@ -104,7 +104,7 @@ def test_squared_is_mse_of_a_difference(reduction):
 def test_rows_and_back(shape, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1)) if len(shape) > 1 else 1
     tensor = torch.randn(*shape)
-    forward = Forward(tensor, dim)
+    forward = ForwardRecord(tensor, dim)
     rows = forward.rows(tensor)
     assert rows.shape[1] == (tensor.shape[dim] if len(shape) > 1 else 1)
     assert torch.equal(forward.unrows(rows), tensor)
@@ -112,7 +112,7 @@ def test_rows_and_back(shape, data):
 
 def test_forward_holds_a_copy():
     tensor = torch.zeros(2, 3)
-    forward = Forward(tensor, 1)
+    forward = ForwardRecord(tensor, 1)
     tensor += 1
     assert forward.logits.sum() == 0
     assert forward.produced(tensor)

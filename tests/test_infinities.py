@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
-from dcl_optim.functional import chase_target, resolve_distance, value_and_gradient
-from tests.dcp_forms import form
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from dcl_optim.distances import companion_target, resolve_distance, value_and_gradient
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, sgd
 
 INF = float("inf")
 LOG_3 = math.log(3.0)
 SIDE = 0.5 / (1.0 + math.e)  # of two rows that point at their own forecasts, what the other one's pulls at each
-NAMES = [*functional.DISTANCES, "mse sum_classes", "l1 sum_classes"]
+NAMES = [*distances.DISTANCES, "mse sum_classes", "l1 sum_classes"]
 
 # By hand: name, options, z, c, the value, and its gradient with respect to z.
 MASKED_IN_BOTH = [
@@ -81,7 +80,7 @@ def test_what_is_no_number_is_not_hidden(name):
 def test_the_target_of_masked_logits_is_masked(dtype):
     z, c = torch.tensor([[8.0, -INF]], dtype=dtype), torch.tensor([[0.0, -INF]], dtype=dtype)
     for alpha, expected in ((0.0, 8.0), (0.75, 2.0), (1.0, 0.0)):
-        assert chase_target(z, c, alpha).tolist() == [[expected, -INF]]
+        assert companion_target(z, c, alpha).tolist() == [[expected, -INF]]
 
 
 def test_the_target_is_exactly_the_forecast_where_the_model_agrees():
@@ -89,7 +88,7 @@ def test_the_target_is_exactly_the_forecast_where_the_model_agrees():
     torch.manual_seed(0)
     z: Tensor = torch.randn(100, 7, dtype=torch.float64)
     for alpha in torch.rand(20).tolist():
-        assert torch.equal(chase_target(z, z.clone(), alpha), z)
+        assert torch.equal(companion_target(z, z.clone(), alpha), z)
 
 
 class Masked(nn.Module):
@@ -115,7 +114,7 @@ def train(model, optimizer):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", functional.DISTANCES)
+@pytest.mark.parametrize("name", distances.DISTANCES)
 def test_companion_of_a_masked_model_equals_that_of_its_other_classes(name):
     """Where the mean is over all classes, the weight makes up for it, and so does the companion's learning rate."""
     found = []
@@ -130,7 +129,7 @@ def test_companion_of_a_masked_model_equals_that_of_its_other_classes(name):
     assert_same(*found, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", functional.DISTANCES)
+@pytest.mark.parametrize("name", distances.DISTANCES)
 def test_prototypes_of_a_masked_model_equal_those_of_its_other_classes(name):
     found = []
     share = CLASSES / (CLASSES + 2) if name in ("mse", "l1") else 1.0

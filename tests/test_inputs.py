@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import functional, reference
+from dcl_optim import distances, reference
 from tests.helpers import FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 
 
@@ -172,7 +172,7 @@ def test_a_companion_fed_otherwise_than_by_tensors_is_the_reference(form: str) -
         optimizer.zero_grad()
         F.cross_entropy(model(pack(x)), y).backward()
         optimizer.step()
-        reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, functional.mse)
+        reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, distances.mse)
     assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
     assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
 

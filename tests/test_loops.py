@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import CLASSES, assert_same, batches, mlp
 
@@ -115,7 +115,7 @@ def reference(base, variant, dtype):
             step = partial(dcl_step, model, companion, optimizer, chasing)
         else:
             step = partial(dcp_step, model, prototypes, optimizer)
-        step(x, y, F.cross_entropy, functional.mse, **METHOD)
+        step(x, y, F.cross_entropy, distances.mse, **METHOD)
     if variant == "dcl":
         return model, [p.detach() for p in companion.parameters()], [p.detach() for p in other(dtype).parameters()]
     rows = torch.stack([prototypes[k] for k in range(CLASSES)])

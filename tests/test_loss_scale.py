@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.loss_scale import LossScale, recover_from_cross_entropy
+from dcl_optim.hooks.loss_scale import LossScale, recover_from_cross_entropy
 from tests.helpers import CLASSES, assert_same, batches, mlp
 
 
@@ -217,7 +217,7 @@ def test_two_views_in_one_backward_both_count():
     optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     x, y = next(iter(batches(1)))
     (F.cross_entropy(model(x), y) + F.cross_entropy(model(-x), y)).backward()
-    assert optimizer._regularizer.counted == 2
+    assert optimizer._regularizer.state.backwards == 2
     optimizer.step()
 
 
@@ -273,7 +273,7 @@ def test_a_callable_that_gives_no_factor_is_an_error_before_anything_changes(giv
     with pytest.raises(error, match=message):
         F.cross_entropy(model(x), y).backward()
     assert all(p.grad is None for p in model.parameters())
-    assert optimizer._regularizer.counted == 0
+    assert optimizer._regularizer.state.backwards == 0
 
 
 @pytest.mark.parametrize("given", [2, torch.tensor(2.0), torch.tensor([2.0])])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step
 from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, train
 
@@ -73,7 +73,7 @@ def test_recalibrating_the_wrapped_models_own_batch_norm_trains_nothing():
         update_bn(batches(3, seed=7), network)
     assert_same(model, alone)
     assert_same(optimizer.state_dict(), before)
-    assert optimizer._regularizer.counted == 0
+    assert optimizer._regularizer.state.backwards == 0
 
 
 # ---- several networks -----------------------------------------------------------------------------------------------
@@ -120,12 +120,12 @@ def chase(omega, optimizer, pairs):
     optimizer.zero_grad()
     for x, z in pairs:
         c = omega(x)
-        (functional.mse(c, 0.4 * c.detach() + 0.6 * z.detach()) / len(pairs)).backward()
+        (distances.mse(c, 0.4 * c.detach() + 0.6 * z.detach()) / len(pairs)).backward()
     optimizer.step()
 
 
 def penalty(z, c):
-    return METHOD["weight"] * functional.mse(z, c.detach())
+    return METHOD["weight"] * distances.mse(z, c.detach())
 
 
 def gan_by_hand(steps, toggled):
@@ -210,7 +210,7 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
         chasing = sgd(companion.parameters())
         for x, y in part:
             if regularised:
-                dcl_step(theirs, companion, plain, chasing, x, y, F.cross_entropy, functional.mse, **METHOD)
+                dcl_step(theirs, companion, plain, chasing, x, y, F.cross_entropy, distances.mse, **METHOD)
             elif by != "wrapping again":
                 train(theirs, plain, [(x, y)])
     assert_same(model, theirs, **CLOSE)

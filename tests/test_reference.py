@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import CLASSES, MODELS, assert_same, batches
 
@@ -25,12 +25,12 @@ def huber(z, c):
 
 
 DISTANCES = {
-    "mse": ({"distance": "mse"}, functional.mse),
-    "mse_sum": ({"distance": "mse", "reduction": "sum_classes"}, partial(functional.mse, reduction="sum_classes")),
-    "l1": ({"distance": "l1"}, functional.l1),
-    "kl": ({"distance": "kl"}, functional.kl),
-    "kl_cold": ({"distance": "kl", "temperature": 1.5}, partial(functional.kl, temperature=1.5)),
-    "infonce": ({"distance": "infonce", "temperature": 0.5}, partial(functional.infonce, temperature=0.5)),
+    "mse": ({"distance": "mse"}, distances.mse),
+    "mse_sum": ({"distance": "mse", "reduction": "sum_classes"}, partial(distances.mse, reduction="sum_classes")),
+    "l1": ({"distance": "l1"}, distances.l1),
+    "kl": ({"distance": "kl"}, distances.kl),
+    "kl_cold": ({"distance": "kl", "temperature": 1.5}, partial(distances.kl, temperature=1.5)),
+    "infonce": ({"distance": "infonce", "temperature": 0.5}, partial(distances.infonce, temperature=0.5)),
     "callable": ({"distance": huber}, huber),
 }
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}

@@ -38,7 +38,7 @@ def test_evaluation_is_left_alone():
     model(x).sum().backward()
     assert torch.equal(torch.get_rng_state(), stream)
     assert_same(optimizer.companion.state_dict(), companion)
-    assert optimizer._regularizer.counted == 0
+    assert optimizer._regularizer.state.backwards == 0
 
 
 def test_forward_without_backward_never_trains_the_companion_and_frees_its_memory():
@@ -50,7 +50,7 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
             optimizer.zero_grad()
             if use:
                 extra = model(x + 1.0)  # training mode, never followed by a backward
-                forward = optimizer._regularizer._outstanding[-1]
+                forward = optimizer._regularizer._records[-1]
                 graph = weakref.ref(forward().forecast)
                 del extra
                 assert forward() is None
@@ -131,9 +131,9 @@ def test_gradients_inside_the_loss_are_left_alone():
     (inner,) = torch.autograd.grad(F.cross_entropy(z, y), x, create_graph=True)
     (expected,) = torch.autograd.grad(F.cross_entropy(mlp()(x), y), x)
     assert_same(inner.detach(), expected, rtol=1e-12, atol=1e-14)
-    assert optimizer._regularizer.counted == 0
+    assert optimizer._regularizer.state.backwards == 0
     (F.cross_entropy(z, y) + inner.square().sum()).backward()
-    assert optimizer._regularizer.counted == 1
+    assert optimizer._regularizer.state.backwards == 1
 
 
 def test_in_place_edits_of_the_logits():

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, functional
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step
 from tests.helpers import CLASSES, assert_same, batches, mlp, train
 
@@ -111,7 +111,7 @@ def written_out(scheduler, base, layout, factor):
     for step, (x, y) in enumerate(batches(STEPS)):
         for ours, theirs in zip(chasing.param_groups, scaled(options_of(optimizer), factor), strict=True):
             ours.update(theirs)
-        dcl_step(model, companion, optimizer, chasing, x, y, F.cross_entropy, functional.mse, **METHOD)
+        dcl_step(model, companion, optimizer, chasing, x, y, F.cross_entropy, distances.mse, **METHOD)
         step_scheduler(schedule, step)
     return model, companion, history
 

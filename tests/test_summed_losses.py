@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.linking import terms_of_sum
+from dcl_optim.hooks.criterion import terms_of_sum
 from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, unreadable_device
 
 CE = nn.CrossEntropyLoss

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.tap import conversion_source, find_loss
+from dcl_optim.hooks.outputs import conversion_source, find_loss
 from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train
 
 

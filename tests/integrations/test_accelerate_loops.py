@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.functional import mse
+from dcl_optim.distances import mse
 from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, on_two_ranks
 
 METHODS = ("dcl", "dcp")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from dcl_optim import DCLOptimizer, LinearWarmup, RunningAverage
-from dcl_optim.functional import resolve_distance
+from dcl_optim.distances import resolve_distance
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same
 from tests.integrations.lightning_modules import (

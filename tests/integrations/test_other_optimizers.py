@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.functional import mse
+from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same, batches, mlp, train
 

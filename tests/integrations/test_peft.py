@@ -13,7 +13,7 @@ from torch import nn
 from torchvision.models import resnet18
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.functional import mse
+from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same
 from tests.integrations.huggingface import CLASSES, sentences, text_classifier

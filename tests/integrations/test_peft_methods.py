@@ -19,7 +19,7 @@ from peft import (
 )
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.functional import mse
+from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same
 from tests.integrations.huggingface import sentences, text_classifier

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.functional import mse
+from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
 from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, train
 

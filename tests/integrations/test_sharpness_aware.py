@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.functional import mse
-from dcl_optim.random_state import capture, replayed
+from dcl_optim._rng import capture, replayed
+from dcl_optim.distances import mse
 from dcl_optim.reference import dcp_step
 from tests.helpers import CLASSES, MODELS, assert_same, batches, mlp
 

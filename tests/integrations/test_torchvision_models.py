@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.models import detection, segmentation, video
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.functional import mse
+from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same
 

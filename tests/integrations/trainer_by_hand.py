@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, default_data_collator, get_constant_schedule
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.functional import mse
+from dcl_optim.distances import mse
 from tests.integrations.huggingface import CLASSES, arguments
 
 Batch = dict[str, Tensor]

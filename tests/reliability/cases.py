@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, functional
+from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, distances
 from tests.reliability.networks import Base, Network, bases, networks
 
 IGNORED = -100
@@ -24,12 +24,12 @@ def huber(z: Tensor, c: Tensor) -> Tensor:
 
 
 # The arguments that choose a distance, and what it is.
-DISTANCES: dict[str, tuple[dict[str, Any], functional.Distance]] = {
-    "mse": ({}, functional.mse),
-    "mse, summed": ({"reduction": "sum_classes"}, partial(functional.mse, reduction="sum_classes")),
-    "l1": ({"distance": "l1"}, functional.l1),
-    "kl": ({"distance": "kl", "temperature": 1.5}, partial(functional.kl, temperature=1.5)),
-    "infonce": ({"distance": "infonce", "temperature": 0.5}, partial(functional.infonce, temperature=0.5)),
+DISTANCES: dict[str, tuple[dict[str, Any], distances.Distance]] = {
+    "mse": ({}, distances.mse),
+    "mse, summed": ({"reduction": "sum_classes"}, partial(distances.mse, reduction="sum_classes")),
+    "l1": ({"distance": "l1"}, distances.l1),
+    "kl": ({"distance": "kl", "temperature": 1.5}, partial(distances.kl, temperature=1.5)),
+    "infonce": ({"distance": "infonce", "temperature": 0.5}, partial(distances.infonce, temperature=0.5)),
     "callable": ({"distance": huber}, huber),
 }
 

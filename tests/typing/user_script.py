@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
-from dcl_optim.functional import kl
+from dcl_optim.distances import kl
 from dcl_optim.metrics import logit_drift, non_target_perplexity, top_non_target_consistency
 
 CLASSES, FEATURES = 3, 8

@@ -3,60 +3,14 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from dcl_optim.callers import frames_of
-
-# Without a line of Python for each parameter: a step may look at all of them.
-_parameters, _gradient, _exists = itemgetter("params"), attrgetter("grad"), functools.partial(is_not, None)
-
-
-def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is torch's: none of those draws random numbers, or evaluates the model without a closure."""
-    return type(optimizer).__module__.startswith("torch.optim")
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """All parameters that an optimizer trains, group by group."""
-    return chain.from_iterable(map(_parameters, optimizer.param_groups))
-
-
-def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The gradients of those that have one."""
-    return filter(_exists, map(_gradient, parameters_of(optimizer)))
-
-
-def without_gradient(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that have none."""
-    missing = map(is_, map(_gradient, parameters_of(optimizer)), repeat(None))
-    return list(compress(parameters_of(optimizer), missing))
-
-
-def inner_of(base: Optimizer) -> Optimizer:
-    """The optimizer that updates the weights where the base wraps one: SAM's, ZeroRedundancyOptimizer's."""
-    candidates = (getattr(base, name, None) for name in ("base_optimizer", "optim"))
-    return next((inner for inner in candidates if isinstance(inner, Optimizer)), base)
-
-
-@contextmanager
-def all_or_nothing(optimizer: Optimizer) -> Iterator[None]:
-    """Give an optimizer its groups and its state back if the block, which loads others, raises."""
-    changed = {id(one): one for one in (optimizer, inner_of(optimizer))}.values()  # SAM binds its groups to both
-    before = [(one, {"param_groups": one.param_groups, "state": one.state}) for one in changed]
-    try:
-        yield
-    except Exception:
-        for one, held in before:  # torch binds new objects when it loads, and leaves the old ones as they were
-            vars(one).update(held)
-        raise
+from dcl_optim import _torch
+from dcl_optim._optim import all_or_nothing
 
 
 def _asked_by_distributed_checkpoint() -> bool:
@@ -65,18 +19,15 @@ def _asked_by_distributed_checkpoint() -> bool:
     What it does keep is the entries of groups. In other states they are no place for ours: a plain optimizer that loads
     one would carry our part on, and save it, long after it has become stale.
     """
-    return any(frames_of("torch.distributed.checkpoint.state_dict"))
+    return any(_torch.frames_of("torch.distributed.checkpoint.state_dict"))
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
 
     Schedulers, gradient clipping, gradient scalers and loggers act on it as on the base. What a subclass has to save
     goes under one further top-level key of ``state_dict``, so that the base optimizer reads its own part unchanged.
     """
-
-    # A gradient scaler must unscale the gradients itself: a fused base cannot see what it would hand to the wrapper.
-    _step_supports_amp_scaling = False
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
     _name: ClassVar[str]
@@ -88,11 +39,11 @@ class OptimizerWrapper(Optimizer):
             name = type(base).__name__
             raise TypeError(f"base_optimizer is a {name} itself; wrap the plain optimizer inside it, optimizer.base")
         self.base = base
-        super().__setstate__({})  # the hook tables and the step patching of torch.optim, without groups of our own
+        self._set_up_hooks()
 
     @abstractmethod
     def _own_state(self) -> dict[str, Any]:
-        """What to save beside the base optimizer's state."""
+        """What to save in addition to the base optimizer's state."""
 
     @abstractmethod
     def _check_own_state(self, state: dict[str, Any]) -> None:
@@ -133,7 +84,7 @@ class OptimizerWrapper(Optimizer):
         """``train`` and ``eval`` of a base that has them (Schedule-Free); no other method of the base acts alone.
 
         Raises:
-            AttributeError: anything else. A base's own way to step, such as SAM's ``first_step``, would pass us by.
+            AttributeError: anything else. A base's own way to step, such as SAM's ``first_step``, would bypass ours.
         """
         base = self.__dict__.get("base")
         if name in ("train", "eval") and hasattr(base, name):
@@ -166,14 +117,11 @@ class OptimizerWrapper(Optimizer):
 
         Everything loads with ``torch.load(weights_only=True)``. The plain base optimizer reads its part of it too.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+        self._run_state_dict_pre_hooks()
         state = self.base.state_dict()
         place = state["param_groups"][0] if _asked_by_distributed_checkpoint() else state
         place[self._key] = self._own_state()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            state = post_hook(self, state) or state
-        return state
+        return self._run_state_dict_post_hooks(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` gave.
@@ -185,9 +133,7 @@ class OptimizerWrapper(Optimizer):
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        state_dict = self._run_load_state_dict_pre_hooks(dict(state_dict))
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
@@ -202,8 +148,7 @@ class OptimizerWrapper(Optimizer):
                 self._load_own_state(own)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"state_dict could not be loaded, and nothing has changed: {error!r}") from error
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        self._run_load_state_dict_post_hooks()
 
     def _take_own_state(self, state_dict: dict[str, Any]) -> Any:
         """Remove our part from a state, which may be changed on its top level only, and return it."""
@@ -218,11 +163,3 @@ class OptimizerWrapper(Optimizer):
     @property
     def _key(self) -> str:
         return f"dcl_optim.{self._name}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A scheduler replaces `step` on the instance; hooks are closures over other objects. torch.optim drops both.
-        return {key: value for key, value in self.__dict__.items() if key != "step" and not key.endswith("_hooks")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        super().__setstate__({})

@@ -1,4 +1,4 @@
-"""Which class each row of logits belongs to, read off the labels that the script gave."""
+"""From the labels that the script gave to a class, or shares of all classes, for each row of logits."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim.checks import check_labels
-from dcl_optim.forecaster import Forward
+from dcl_optim._validation import check_labels
+from dcl_optim.forecaster import ForwardRecord
 
 ROUNDING = 0.02  # what a share and a row's sum may be off by; bfloat16 leaves up to 0.004 of smoothed labels' sum
 
 
-def read_membership(
-    targets: Any, forward: Forward, num_classes: int, ignore_index: int, look: bool = True
+def to_classes(
+    targets: Any, record: ForwardRecord, num_classes: int, ignore_index: int, look: bool = True
 ) -> tuple[Tensor, bool]:
     """Check labels and lay them out as the rows of a forward's logits.
 
     Args:
         targets: class indices, one for each row of logits, in 0..num_classes - 1 or equal to ignore_index; or soft
             labels of the logits' shape.
-        forward: the forward that they belong to.
+        record: the forward that they belong to.
         num_classes: K.
         ignore_index: the label of rows to leave out.
         look: whether to look at soft labels that are on another device than the CPU, which synchronises it.
@@ -37,24 +37,24 @@ def read_membership(
         TypeError: no tensor, or labels that are neither integers nor floating point of the logits' shape.
 
     Examples:
-        >>> forward = Forward(torch.zeros(2, 3), class_dim=1)
-        >>> read_membership(torch.tensor([1, -100]), forward, num_classes=3, ignore_index=-100)
+        >>> record = ForwardRecord(torch.zeros(2, 3), class_dim=1)
+        >>> to_classes(torch.tensor([1, -100]), record, num_classes=3, ignore_index=-100)
         (tensor([1, 3]), False)
     """
     check_labels(targets)
-    rows, logits = forward.logits.shape
+    rows, logits = record.logits.shape
     if logits != num_classes:
-        mend = _mend(forward, num_classes)
-        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; {mend}")
-    if targets.dtype.is_floating_point and targets.shape == forward.shape:
-        shares = forward.rows(targets.detach())
+        fix = _fix(record, num_classes)
+        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; {fix}")
+    if targets.dtype.is_floating_point and targets.shape == record.shape:
+        shares = record.rows(targets.detach())
         if look or shares.device.type == "cpu":
             _check_distributions(shares)
         return shares, False
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
         raise TypeError(
             f"targets of dtype {targets.dtype} and shape {tuple(targets.shape)} are neither class indices nor soft "
-            f"labels of the logits' shape {tuple(forward.shape)}"
+            f"labels of the logits' shape {tuple(record.shape)}"
         )
     if targets.numel() != rows:
         raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
@@ -62,12 +62,12 @@ def read_membership(
     return _checked(targets if flat else targets.detach().reshape(-1).long(), num_classes, ignore_index)
 
 
-def _mend(forward: Forward, num_classes: int) -> str:
-    dims = [dim for dim, size in enumerate(forward.shape) if dim and size == num_classes]
+def _fix(record: ForwardRecord, num_classes: int) -> str:
+    dims = [dim for dim, size in enumerate(record.shape) if dim and size == num_classes]
     if not dims:
         return "pass that number"
-    dim = -1 if dims[-1] == len(forward.shape) - 1 else dims[0]
-    return f"in its output of shape {tuple(forward.shape)} pass class_dim={dim}, along which it gives {num_classes}"
+    dim = -1 if dims[-1] == len(record.shape) - 1 else dims[0]
+    return f"in its output of shape {tuple(record.shape)} pass class_dim={dim}, along which it gives {num_classes}"
 
 
 def _check_distributions(shares: Tensor) -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcl_optim.functional import chase_target, mse, value_and_gradient
-from dcl_optim.shares import Shares
+from dcl_optim.companion.weighting import WeightedMean
+from dcl_optim.distances import companion_target, mse, value_and_gradient
 from tests.helpers import assert_same, batches, mlp, sgd, unreadable_device, wrap
 
 ONE, TWO = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, 8.0]])
@@ -36,39 +36,36 @@ def as_tensors(*factors):
     ],
 )
 def test_mean_of_gradients(factors, expected, half, kind):
-    shares, summed = Shares(), torch.zeros(1, 2)
+    mean, summed = WeightedMean(), torch.zeros(1, 2)
     for gradient, factor in zip((ONE, TWO), kind(factors), strict=False):
-        summed += shares.weigh(gradient.clone(), factor, half)
-    assert shares.several == (half or len(factors) > 1)
-    if shares.several:
-        shares.divide([summed])
+        summed += mean.weigh(gradient.clone(), factor, half)
+    mean.divide([summed])
     assert_same(summed, expected, rtol=1e-6)
 
 
 def test_a_single_gradient_is_left_as_it_is():
-    shares, gradient = Shares(), torch.rand(3, 4)
+    mean, gradient = WeightedMean(), torch.rand(3, 4)
     before = gradient.clone()
-    assert shares.weigh(gradient, 0.3, False) is gradient
-    assert not shares.several
+    assert mean.weigh(gradient, 0.3, False) is gradient
     assert_same(gradient, before)
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_no_device_is_looked_at(half):
     with unreadable_device():
-        shares = Shares()
+        mean = WeightedMean()
         for _ in range(2):
-            gradient = shares.weigh(torch.ones(2, 3), torch.ones(()), half)
-        shares.divide([gradient])
+            gradient = mean.weigh(torch.ones(2, 3), torch.ones(()), half)
+        mean.divide([gradient])
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_factors_on_the_models_device_reach_a_companion_elsewhere(half):
     with FakeTensorMode():
-        shares = Shares()
+        mean = WeightedMean()
         for _ in range(2):
-            gradient = shares.weigh(torch.ones(2, 3), torch.ones((), device="cuda"), half)
-        shares.divide([gradient])
+            gradient = mean.weigh(torch.ones(2, 3), torch.ones((), device="cuda"), half)
+        mean.divide([gradient])
     assert gradient.device == torch.device("cpu")
 
 
@@ -91,7 +88,7 @@ def test_companion_equals_the_loop_by_hand(factors):
         theirs.zero_grad()
         for factor, (x, _) in zip(factors, pair, strict=True):
             z, c = model(x).detach(), companion(x)
-            _, gradient = value_and_gradient(mse, c, chase_target(z, c, 0.4))
+            _, gradient = value_and_gradient(mse, c, companion_target(z, c, 0.4))
             c.backward(gradient * (abs(factor) / total))
         theirs.step()
         step(optimizer, criterion, factors, pair)

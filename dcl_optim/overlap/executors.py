@@ -1,7 +1,7 @@
-"""Where the companion's work is done: in its turn, beside the model in a worker thread, or beside it on a CUDA stream.
+"""Where work runs concurrently with the caller: in a worker thread, or on a CUDA stream.
 
-A lane *starts* a piece of work and gives a function that waits for it. Work of one lane is done in the order in which
-it was started.
+An executor *starts* a piece of work and gives a function that waits for its result. It does the pieces in the order in
+which they were started.
 """
 
 from __future__ import annotations
@@ -19,59 +19,43 @@ import torch
 
 T = TypeVar("T")
 
+NO_RECOMPUTATION = (
+    "overlap=True cannot run a companion that recomputes or offloads what it saves for backward (activation "
+    "checkpointing), since both threads would set the RNG state that they share; pass overlap=False"
+)
 
-class Lane(ABC):
-    """One way to do the companion's work.
+
+class Executor(ABC):
+    """One way to run work concurrently.
 
     Attributes:
-        is_beside: whether work that was started goes on while the caller does something else.
-        shares_generators: whether it draws from the generators that the caller draws from at the same time.
+        is_thread: whether the work runs in another thread, which shares the process's CPU generator.
     """
 
-    is_beside = False
-    shares_generators = False
+    is_thread = False
 
     @abstractmethod
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Start a piece of work.
+        """Start a piece of work; give a function that waits for it and returns or raises what it did."""
 
-        Args:
-            work: a function without arguments.
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait for all that was started, however it ends, and give the caller its threads back."""
 
-        Returns:
-            A function that waits for the work and returns what it returned, or raises what it raised.
-        """
-
-    def rest(self) -> None:  # noqa: B027
-        """The step is over, or the script does something else: the caller has again what it gave up for the work.
-
-        Not between two pieces of work of a step: threads that OpenMP has woken there look for work for milliseconds, on
-        the core where the next piece is to run.
-        """
-
-    def settle(self) -> None:  # noqa: B027
-        """Wait for all that was started, however it ends."""
-
-    def close(self) -> None:  # noqa: B027
-        """Settle, and keep nothing that runs."""
+    def close(self) -> None:
+        """Settle, and keep nothing that runs; a later start begins anew."""
+        self.settle()
 
 
-class Serial(Lane):
-    """In the caller's thread, when the result is asked for."""
-
-    def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        return work
-
-
-class _CoresShared(threading.local):
-    """How many intra-op threads the calling thread has: half of its own number while any worker works beside it."""
+class _SharedThreads(threading.local):
+    """How many intra-op threads the calling thread has: half of its own number while any worker runs."""
 
     def __init__(self) -> None:
-        self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+        self._workers: weakref.WeakSet[WorkerThread] = weakref.WeakSet()
         self._own: int | None = None  # the script's number, while it is halved
 
-    def by(self, worker: Worker) -> int:
-        """Share the threads with a worker; say how many it gets."""
+    def take(self, worker: WorkerThread) -> int:
+        """Share the threads with a worker; return how many it gets."""
         now = torch.get_num_threads()
         if self._own is None or now != _half(self._own):  # the latter where the script has set another one since
             self._own = now
@@ -79,8 +63,8 @@ class _CoresShared(threading.local):
         self._workers.add(worker)
         return _half(self._own)
 
-    def no_more_by(self, worker: Worker) -> None:
-        """Take a worker's part back; the script's number is restored unless it has set another one since."""
+    def give_back(self, worker: WorkerThread) -> None:
+        """Take a worker's threads back; the script's number is restored unless it has set another one since."""
         self._workers.discard(worker)
         if self._own is not None and not self._workers:
             if torch.get_num_threads() == _half(self._own):
@@ -92,24 +76,28 @@ def _half(threads: int) -> int:
     return max(1, threads // 2)
 
 
-_cores_shared = _CoresShared()
+_shared_threads = _SharedThreads()
 
 
-class Worker(Lane):
-    """In a worker thread, which has one half of the caller's intra-op threads while the caller has the other."""
+class WorkerThread(Executor):
+    """A worker thread, which has one half of the caller's intra-op threads while the caller has the other.
 
-    is_beside = shares_generators = True
+    The halves last until :meth:`settle`, not from one piece of work to the next: threads that OpenMP has woken in
+    between look for work for milliseconds, on the core where the next piece is to run.
+    """
+
+    is_thread = True
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._started: set[Future[Any]] = set()
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcl_optim")
-        threads = _cores_shared.by(self)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="dcl_optim")
+        threads = _shared_threads.take(self)
         run = contextvars.copy_context().run
-        future = self._executor.submit(run, _run, work, threads, _autocast_settings())
+        future = self._pool.submit(run, _run, work, threads, _autocast_settings())
         self._started.add(future)
 
         def result() -> T:
@@ -120,32 +108,27 @@ class Worker(Lane):
 
         return result
 
-    def rest(self) -> None:
-        _cores_shared.no_more_by(self)
-
     def settle(self) -> None:
         wait(self._started)
         self._started.clear()
-        self.rest()
+        _shared_threads.give_back(self)
 
     def close(self) -> None:
         self.settle()
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
     def __del__(self) -> None:
-        self.rest()
+        _shared_threads.give_back(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        return self.__dict__ | {"_executor": None}
+        return self.__dict__ | {"_pool": None}
 
 
-class SideStream(Lane):
-    """On a CUDA stream beside the caller's: launched at once, waited for by the device and not by the caller."""
-
-    is_beside = True
+class CudaStream(Executor):
+    """A CUDA stream of the companion's: launched at once, waited for by the device and not by the caller."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -174,16 +157,16 @@ class SideStream(Lane):
         return self.__dict__ | {"_stream": None}
 
 
-def beside(device: torch.device) -> Lane:
-    """The lane that runs beside a caller for work on a device; a single core has room for the caller alone.
+def executor_for(device: torch.device) -> Executor | None:
+    """The executor for work on a device; None where a single core has room for the caller alone.
 
     Raises:
         RuntimeError: there is none for this kind of device.
     """
     if device.type == "cuda":
-        return SideStream(device)
+        return CudaStream(device)
     if device.type == "cpu":
-        return Worker() if _cores() > 1 else Serial()
+        return WorkerThread() if _cores() > 1 else None
     raise RuntimeError(f"overlap=True runs on cpu and cuda, not on {device.type}; pass overlap=False")
 
 
@@ -199,23 +182,14 @@ def _autocast_settings() -> AutocastSettings:
     return "cpu", enabled, dtype, torch.is_autocast_cache_enabled()
 
 
-def _set_autocast(device: str, enabled: bool, dtype: torch.dtype, caches: bool) -> None:
-    # Not torch.autocast, which empties the cache of all threads when a thread leaves it.
-    torch.set_autocast_enabled(device, enabled)
-    torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(caches)
-
-
 def _run(work: Callable[[], T], threads: int, autocast: AutocastSettings) -> T:
     """Do a piece of work in the worker thread, with the caller's settings."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    _set_autocast(*autocast)
+    device, enabled, dtype, caches = autocast
+    # Not torch.autocast, which empties the cache of all threads when a thread leaves it.
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(caches)
     with torch.autograd.graph.disable_saved_tensors_hooks(NO_RECOMPUTATION):
         return work()
-
-
-NO_RECOMPUTATION = (
-    "overlap=True cannot run a companion that recomputes or offloads what it saves for backward (activation "
-    "checkpointing), since both threads would set the random state that they share; pass overlap=False"
-)

@@ -1,13 +1,16 @@
-"""What a call of the criterion is about: which forwards, and how many terms its loss sums."""
+"""A call of the criterion: which forwards it is about, and how many terms its loss sums."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from dcl_optim.forecaster import Forward
-from dcl_optim.inputs import tensors_of
+from dcl_optim._tree import tensors_of
+from dcl_optim.forecaster import ForwardRecord
+
+_requires_grad = attrgetter("requires_grad")
 
 # Targets of the input's shape, and one term a row: distributions, sets of labels, another embedding.
 ONE_TERM_A_ROW = (
@@ -19,20 +22,26 @@ ONE_TERM_A_ROW = (
 )
 
 
-def concerned(forwards: list[Forward], arguments: Any) -> tuple[list[Forward], bool]:
+def linked_forwards(records: list[ForwardRecord], arguments: Any) -> tuple[list[ForwardRecord], bool]:
     """Find the forwards that a call of the criterion is about.
 
     Args:
-        forwards: those that wait for a backward, and those that may get another one.
+        records: the forwards whose graph is alive.
         arguments: what the criterion was called with, tensors in nested tuples, lists and dicts.
 
     Returns:
-        The forwards whose output, or a view of it, the criterion was given, and True; or else all that wait and have
-        had no such call, and False.
+        The forwards, and whether the criterion was given their very outputs, or views of them. Where it was not (their
+        outputs were put together first, or processed), these are all whose backward has not come, but for those of an
+        exact call.
     """
-    tensors = [tensor for tensor in tensors_of(arguments) if tensor.requires_grad]
-    exact = [forward for forward in forwards if any(map(forward.produced, tensors))]
-    return exact or [forward for forward in forwards if not (forward.counted or forward.surely_linked)], bool(exact)
+    tensors = list(filter(_requires_grad, tensors_of(arguments)))
+    exact, waiting = [], []
+    for record in records:
+        if any(map(record.produced, tensors)):
+            exact.append(record)
+        elif not record.counted and not record.is_criterion_input:
+            waiting.append(record)
+    return exact or waiting, bool(exact)
 
 
 def terms_of_sum(criterion: nn.Module | None, logits: Any, targets: Any) -> float | Tensor:

@@ -1,4 +1,4 @@
-"""Where a forward's labels come from: the criterion, the model's arguments, or a call."""
+"""Where a forward's labels come from: the criterion, the model's arguments, or a call ahead of the forward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dcl_optim.checkpointing import running_backward
-from dcl_optim.forecaster import Forward
+from dcl_optim._torch import current_backward
+from dcl_optim.forecaster import ForwardRecord
 
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -34,47 +34,45 @@ class Labels:
         self.of_next_forward: Tensor | None = None
         self._of_this_forward: Tensor | None = None
 
-    def begin(self) -> None:
-        """A forward of the model begins: labels given ahead are its own or, if it is left alone, no one's.
+    def before_forward(self) -> None:
+        """Take the labels that were given ahead for the forward that begins; one that does not count drops them.
 
         A recomputation inside backward is no next forward; one of a model inside a reentrant checkpoint, whose first
-        forward was left alone, gets that one's labels.
+        forward did not count, gets that one's labels.
         """
-        if running_backward() == -1:
+        if current_backward() == -1:
             self._of_this_forward, self.of_next_forward = self.of_next_forward, None
 
-    def read(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read(self, record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give a forward the labels that are known when the model is called.
 
         Raises:
             ValueError: the model was called without the keyword.
             RuntimeError: the labels were given in two ways.
         """
-        found = None
-        if isinstance(self._source, str):
-            found = kwargs.get(self._source)
-            if found is None:
-                raise ValueError(f"targets={self._source!r}: the model was called without that keyword")
-        elif self._source is not None:
-            found = self._source(args, kwargs)
-        ahead, self._of_this_forward = self._of_this_forward, None
-        if ahead is not None and found is not None:
+        record.targets, self._of_this_forward = self._of_this_forward, None
+        if self._source is None:
+            return
+        found = kwargs.get(self._source) if isinstance(self._source, str) else self._source(args, kwargs)
+        if found is None and isinstance(self._source, str):
+            raise ValueError(f"targets={self._source!r}: the model was called without that keyword")
+        if record.targets is not None:
             raise RuntimeError(
                 "one forward was given labels twice, by targets= and by set_targets: give them one way only"
             )
-        forward.targets = found if ahead is None else ahead
+        record.targets = found
 
-    def take(self, forward: Forward, targets: Any) -> None:
+    def take(self, record: ForwardRecord, targets: Any) -> None:
         """Give a forward the labels that the criterion was called with.
 
         Raises:
             RuntimeError: the criterion was called twice on one forward.
         """
-        if forward.targets is None and forward.criterion_targets is not None:
+        if record.targets is None and record.criterion_targets is not None:
             raise RuntimeError(
                 "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of "
                 "soft labels, to the criterion or to set_targets. Of a model with several heads, whose criterion does "
-                "not get the very tensor that the model gave, hand over as criterion= a loss module that only the main "
+                "not get the very tensor that the model gave, pass as criterion= a loss module that only the main "
                 "head's loss calls; or leave criterion= out and call set_targets"
             )
-        forward.criterion_targets = targets
+        record.criterion_targets = targets

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dcl_optim.checks import check_positive, is_number
-from dcl_optim.forecaster import Forward, Scale
+from dcl_optim._torch import warn
+from dcl_optim._validation import check_positive, is_number
+from dcl_optim.forecaster import ForwardRecord, Scale
 
 TINY = 1e-30
 TOLERANCE = 1e-4  # share of the gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
@@ -55,31 +55,40 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     # Hard labels: the target is the one entry below zero, and the line goes through the origin.
-    least, target = g.min(1, keepdim=True)
-    live = least < 0
-    if gradient.device.type != "cpu" or not bool(live.all()):  # a look at a device would synchronise
-        live, p, target = _sort_out(live, p, g, target, gradient.dtype)
-    p_off, g_off = (t.scatter(1, target, 0.0).flatten() for t in (p, g))
-    pp, pg, gg, rows = _numbers([p_off @ p_off, p_off @ g_off, g_off @ g_off, live.sum()])
+    if gradient.device.type == "cpu":  # a device would synchronise
+        negative = g < 0
+        slope, fits = _fit(p.masked_fill(negative, 0.0), g.clamp(min=0.0))
+        if fits and int(negative.sum()) == len(z) and len(z) * (z.shape[1] - 1) > 1:
+            return slope * len(z), True
+    return _recover_from_rows(p, g, gradient.dtype)
+
+
+def _fit(p: Tensor, g: Tensor) -> tuple[Any, Any]:
+    """The slope of a straight line through the origin, and whether the gradients lie on it."""
+    moments = torch.stack((p.flatten(), g.flatten()))
+    (pp, pg), (_, gg) = _numbers(moments @ moments.T)
     slope = pg / (pp + TINY)
-    usable = rows * (z.shape[1] - 1) > 1
-    found = usable & (slope > 0) & (gg - slope * pg <= TOLERANCE * gg)
-    if found is not True and z.shape[1] > 3:
+    return slope, (slope > 0) & (gg - slope * pg <= TOLERANCE * gg)
+
+
+def _recover_from_rows(p: Tensor, g: Tensor, dtype: torch.dtype) -> tuple[Scale, bool | Tensor]:
+    """As :func:`recover_from_cross_entropy`, also with rows that are ignored, sure or smoothed."""
+    least, target = g.min(1, keepdim=True)
+    negative, live = least < 0, (g != 0).any(1, keepdim=True)
+    # Ignored rows have a gradient of zero throughout. A sure row, whose p is rounded to 1 at the target, has none below
+    # zero; in float16 its gradient vanishes altogether, and must not pass for an ignored row's.
+    if dtype == torch.float16:
+        live |= p.amax(1, keepdim=True) > 1 - 1e-6
+    p = p * live
+    target = torch.where(negative, target, p.argmax(1, keepdim=True))
+    slope, fits = _fit(p.scatter(1, target, 0.0), g.scatter(1, target, 0.0))
+    (rows,) = _numbers(live.sum().to(g.dtype)[None])
+    usable = rows * (p.shape[1] - 1) > 1
+    found = usable & fits
+    if found is not True and p.shape[1] > 3:
         shifted, fits = _fit_smoothed(p, g, target, rows)
         slope, found = _choose(found, slope, shifted), found | (fits & usable)
     return _choose(found, slope * rows, 1.0), found
-
-
-def _sort_out(live: Tensor, p: Tensor, g: Tensor, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Tell ignored rows, whose gradient is zero throughout, from sure ones, whose p is rounded to 1 at the target.
-
-    Returns which rows are not ignored, p with zeros in the ignored ones, and the targets.
-    """
-    negative, live = live, (g != 0).any(1, keepdim=True)
-    if dtype == torch.float16:  # a sure row's gradient vanishes altogether, and must not pass for an ignored one's
-        live |= p.amax(1, keepdim=True) > 1 - 1e-6
-    p = p * live
-    return live, p, torch.where(negative, target, p.argmax(1, keepdim=True))
 
 
 def _fit_smoothed(p: Tensor, g: Tensor, least: Tensor, rows: Any) -> tuple[Any, Any]:
@@ -89,7 +98,8 @@ def _fit_smoothed(p: Tensor, g: Tensor, least: Tensor, rows: Any) -> tuple[Any, 
     """
     largest = p.argmax(1, keepdim=True)
     p, g = (t.scatter(1, torch.cat([least, largest], 1), 0.0).flatten() for t in (p, g))
-    raw, pg, gg, p_sum, g_sum, second = _numbers([p @ p, p @ g, g @ g, p.sum(), g.sum(), (least != largest).sum()])
+    sums = [p @ p, p @ g, g @ g, p.sum(), g.sum(), (least != largest).sum().to(p.dtype)]
+    raw, pg, gg, p_sum, g_sum, second = _numbers(torch.stack(sums))
     count = rows * (len(p) // len(largest) - 1) - second + TINY
     pp, pg, gg = raw - p_sum * p_sum / count, pg - p_sum * g_sum / count, gg - g_sum * g_sum / count
     slope = pg / (pp + TINY)
@@ -97,10 +107,9 @@ def _fit_smoothed(p: Tensor, g: Tensor, least: Tensor, rows: Any) -> tuple[Any, 
     return slope, (slope > 0) & (pp > 1e-3 * raw) & (gg - slope * pg <= TOLERANCE * gg)
 
 
-def _numbers(scalars: list[Tensor]) -> list[Any]:
+def _numbers(scalars: Tensor) -> list[Any]:
     """Plain numbers on the CPU, where they are much cheaper to go on with; tensors elsewhere."""
-    stacked = torch.stack([scalar.to(scalars[0].dtype) for scalar in scalars])
-    return stacked.tolist() if stacked.device.type == "cpu" else list(stacked.unbind())
+    return scalars.tolist() if scalars.device.type == "cpu" else list(scalars.unbind())
 
 
 def _choose(condition: Any, yes: Any, no: Any) -> Any:
@@ -140,21 +149,24 @@ class LossScale:
         self.source = source
         self._settled = False  # whether a warning is out, or looking again would synchronise a device again
 
-    def resolve(self, forward: Forward, gradient: Tensor, several: bool) -> Scale:
-        """Say s for this forward, given its logits' incoming gradient in the output's shape.
+    def resolve(self, record: ForwardRecord, gradient: Tensor, backward: int, several: bool) -> Scale:
+        """Find s for a backward through a forward's logits.
 
-        ``several`` says that this is not the first backward since the last step, of this forward or of another:
-        together with float16 logits the sign that a wrong s would matter, so that a gradient which cannot be read is
-        worth a warning then.
+        Args:
+            record: the forward.
+            gradient: the loss's gradient of the logits, in the output's shape.
+            backward: the backward that runs, by autograd's number.
+            several: whether this is not the first backward since the last step. There, and with float16 logits, a
+                wrong s would matter, so that a gradient which cannot be read is worth a warning.
         """
         if self.source != "auto":
             return self._given(gradient)
-        if forward.loss_scale is not None:
-            return forward.loss_scale
-        scale, found = recover_from_cross_entropy(forward.logits, forward.rows(gradient))
-        if forward.model_loss_scale is not None:
-            return _choose(found, scale, forward.model_loss_scale)
-        if (several or gradient.dtype == torch.float16) and not self._settled and len(forward.logits):
+        if record.criterion_scale[0] == backward:
+            return record.criterion_scale[1]
+        scale, found = recover_from_cross_entropy(record.logits, record.rows(gradient))
+        if record.model_scale[0] == backward:
+            return _choose(found, scale, record.model_scale[1])
+        if (several or gradient.dtype == torch.float16) and not self._settled and len(record.logits):
             if bool(found):
                 self._settled = gradient.device.type != "cpu"
             elif bool(gradient.isfinite().all()):  # else a step that will be skipped, which says nothing of the loss
@@ -185,11 +197,9 @@ def _checked(given: Any) -> Scale:
 
 
 def _warn_unreadable() -> None:
-    warnings.warn(
-        "the factor on the loss (gradient scaler, accumulation, weights) cannot be read off this loss's gradient, so "
+    warn(
+        "the loss scale (gradient scaler, accumulation, weights) cannot be read off this loss's gradient, so "
         "the penalty is added with factor 1; pass criterion=<the loss module>, or loss_scale=<number, GradScaler or "
         "callable> (1 if there is no factor), to the optimizer, and class_dim=-1 if the classes are the last dimension "
-        "of (batch, time, classes)",
-        UserWarning,
-        stacklevel=2,
+        "of (batch, time, classes)"
     )

@@ -1,11 +1,13 @@
-"""The method's arithmetic as pure functions of tensors: distances, the chase target, class means.
+"""Distances Δ(z, c) between logits, and the companion's target: pure functions of tensors.
 
 Letters: z are the model's logits, c the forecast (the companion's logits or a class prototype), N the number of
-rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token.
+rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token. Logits of minus infinity (masked
+classes, padded vocabularies) contribute nothing where both sides have them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcl_optim.checks import check_positive
+from dcl_optim._validation import check_positive
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "l1", "kl", "infonce"]
@@ -36,27 +38,39 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
         >>> to_rows(torch.zeros(2, 10, 4, 4)).shape
         torch.Size([32, 10])
     """
-    if tensor.ndim < 2:
-        return tensor.reshape(-1, 1)
     if tensor.ndim == 2 and class_dim in (1, -1):
         return tensor
+    if tensor.ndim < 2:
+        return tensor.reshape(-1, 1)
     return tensor.movedim(class_dim, -1).reshape(-1, tensor.shape[class_dim])
 
 
-def difference(z: Tensor, c: Tensor, out: Tensor | None = None) -> Tensor:
-    """Subtract logits, with 0 where both are the same: minus infinity too, as of a class that is masked in both.
+def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tensor:
+    """Lay rows out in the shape that :func:`to_rows` flattened.
 
-    Args:
-        z: logits, any shape.
-        c: forecast, same shape.
-        out: where to write it, which may be c; None for memory of its own.
+    Examples:
+        >>> from_rows(torch.zeros(32, 10), (2, 10, 4, 4)).shape
+        torch.Size([2, 10, 4, 4])
+    """
+    if rows.shape == shape:
+        return rows
+    if len(shape) < 2:
+        return rows.reshape(shape)
+    dim = class_dim % len(shape)
+    return rows.reshape(*shape[:dim], *shape[dim + 1 :], shape[dim]).movedim(-1, dim)
+
+
+def difference(z: Tensor, c: Tensor) -> Tensor:
+    """Subtract c from z; 0 where both are the same infinity.
 
     Examples:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
         tensor([-2.,  0.])
     """
-    same = z == c
-    return torch.sub(z, c, out=out).masked_fill_(same, 0.0)
+    found = z - c
+    if found.device.type == "cpu" and math.isfinite(found.detach().sum().item()):  # a mask costs ten times the sum
+        return found
+    return found.masked_fill(z == c, 0.0)
 
 
 def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -77,7 +91,7 @@ def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
         tensor(5.)
     """
-    return difference(z, c).square().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
+    return difference(z, c).square().sum() / _terms(z, reduction)
 
 
 def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -90,12 +104,12 @@ def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(1.5000)
     """
-    return difference(z, c).abs().mean() * (z.shape[1] / _counted_classes(z.shape[1], reduction))
+    return difference(z, c).abs().sum() / _terms(z, reduction)
 
 
-def _counted_classes(classes: int, reduction: Reduction) -> int:
-    """What a sum over the classes is divided by."""
-    return {"mean": classes, "sum_classes": 1}[reduction]
+def _terms(rows: Tensor, reduction: Reduction) -> int:
+    """What a sum over rows and classes is divided by."""
+    return rows.numel() if reduction == "mean" else len(rows)
 
 
 def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
@@ -114,7 +128,7 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     """
     log_p = F.log_softmax(c / temperature, dim=1)
     log_q = F.log_softmax(z / temperature, dim=1)
-    # What c rules out has no share in the sum: 0 (log 0 - log q) is 0, also where that is 0 (∞ - ∞).
+    # p log(p / q) is 0 where p is, also where q is 0 too and the logarithm is none.
     return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)).sum() / len(z)
 
 
@@ -124,7 +138,8 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     .. math:: -\frac1N\sum_i \log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
 
     The paper's Table 6 names InfoNCE and no temperature. This is the one-directional form: negatives are forecasts
-    only, where the authors' own script also takes the other rows of z.
+    only, where the authors' own script also takes the other rows of z. Classes of minus infinity are left out of the
+    similarity.
 
     Args:
         z: logits, rows of shape (N, K).
@@ -135,7 +150,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
         >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
         tensor(0.3133)
     """
-    z, c = (rows.masked_fill(rows == -torch.inf, 0.0) for rows in (z, c))  # directions among the classes not masked
+    z, c = (rows.masked_fill(rows == -torch.inf, 0.0) for rows in (z, c))
     similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
     return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
 
@@ -179,6 +194,12 @@ def resolve_distance(
     return distance
 
 
+def depends_on_class_dim(distance: Distance) -> bool:
+    """Whether a distance is another one where the classes are taken for another dimension of the logits."""
+    options = getattr(distance, "keywords", {})
+    return getattr(distance, "func", None) not in (mse, l1) or options.get("reduction") == "sum_classes"
+
+
 def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     r"""Evaluate :math:`\Delta(z, c)` and :math:`\partial\Delta/\partial z`, with c held constant.
 
@@ -201,39 +222,39 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         (tensor(2.5000), tensor([[1., 2.]]))
     """
     wide = torch.promote_types(z.dtype, torch.float32)
+    z, c = z.detach().to(wide), c.detach().to(wide)
     if not len(z):  # whose mean is no number
-        return z.new_zeros((), dtype=wide), torch.zeros_like(z, dtype=wide)
-    if getattr(distance, "func", None) is mse:  # the default: its gradient is known, and autograd costs ten times that
-        apart = difference(z.detach().to(wide), c.detach().to(wide))
-        return squared(apart, len(z), out=apart, **distance.keywords)  # type: ignore[attr-defined]
-    leaf = z.detach().to(wide).requires_grad_()
+        return z.new_zeros(()), torch.zeros_like(z)
+    if getattr(distance, "func", None) is mse:  # whose gradient is known: autograd costs ten times as much
+        return squared(difference(z, c), _terms(z, distance.keywords["reduction"]))  # type: ignore[attr-defined]
+    leaf = z.requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-        value = distance(leaf, c.detach().to(wide))
+        value = distance(leaf, c)
         if value.ndim != 0:
             raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
         (gradient,) = torch.autograd.grad(value, leaf)
     return value.detach(), gradient.contiguous()
 
 
-def squared(difference: Tensor, rows: int, reduction: Reduction = "mean") -> tuple[Tensor, Tensor]:
-    r"""Value and gradient of :func:`mse` from the difference :math:`z - c`.
+def squared(departure: Tensor, terms: float | Tensor) -> tuple[Tensor, Tensor]:
+    r"""Value and gradient of :func:`mse` from the difference :math:`d = z - c`: :math:`d\cdot d/m` and :math:`2d/m`.
 
     Args:
-        difference: (N, K), without a graph.
-        rows: N.
-        reduction: as in :func:`mse`.
+        departure: (N, K), without a graph.
+        terms: m, what the sum of squares is divided by.
 
     Examples:
-        >>> squared(torch.tensor([[1.0, 2.0]]), rows=1)
+        >>> squared(torch.tensor([[1.0, 2.0]]), terms=2)
         (tensor(2.5000), tensor([[1., 2.]]))
     """
-    count = rows * _counted_classes(difference.shape[1], reduction)
-    flat = difference.flatten()
-    return (flat @ flat) / count, difference * (2.0 / count)
+    flat = departure.flatten()
+    return flat.dot(flat) / terms, departure * (2.0 / terms)
 
 
-def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
-    r"""The forecast the companion moves towards, :math:`\alpha c + (1-\alpha) z` (Equation 4, Algorithm 1 line 7).
+def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
+    r"""The logits that the companion learns, :math:`\alpha c + (1-\alpha) z` (Equation 4, Algorithm 1 line 7).
+
+    Exactly c where the two agree: under l1 the sign of a rounding error would otherwise be the whole gradient.
 
     Args:
         z: the model's logits, any shape.
@@ -241,58 +262,32 @@ def chase_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
         alpha: the share of the past, in [0, 1].
 
     Examples:
-        >>> chase_target(torch.tensor([8.0, -torch.inf]), torch.tensor([0.0, -torch.inf]), alpha=0.75)
-        tensor([2., -inf])
+        >>> companion_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
+        tensor([2.])
     """
     wide = torch.promote_types(z.dtype, torch.float32)
     z, c = z.detach().to(wide), c.detach().to(wide)
-    target = torch.lerp(c, z, 1 - alpha)
-    return torch.where(z == c, c, target, out=target)  # where both are minus infinity, so is the target
+    return torch.where(z == c, c, torch.lerp(c, z, 1.0 - alpha))
 
 
-def class_totals(rows: Tensor, classes: Tensor, counts: Tensor, num_classes: int) -> Tensor:
-    """Sum the rows of each class, and their counts.
-
-    Args:
-        rows: (M, K).
-        classes: (M,), integers in 0..num_classes, where num_classes itself means "of no class".
-        counts: (M,), what each row counts.
-        num_classes: number of classes.
-
-    Returns:
-        (num_classes, K + 1) in the rows' dtype: the sums, and in the last column the counts.
-
-    Examples:
-        >>> rows, classes = torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([1, 1, 2])
-        >>> class_totals(rows, classes, counts=torch.ones(3), num_classes=2)
-        tensor([[0., 0.],
-                [3., 2.]])
-    """
-    totals = rows.new_zeros(num_classes + 1, rows.shape[1] + 1)
-    totals[:, :-1].index_add_(0, classes, rows)
-    totals[:, -1].index_add_(0, classes, counts)
-    return totals[:num_classes]
-
-
-def departure_weights(counts: Tensor, seen: Tensor, alpha: float) -> Tensor:
-    r"""What a departure :math:`z_i - p^k` counts for in its class's update, :math:`(1-\alpha)/n_k` (Equation 6).
-
-    .. math:: p^k + \sum_{i:\,y_i=k} \tfrac{1-\alpha}{n_k}\,(z_i - p^k) = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
-
-    Written so, a step touches no more than the rows of its own classes. The first mean becomes the prototype, which is
-    zero until then: there the weight is :math:`1/n_k`.
+def companion_gradient(distance: Distance, z: Tensor, c: Tensor, alpha: float) -> Tensor:
+    r"""The gradient of :math:`\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))` with respect to c.
 
     Args:
-        counts: :math:`n_k` of each class, (num_classes,).
-        seen: which classes have a prototype, (num_classes,) bool.
-        alpha: :math:`\alpha` in [0, 1].
+        distance: (z, c) -> scalar.
+        z: the model's logits, rows (N, K).
+        c: the companion's logits, same shape.
+        alpha: the share of the past, in [0, 1].
 
     Returns:
-        The weights, (num_classes,).
+        (N, K), float32 or wider, without a graph.
 
     Examples:
-        >>> departure_weights(torch.tensor([2.0, 4.0]), torch.tensor([True, False]), alpha=0.5)
-        tensor([0.2500, 0.2500])
+        >>> companion_gradient(resolve_distance("mse"), torch.tensor([[8.0]]), torch.tensor([[0.0]]), alpha=0.75)
+        tensor([[-4.]])
     """
-    some = counts.clamp(min=1e-30)  # a class without rows has departures of zero
-    return torch.where(seen, (1.0 - alpha) / some, 1.0 / some)
+    if getattr(distance, "func", None) is mse and len(c):  # in one piece: the target is 1 - α of the way from c to z
+        wide = torch.promote_types(z.dtype, torch.float32)
+        terms = _terms(c, distance.keywords["reduction"])  # type: ignore[attr-defined]
+        return difference(c.detach().to(wide), z.to(wide)) * (2.0 * (1.0 - alpha) / terms)
+    return value_and_gradient(distance, c, companion_target(z, c, alpha))[1]

@@ -1,0 +1,49 @@
+"""Questions about any torch optimizer: its parameters, its gradients, whether it is torch's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_not, itemgetter
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Without a line of Python for each parameter: a step may ask about all of them.
+_parameters, _gradient, _exists = itemgetter("params"), attrgetter("grad"), functools.partial(is_not, None)
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is torch's: none of those draws random numbers, or evaluates the model without a closure."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters that an optimizer trains, group by group."""
+    return chain.from_iterable(map(_parameters, optimizer.param_groups))
+
+
+def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The gradients of those that have one."""
+    return filter(_exists, map(_gradient, chain.from_iterable(map(_parameters, optimizer.param_groups))))
+
+
+def inner_of(base: Optimizer) -> Optimizer:
+    """The optimizer that updates the weights where the base wraps one: SAM's, ZeroRedundancyOptimizer's."""
+    candidates = (getattr(base, name, None) for name in ("base_optimizer", "optim"))
+    return next((inner for inner in candidates if isinstance(inner, Optimizer)), base)
+
+
+@contextmanager
+def all_or_nothing(optimizer: Optimizer) -> Iterator[None]:
+    """Give an optimizer its groups and its state back if the block, which loads others, raises."""
+    changed = {id(one): one for one in (optimizer, inner_of(optimizer))}.values()  # SAM binds its groups to both
+    before = [(one, {"param_groups": one.param_groups, "state": one.state}) for one in changed]
+    try:
+        yield
+    except Exception:
+        for one, held in before:  # torch binds new objects when it loads, and leaves the old ones as they were
+            vars(one).update(held)
+        raise

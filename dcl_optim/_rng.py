@@ -1,0 +1,77 @@
+"""RNG state: the companion replays the draws of the model's forward and leaves the generators as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dcl_optim._optim import parameters_of
+
+RngState = dict[torch.device, Tensor]
+CPU = torch.device("cpu")
+
+
+def capture(device: torch.device) -> RngState:
+    """Read the state of the generators that a forward on this device may draw from: the CPU's and its own.
+
+    Examples:
+        >>> state = capture(torch.device("cpu"))
+        >>> first = torch.rand(3)
+        >>> with replayed(state):
+        ...     again = torch.rand(3)
+        >>> torch.equal(first, again)
+        True
+    """
+    state = {CPU: torch.get_rng_state()}
+    if device.type not in ("cpu", "meta"):
+        state[device] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore(state: RngState) -> None:
+    """Put generators back to a captured state."""
+    for device, value in state.items():
+        if device.type == "cpu":
+            torch.set_rng_state(value)
+        else:
+            torch.get_device_module(device).set_rng_state(value, device)
+
+
+def on_device(state: RngState, device: torch.device | None) -> RngState:
+    """The same state for a network on another device of the same kind, if it is on another."""
+    if device is None or device in state:
+        return state
+    return {device if key.type == device.type else key: value for key, value in state.items()}
+
+
+def exchange(state: RngState) -> RngState:
+    """Put generators back to a captured state, and give the one that they had."""
+    now: RngState = {}
+    for device in state:
+        now.update(capture(device))
+    restore(state)
+    return now
+
+
+@contextmanager
+def replayed(state: RngState) -> Iterator[None]:
+    """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been."""
+    now = exchange(state)
+    try:
+        yield
+    finally:
+        restore(now)
+
+
+@contextmanager
+def preserved(optimizer: Optimizer) -> Iterator[None]:
+    """Put the generators back after the block, in which an optimizer steps."""
+    state = capture(next(parameters_of(optimizer)).device)
+    try:
+        yield
+    finally:
+        restore(state)

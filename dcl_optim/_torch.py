@@ -1,0 +1,235 @@
+"""Every private torch or CPython API that the package uses, with the reason; tried on torch 2.6 and 2.15."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch._utils
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+# The number of the backward pass that runs in this thread, -1 outside of one. Tells a hook two backward passes apart,
+# and a forward hook that it runs inside a backward pass (activation checkpointing recomputes there).
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+
+# Calls a function back when the backward pass that runs now has ended (public since torch 2.13).
+call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+# The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
+saved_tensors_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+
+# The transform of torch.func that runs, whose gradients are not those of a backward pass; None outside of one.
+functorch_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; 0 for an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# ---- the stack -------------------------------------------------------------------------------------------------------
+
+
+def frames_of(module: str) -> Iterator[FrameType]:
+    """The frames on the stack that run the code of a module, the innermost first.
+
+    Some modules of torch want another answer than scripts do, and have no other way to say so: torch.utils.checkpoint,
+    torch.distributed.checkpoint.state_dict, a compiled call.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            yield frame
+        frame = frame.f_back
+
+
+def warn(message: str) -> None:
+    """Issue a UserWarning that points at the script's line: the innermost frame outside of this package and torch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("dcl_optim", "torch"):
+            break
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+# ---- modules and their hooks -----------------------------------------------------------------------------------------
+
+# Keeps the hooks out of compiled graphs, as torch.optim keeps its own methods out.
+outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
+
+_FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD_TABLES = ("_backward_pre_hooks", "_backward_hooks")
+
+
+def forward_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """A module's forward hooks and forward pre-hooks: the table, the key and the hook of each."""
+    for table in (vars(module)[name] for name in _FORWARD_TABLES):
+        yield from ((table, key, hook) for key, hook in list(table.items()))
+
+
+def all_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """A module's forward and backward hooks and pre-hooks: the table, the key and the hook of each."""
+    for table in (vars(module)[name] for name in _FORWARD_TABLES + _BACKWARD_TABLES):
+        yield from ((table, key, hook) for key, hook in list(table.items()))
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """A module's table of forward pre-hooks."""
+    return module._forward_pre_hooks
+
+
+def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
+    """Remove a hook, and what its module noted about it."""
+    del table[key]
+    for notes in (
+        module._forward_hooks_with_kwargs,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ):
+        notes.pop(key, None)
+
+
+def inner_module(model: nn.Module) -> nn.Module | None:
+    """The module that torch.compile(model) wraps; None for any other model."""
+    return model._modules.get("_orig_mod")
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+Context = Callable[[Callable[..., Any]], Callable[..., Any]]  # what torch.compile applies: backend, mode, options
+
+
+def compile_context(layers: Iterable[nn.Module]) -> Context | None:
+    """The compile context that a model carries or that the call running now came through; None if it is not compiled.
+
+    A module that is compiled from outside does not know it. But its hooks run below the compiled call, whose context is
+    on the stack.
+
+    Args:
+        layers: the model and the modules that it wraps.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # imported once something is compiled
+    if compiler is None:
+        return None
+    for module in layers:
+        if isinstance(module, compiler.OptimizedModule):
+            return module.dynamo_ctx
+        cells = getattr(module._compiled_call_impl, "__closure__", None) or ()
+        for content in [cell.cell_contents for cell in cells]:
+            if isinstance(content, compiler.OptimizeContext):
+                return content
+    for frame in frames_of(compiler.__name__):
+        found = frame.f_locals.get("self")
+        if isinstance(found, compiler.OptimizeContext):
+            return found
+    return None
+
+
+def compile_with(module: nn.Module, context: Context, guard_hooks: bool) -> None:
+    """Compile a module's call in place, as ``module.compile`` does.
+
+    Args:
+        module: the module.
+        context: what the model was compiled with.
+        guard_hooks: whether the module has other hooks than the model. torch tells two graphs apart by their hooks only
+            when it is asked to.
+    """
+    compiled = context(module._call_impl)
+    module._compiled_call_impl = functools.partial(_guarding_hooks, compiled) if guard_hooks else compiled
+
+
+def _guarding_hooks(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config: Any = sys.modules["torch._dynamo.config"]
+    with config.patch(skip_nnmodule_hook_guards=False):
+        return compiled(*args, **kwargs)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's own call is compiled."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return wrapped or module._compiled_call_impl is not None
+
+
+# ---- torch.distributed -----------------------------------------------------------------------------------------------
+
+
+def running_ddp() -> nn.Module | None:
+    """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
+
+
+def flattened(tensors: list[Tensor]) -> Tensor:
+    """One tensor that holds the values of all, so that one reduction does for all."""
+    return torch._utils._flatten_dense_tensors(tensors)
+
+
+def unflattened(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The parts of a flattened tensor, as views."""
+    return list(torch._utils._unflatten_dense_tensors(flat, like))
+
+
+# ---- modes that stay with their thread -------------------------------------------------------------------------------
+
+
+def thread_has_modes() -> bool:
+    """Whether this thread is inside a mode that another one would not see: a default device, a FLOP counter."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    functions = _get_current_function_mode_stack()
+    if any(not (isinstance(mode, DeviceContext) and mode.device.type == "cpu") for mode in functions):
+        return True
+    return bool(_get_current_dispatch_mode_stack())
+
+
+# ---- torch.optim -----------------------------------------------------------------------------------------------------
+
+
+class OptimizerInternals(Optimizer):
+    """The parts of torch.optim's contract with its own tools that have no public name."""
+
+    # A gradient scaler must unscale the gradients itself: a fused base cannot see what it would hand to the wrapper.
+    _step_supports_amp_scaling = False
+
+    def _set_up_hooks(self) -> None:
+        """Create the hook tables and patch ``step``, as torch.optim does, without groups of our own."""
+        super().__setstate__({})
+
+    def _run_state_dict_pre_hooks(self) -> None:
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+
+    def _run_state_dict_post_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state = hook(self, state) or state
+        return state
+
+    def _run_load_state_dict_pre_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state = hook(self, state) or state
+        return state
+
+    def _run_load_state_dict_post_hooks(self) -> None:
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A scheduler replaces `step` on the instance; hooks are closures over other objects. torch.optim drops both.
+        return {key: value for key, value in self.__dict__.items() if key != "step" and not key.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._set_up_hooks()

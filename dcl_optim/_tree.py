@@ -1,0 +1,76 @@
+"""Tensors in nested tuples, lists, dicts and dataclasses: the arguments of a model, and what it returns."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor; objects of other classes are handed on as they are."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*[map_tensors(function, item) for item in tree])
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([map_tensors(function, item) for item in tree])
+    if type(tree) is dict:
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, MutableMapping):  # BatchEncoding, ModelOutput, OrderedDict
+        mapping = copy.copy(tree)
+        for key, value in tree.items():
+            mapping[key] = map_tensors(function, value)
+        return mapping
+    if _is_dataclass_instance(tree):
+        instance = copy.copy(tree)  # not dataclasses.replace, which runs __post_init__ again
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                object.__setattr__(instance, field.name, map_tensors(function, getattr(tree, field.name)))
+        return instance
+    return tree
+
+
+def _is_dataclass_instance(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
+
+
+def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors in order, each with the expression that leads to it.
+
+    Examples:
+        >>> import torch
+        >>> [name for name, _ in named_tensors({"mask": [torch.zeros(1)]}, "kwargs")]
+        ["kwargs['mask'][0]"]
+    """
+    if isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, (tuple, list)):
+        for index, item in enumerate(tree):
+            yield from named_tensors(item, f"{name}[{index}]")
+    elif isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from named_tensors(item, f"{name}[{key!r}]")
+    elif _is_dataclass_instance(tree):
+        for field in dataclasses.fields(tree):
+            yield from named_tensors(getattr(tree, field.name, None), f"{name}.{field.name}")
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors in order."""
+    found: list[Tensor] = []
+    waiting = [tree]
+    while waiting:  # no recursion: a step asks for the tensors of its arguments several times
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            waiting += item[::-1]
+        elif isinstance(item, Mapping):
+            waiting += list(item.values())[::-1]
+        elif _is_dataclass_instance(item):
+            waiting += [getattr(item, field.name, None) for field in dataclasses.fields(item)][::-1]
+    return found

@@ -1,0 +1,134 @@
+"""Checks of arguments and of saved states: each raises TypeError or ValueError with the name and the value."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim._optim import parameters_of
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Demand a real number.
+
+    Examples:
+        >>> check_number("steps", "3")
+        Traceback (most recent call last):
+        ...
+        TypeError: steps='3' must be a number, got str
+    """
+    if not is_number(value):
+        raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
+
+
+def check_positive(name: str, value: Any, most: float = math.inf) -> None:
+    """Demand a finite number above 0, and of at most ``most``.
+
+    Examples:
+        >>> check_positive("companion_fraction", 2, most=1.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: companion_fraction=2 must be in (0, 1]
+    """
+    check_number(name, value)
+    if not 0 < value <= most or value == math.inf:
+        allowed = f"in (0, {most:g}]" if most < math.inf else "a positive finite number"
+        raise ValueError(f"{name}={value!r} must be {allowed}")
+
+
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """Demand an integer, of Python or another library; a ValueError says that it is too small.
+
+    Examples:
+        >>> check_integer("num_classes", 0, least=1)
+        Traceback (most recent call last):
+        ...
+        ValueError: num_classes=0 must be at least 1
+    """
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
+    if least is not None and found < least:
+        raise ValueError(f"{name}={value!r} must be at least {least}")
+    return found
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Demand True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False")
+
+
+def check_labels(targets: Any) -> None:
+    """Demand a tensor."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
+
+
+def check_options(logits: Any, strict: Any) -> None:
+    """Demand what the arguments of these names have to be."""
+    if logits is not None and not callable(logits):
+        raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
+    check_flag("strict", strict)
+
+
+def check_device(name: str, value: Any) -> torch.device | None:
+    """Demand a device, and give it as its tensors do: with an index, where its kind has one."""
+    try:
+        return None if value is None else torch.empty(0, device=torch.device(value)).device
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{name}={value!r} is no device here: {str(error).splitlines()[0]}") from error
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Demand a floating-point dtype or None."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name}={value!r} must be a floating-point torch.dtype or None")
+
+
+def check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
+    """Demand a model that the base optimizer trains, and a criterion whose calls hooks see."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if criterion is not None and not isinstance(criterion, nn.Module):
+        raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
+    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
+        raise TypeError(
+            f"criterion's class {type(criterion).__name__} overrides __call__, so that its hooks do not run; pass "
+            "loss_scale= (and the labels to DCP as targets= or by set_targets) instead"
+        )
+    if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
+        raise ValueError(
+            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
+        )
+    if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
+        raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
+
+
+def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:
+    """Raise ValueError unless both hold the same names, and tensors of the same shapes (an extra state may be any)."""
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise ValueError(f"the state of the {owner} does not fit: missing {missing[:5]}, unexpected {extra[:5]}")
+    for name, tensor in expected.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if not isinstance(found[name], Tensor) or found[name].shape != tensor.shape:
+            shape = tuple(getattr(found[name], "shape", ()))
+            raise ValueError(f"the state of the {owner} has shape {shape} for {name!r}, expected {tuple(tensor.shape)}")
+        if not torch.can_cast(found[name].dtype, tensor.dtype):
+            raise ValueError(f"the state of the {owner} has {found[name].dtype} for {name!r}, expected {tensor.dtype}")

@@ -1,0 +1,215 @@
+"""Making the companion: a deep copy of the model, what it shares with it, and which of the model's hooks it gets."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from dcl_optim._torch import all_hooks, forward_hooks, forward_pre_hooks, remove_hook, warn
+from dcl_optim.hooks.module_hooks import drop_inert_hooks, is_ours
+
+CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
+LIBRARIES = ("torch.", "transformers.")  # transformers collects hidden states by hooks, and some models build on them
+
+
+def build(
+    model: nn.Module,
+    companion: nn.Module | Callable[[], nn.Module] | None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds.
+
+    Args:
+        model: the model.
+        companion: None for a copy, a module, or a callable that builds one.
+        device: where it is to be; None for the model's device, unless either is spread over several.
+        dtype: what its floating-point tensors are to be; None leaves them. Nothing of another place is shared.
+
+    Raises:
+        TypeError: what was given or built is no module.
+        ValueError: it shares trained parameters with the model, or frozen ones that would be moved.
+        RuntimeError: the model cannot be copied.
+    """
+    if companion is None:
+        return move(copy_model(model, share_frozen=device is None and dtype is None), device, dtype)
+    built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if any(id(parameter) in trained for parameter in built.parameters()):
+        raise ValueError("companion shares trained parameters with the model; it must have its own")
+    place = common_device(model)
+    if device is None and place is not None and common_device(built) is not None:
+        device = place
+    common = {id(parameter) for parameter in model.parameters()}
+    for parameter in (parameter for parameter in built.parameters() if id(parameter) in common):
+        if (device or parameter.device, dtype or parameter.dtype) != (parameter.device, parameter.dtype):
+            raise ValueError(
+                "companion shares frozen parameters with the model, which companion_device= or companion_dtype= would "
+                "move for both; build it with parameters of its own"
+            )
+    return move(built, device, dtype)
+
+
+def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
+    """Copy a model, without the hooks through which the copy could reach the script's data; a warning names those.
+
+    Args:
+        model: the model.
+        share_frozen: whether the copy shares the model's frozen parameters; trained ones and all buffers are its own.
+
+    Raises:
+        RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
+    """
+    dropped = not_copied_hooks(model)
+    held = [parameter for parameter in model.parameters() if share_frozen and not parameter.requires_grad]
+    memo = {id(value): value for value in (*held, *_not_to_copy(model), *(hook for _, hook in dropped))}
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise RuntimeError(
+            f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
+            "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
+            "companion="
+        ) from error
+    drop_inert_hooks(copied)
+    _drop(copied, dropped)
+    return copied
+
+
+def not_copied_hooks(model: nn.Module) -> list[tuple[str, Any]]:
+    """Find the hooks that a copy of the model does not get, each with the name of its module.
+
+    A copy gets a hook that torch or transformers put there, a method of the model or of an object that one of its
+    modules holds, and a plain function with nothing but constants in its closure, defaults and globals. Functions that
+    are found there are not followed.
+    """
+    held = {id(value) for module in model.modules() for value in (module, *vars(module).values())}
+    hooks = [(name, hook) for name, module in model.named_modules() for _, _, hook in all_hooks(module)]
+    return [(name, hook) for name, hook in hooks if not is_ours(hook) and not _is_copied(hook, held)]
+
+
+def _is_copied(hook: Any, held: set[int]) -> bool:
+    inner, arguments = _without_arguments(hook)
+    if isinstance(inner, FunctionType):
+        if (inner.__module__ or "").startswith(LIBRARIES):
+            return True
+        belongs = _is_constant_function(inner)
+    else:
+        owner = inner.__self__ if isinstance(inner, MethodType) else inner
+        belongs = id(owner) in held or type(owner).__module__.startswith(("torch.", __name__))
+    return belongs and all(map(_is_constant, arguments))
+
+
+def _without_arguments(hook: Any) -> tuple[Any, list[Any]]:
+    """Take a functools.partial apart."""
+    arguments: list[Any] = []
+    while isinstance(hook, functools.partial):
+        arguments += [*hook.args, *hook.keywords.values()]
+        hook = hook.func
+    return hook, arguments
+
+
+def _is_constant_function(function: FunctionType) -> bool:
+    try:
+        found = inspect.getclosurevars(function)
+    except ValueError:  # a name in its closure is not set yet
+        return False
+    names = (*found.nonlocals.values(), *found.globals.values())
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    # A recorder that sets a name of the script begins with `feature = None`.
+    return not any(value is None for value in names) and all(map(_is_constant, (*names, *defaults)))
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, BuiltinFunctionType):  # a function such as math.sqrt, not a method such as a list's append
+        return value.__self__ is None or isinstance(value.__self__, ModuleType)
+    return isinstance(value, CONSTANTS)
+
+
+def _drop(copied: nn.Module, hooks: list[tuple[str, Any]]) -> None:
+    """Take hooks off a copy of the model, and warn that it does without them."""
+    dropped = {id(hook) for _, hook in hooks}
+    for module in copied.modules():
+        for table, key, hook in all_hooks(module):
+            if id(hook) in dropped:
+                remove_hook(module, table, key)
+    if hooks:
+        named = ", ".join(f"{name!r} ({_name(hook)})" if name else f"the model ({_name(hook)})" for name, hook in hooks)
+        warn(
+            f"the companion does not copy these hooks of the model: {named}; where one of them changes what the model "
+            "computes, register it on optimizer.companion too"
+        )
+
+
+def _name(hook: Any) -> str:
+    inner, _ = _without_arguments(hook)
+    return getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
+
+
+def has_other_hooks(model: nn.Module, companion: nn.Module) -> bool:
+    """Whether a module of the model has a forward hook that its counterpart in the copy has not."""
+    ours = dict(companion.named_modules())
+    for name, module in model.named_modules():
+        keys = {key for _, key, hook in forward_hooks(module) if not is_ours(hook)}
+        if name not in ours or not keys <= {key for _, key, _ in forward_hooks(ours[name])}:
+            return True
+    return False
+
+
+def ignore_inputs_of_pre_hooks(module: nn.Module) -> None:
+    """Let a companion's own forward pre-hooks not change inputs that the model's have changed before."""
+    table = forward_pre_hooks(module)
+    for key, hook in table.items():
+        table[key] = _InputsInEvaluationOnly(hook)
+
+
+class _InputsInEvaluationOnly:
+    """A forward pre-hook whose result counts in evaluation only: in training the inputs are what the model's made."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, *inputs: Any) -> Any:
+        result = self._hook(module, *inputs)
+        return None if module.training else result
+
+
+def _not_to_copy(model: nn.Module) -> Iterator[Any]:
+    """What modules hold and no copy may have of its own: process groups (SyncBatchNorm), optimizers."""
+    kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, kinds))
+
+
+def common_device(module: nn.Module) -> torch.device | None:
+    """The device of all of a module's parameters; None where it is spread over several, as the script has seen to."""
+    devices = {parameter.device for parameter in module.parameters()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """Move a companion to its own device and dtype, where it has them."""
+    return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
+
+
+def copy_unfrozen(model: nn.Module, companion: nn.Module) -> None:
+    """Replace parameters that the companion still shares although the model trains them by now."""
+    copies: dict[int, nn.Parameter] = {}
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for module in companion.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) in trained:
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                setattr(module, name, copies[id(parameter)])

@@ -1,0 +1,81 @@
+"""The companion's inputs: the model's arguments out of their graph, on the companion's device, or a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim._torch import frames_of, saved_tensors_hooks
+from dcl_optim._tree import map_tensors, named_tensors, tensors_of
+
+_requires_grad = attrgetter("requires_grad")
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def detached(arguments: Arguments) -> Arguments:
+    """Take a model's arguments out of the graph that they came from."""
+    in_graph = any(map(_requires_grad, tensors_of(arguments)))
+    return map_tensors(_detach, arguments) if in_graph else arguments
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one.
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def to_place(arguments: Arguments, device: torch.device | None, dtype: torch.dtype | None) -> Arguments:
+    """Bring tensors to the companion's own device, and those of floating point to its own dtype, where it has them."""
+    if device is None and dtype is None:
+        return arguments
+    return map_tensors(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), arguments)
+
+
+def part(arguments: Arguments, batch: int, rows: slice) -> Arguments:
+    """Some rows of every tensor that has the batch as its first dimension."""
+    return map_tensors(lambda t: t[rows] if _is_cut(t, batch) else t, arguments)
+
+
+def cut_inputs(arguments: Arguments, batch: int) -> list[str]:
+    """The names of the inputs that :func:`part` cuts.
+
+    Examples:
+        >>> cut_inputs(((torch.zeros(4, 2),), {"mask": torch.zeros(4), "scale": torch.zeros(1)}), batch=4)
+        ['args[0]', "kwargs['mask']"]
+    """
+    args, kwargs = arguments
+    named = [*named_tensors(args, "args"), *named_tensors(kwargs, "kwargs")]
+    return [name for name, tensor in named if _is_cut(tensor, batch)]
+
+
+def _is_cut(tensor: Tensor, batch: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == batch
+
+
+@contextmanager
+def outside_autocast(device: str) -> Iterator[None]:
+    """Leave the script's autocast, under which no backward is to run, though the companion's may be called there."""
+    torch.set_autocast_enabled(device, False)  # not torch.autocast, whose end may empty the cache of all threads
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, True)
+
+
+def outside_checkpoints() -> AbstractContextManager[Any]:
+    """Keep what the companion saves for its backward apart from a checkpoint that the model is called in.
+
+    A non-reentrant checkpoint counts what is saved inside it, and the recomputation, which is the model's alone, has to
+    save the same again.
+    """
+    if saved_tensors_hooks() is not None and any(frames_of("torch.utils.checkpoint")):
+        return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    return nullcontext()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

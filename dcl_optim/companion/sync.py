@@ -1,0 +1,161 @@
+"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, what is trained by now."""
+
+from __future__ import annotations
+
+from itertools import compress
+from operator import attrgetter, or_
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcl_optim._optim import parameters_of
+from dcl_optim._torch import compile_context, compile_with
+from dcl_optim.companion import copying
+from dcl_optim.companion.optimizer import CompanionOptimizer
+from dcl_optim.distributed import Ranks, layers, unwrapped
+
+_training, _requires_grad, _data = attrgetter("training"), attrgetter("requires_grad"), attrgetter("data")
+
+
+class CompanionSync:
+    """Follows what a script does to the model, at each forward, with no work in Python that grows with the model.
+
+    Args:
+        called: the model as the script calls it, with its wrappers.
+        companion: the companion.
+        optimizer: its optimizer.
+        is_copy: whether it is a copy of the model; one that is not follows the mode and the device only.
+        ranks: the ranks that train the model together.
+        device: the companion's own device; None for the model's.
+        dtype: the companion's own dtype; None for the model's.
+    """
+
+    def __init__(
+        self,
+        called: nn.Module,
+        companion: nn.Module,
+        optimizer: CompanionOptimizer,
+        is_copy: bool,
+        ranks: Ranks,
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._called, self._model, self._companion = called, unwrapped(called), companion
+        self._optimizer, self._is_copy, self._ranks = optimizer, is_copy, ranks
+        self._device, self._dtype = device, dtype
+        self._forward = vars(self._model).get("forward")
+        self._started = False
+        if is_copy and called is self._model:
+            copying.ignore_inputs_of_pre_hooks(companion)
+        self._note_parameters()
+
+    def follow(self) -> None:
+        """Bring the companion to where the model is."""
+        if not self._started:
+            self._start()
+        if not self._is_copy:
+            if self._companion.training != self._model.training:
+                self._companion.train(self._model.training)
+            self._follow_place()
+            return
+        self._follow_forward()
+        if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
+            for theirs, ours in zip(self._theirs, self._ours, strict=True):
+                ours.training = theirs.training
+        if any(map(_requires_grad, self._shared)):
+            self.follow_parameters()
+        self._follow_place()
+        if self._trained_elsewhere[0]:
+            self._follow_elsewhere()
+
+    def follow_parameters(self) -> None:
+        """Take over parameters that the model trains by now.
+
+        Raises:
+            RuntimeError: the base trains parameters of the model that the companion does not have.
+        """
+        if not self._is_copy:
+            return
+        ours = {name for name, _ in self._companion.named_parameters()}
+        trained = {id(parameter) for parameter in parameters_of(self._optimizer.base)}
+        strange = [n for n, p in self._model.named_parameters() if id(p) in trained and n not in ours]
+        if strange:
+            raise RuntimeError(
+                f"the model has parameters {strange[:5]} that it did not have when it was wrapped, and the companion "
+                "has none of these: after adding or replacing layers wrap the model again"
+            )
+        copying.copy_unfrozen(self._model, self._companion)
+        copying.move(self._companion, self._device, self._dtype)
+        self._optimizer.follow_parameters()
+        self._note_parameters()
+
+    def _note_parameters(self) -> None:
+        theirs = {id(parameter) for parameter in self._model.parameters()}
+        self._shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
+        if not self._is_copy:
+            places = (copying.common_device(self._model), copying.common_device(self._companion))
+            first = (next(self._model.parameters()), next(self._companion.parameters()))
+            self._sample = first if None not in places else None
+            return
+        self._theirs, self._ours = list(self._model.modules()), list(self._companion.modules())
+        pairs = list(zip(self._model.parameters(), self._companion.parameters(), strict=True))
+        own = [pair for pair in pairs if pair[0] is not pair[1]]
+        self._sample = own[0] if own else None
+        held = {id(parameter) for parameter in parameters_of(self._optimizer.optimizer)}
+        elsewhere = [pair for pair in own if id(pair[1]) not in held]
+        self._trained_elsewhere = ([theirs for theirs, _ in elsewhere], [ours for _, ours in elsewhere])
+        self._trained = [True] * len(elsewhere)  # of those whether they have trained until the last forward
+
+    def _follow_elsewhere(self) -> None:
+        """Take over the values of parameters that an optimizer of the script's own trains, and not the wrapped one."""
+        trained, self._trained = self._trained, list(map(_requires_grad, self._trained_elsewhere[0]))
+        # Not what stays frozen, as in a companion of its own dtype, but what was frozen after its last step.
+        theirs, ours = (list(compress(side, map(or_, trained, self._trained))) for side in self._trained_elsewhere)
+        if theirs:
+            # By data: a forward whose backward is to come has saved them, with these values.
+            torch._foreach_copy_(list(map(_data, ours)), list(map(_data, theirs)))
+            for parameter in ours:
+                parameter.grad = None
+
+    def _follow_forward(self) -> None:
+        """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
+        forward = vars(self._model).get("forward")
+        if forward is not self._forward:
+            self._forward = forward
+            if forward is None:
+                vars(self._companion).pop("forward", None)
+            elif getattr(forward, "__self__", None) is self._model:
+                self._companion.forward = MethodType(forward.__func__, self._companion)
+
+    def _follow_place(self) -> None:
+        if self._sample is None:
+            return
+        their, our = self._sample
+        device = self._device or their.device
+        dtype = self._dtype or (their.dtype if self._is_copy else our.dtype)
+        if our.device != device or our.dtype != dtype:
+            self._companion.to(device=device, dtype=dtype)
+            self._optimizer.cast_state()
+
+    def _start(self) -> None:
+        """At the first forward: the same weights on all ranks, compiled as the model is."""
+        self._ranks.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
+        self._ranks.broadcast(self._companion.buffers())
+        context = compile_context(layers(self._called)) if self._is_copy else None
+        if context is not None:
+            compile_with(self._companion, context, copying.has_other_hooks(self._model, self._companion))
+        self._started = True
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The companion's tensors without those that it shares with the model."""
+        if any(map(_requires_grad, self._shared)):
+            self.follow_parameters()
+        shared = {id(parameter) for parameter in self._shared}
+        named = dict(self._companion.named_parameters(remove_duplicate=False))
+        state = self._companion.state_dict()
+        return {name: t for name, t in state.items() if name not in named or id(named[name]) not in shared}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_started": False}  # torch leaves the compiled call out of copies

@@ -1,0 +1,81 @@
+"""The mean of the companion's gradients over the forwards of a step: how much each one counts.
+
+Not in companion.py, since it is arithmetic of its own that the tests hold against written-out means.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim.forecaster import Scale
+
+
+class WeightedMean:
+    r"""Makes :math:`\sum_i|s_i|\,g_i / \sum_i|s_i|`, where :math:`s_i` is what a forward's loss was multiplied by.
+
+    By its size, since the companion follows the model wherever the loss sends it. A factor of 0, or a batch without
+    rows, counts for nothing; the mean of nothing is zero. No device is looked at.
+
+    Attributes:
+        count: how many gradients there are so far.
+        half: whether they are in float16, as logits are under autocast. That has no room for their size: they are
+            divided by a power of two at the logits, and multiplied by it again in the parameters' dtype.
+
+    Examples:
+        >>> mean, summed = WeightedMean(), torch.zeros(1, 1)
+        >>> for gradient, factor in ((4.0, 0.5), (7.0, -0.25)):
+        ...     summed += mean.weigh(torch.tensor([[gradient]]), factor, half=False)
+        >>> mean.divide([summed])
+        >>> summed
+        tensor([[5.]])
+    """
+
+    def __init__(self) -> None:
+        self.count, self.half = 0, False
+        self._unit: Any = 0.0  # factors are divided by this one, the first that is not 0: one alone then weighs 1
+        self._room: Any = 1.0
+        self._total: Any = 0.0  # sum of the weights so far
+
+    def weigh(self, gradient: Tensor, factor: Scale, half: bool) -> Tensor:
+        """Multiply a gradient, rows (N, K), by its weight; ``half`` if it is going to be float16."""
+        if not len(gradient):
+            factor = 0.0
+        elif half and not self.half:
+            self.half, self._room = True, _room_for(gradient)
+        self.count += 1
+        size: Any = abs(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
+        if self.count == 1 and not self.half and isinstance(size, float) and size > 0:
+            self._unit, self._total = size, 1.0
+            return gradient
+        self._unit = _or(self._unit, size)
+        weight = size / _or(self._unit, 1.0) / self._room
+        self._total = self._total + weight
+        return gradient * weight
+
+    def divide(self, gradients: list[Tensor]) -> None:
+        """Divide sums of weighed gradients by the sum of the weights, in place."""
+        if gradients and (self.count > 1 or self.half):
+            torch._foreach_div_(gradients, _or(self._total, 1.0))
+
+    def has_overflowed(self, gradients: list[Tensor]) -> bool:
+        """Whether gradients that were in float16 are not finite; such a step has to be skipped."""
+        return self.half and not bool(torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all())
+
+
+def _or(value: Any, other: Any) -> Any:
+    """A value, or another one where it is 0."""
+    return torch.where(value != 0, value, other) if isinstance(value, Tensor) else value or other
+
+
+def _room_for(gradient: Tensor) -> Tensor:
+    """The power of two that a gradient is divided by to fit in float16: its largest sum over rows becomes 8 to 16.
+
+    The sum and not the peak, since biases add up all rows, of which dense predictions have millions. The loss's scale
+    would not do: a gradient scaler raises it until the model's gradients overflow, and the companion's may be larger.
+    """
+    exponent = torch.frexp(gradient.abs().sum(0).amax()).exponent
+    return torch.ldexp(torch.ones_like(gradient[0, 0]), exponent - 4)

@@ -1,0 +1,124 @@
+"""The forward hooks on the model and the criterion: how an optimizer learns of their calls in an unchanged script.
+
+Hooks hold their listener weakly, and do nothing once the module was copied or pickled (an EMA copy,
+``torch.save(model)``) or the optimizer is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dcl_optim import _torch
+
+
+class HookListener(Protocol):
+    """What the hooks report to."""
+
+    def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called."""
+
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The model has returned."""
+
+    def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
+        """The criterion has returned a loss that has a gradient."""
+
+    def replaced(self) -> None:
+        """Another optimizer wraps the model."""
+
+
+class ModuleHooks:
+    """The hooks of one optimizer on a model and a criterion; :meth:`remove` takes them off.
+
+    Args:
+        listener: what they report to.
+        model: the model.
+        criterion: the loss module, or None.
+    """
+
+    def __init__(self, listener: HookListener, model: nn.Module, criterion: nn.Module | None) -> None:
+        drop_inert_hooks(model)
+        self._listener: Callable[[], HookListener | None] = weakref.ref(listener, lambda _: self.remove())
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            model.register_forward_hook(self.after_forward, with_kwargs=True),
+        ]
+        if criterion is not None:
+            self._handles.append(criterion.register_forward_hook(self.after_criterion, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Take the hooks off; the modules are as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._listener = _nothing
+
+    @property
+    def live(self) -> bool:
+        """Whether the listener still exists."""
+        return self._listener() is not None
+
+    @_torch.outside_compiled_graphs
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model."""
+        listener = self._listener()
+        if listener is not None:
+            listener.before_forward(module.training, args, kwargs)
+
+    @_torch.outside_compiled_graphs
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook of the model."""
+        listener = self._listener()
+        if listener is not None:
+            listener.after_forward(args, kwargs, output)
+
+    @_torch.outside_compiled_graphs
+    def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
+        """Forward hook of the criterion."""
+        listener = self._listener()
+        if listener is None or not isinstance(loss, Tensor) or not loss.requires_grad:
+            return
+        logits = args[0] if args else kwargs.get("input")
+        targets = args[1] if len(args) > 1 else kwargs.get("target")
+        listener.after_criterion((args, kwargs), logits, targets, loss)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
+        return _inert()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_inert, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def _inert() -> ModuleHooks:
+    hooks = ModuleHooks.__new__(ModuleHooks)
+    hooks._listener, hooks._handles = _nothing, []
+    return hooks
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is one of this class."""
+    return isinstance(getattr(hook, "__self__", None), ModuleHooks)
+
+
+def replace_others(model: nn.Module) -> None:
+    """Tell the optimizers that have their hooks on the model, or on a module inside it, that another one wraps it."""
+    for module in model.modules():
+        owners = [hook.__self__ for _, _, hook in _torch.forward_hooks(module) if is_ours(hook)]
+        for listener in [owner._listener() for owner in owners]:
+            if listener is not None:
+                listener.replaced()
+
+
+def drop_inert_hooks(module: nn.Module) -> None:
+    """Remove what a copied hook left on a copied module."""
+    for table, key, hook in _torch.forward_hooks(module):
+        if is_ours(hook) and not hook.__self__.live:
+            _torch.remove_hook(module, table, key)

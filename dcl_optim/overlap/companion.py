@@ -1,0 +1,178 @@
+"""The companion of ``overlap=True``: its forward runs with the model's, its backward with the model's backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcl_optim import _torch
+from dcl_optim._rng import CPU, RngState, on_device, replayed
+from dcl_optim._tree import tensors_of
+from dcl_optim.companion import Companion, inputs
+from dcl_optim.distances import Distance
+from dcl_optim.distributed import is_sharded
+from dcl_optim.forecaster import ForwardRecord, Scale
+from dcl_optim.overlap.executors import NO_RECOMPUTATION, Executor, executor_for
+
+
+class OverlappedCompanion(Companion):
+    """A companion that starts its work where it can first be done, with the numbers of the serial one.
+
+    All threads of a process share the CPU's generator. So in a worker thread only networks run that draw nothing: the
+    first forward is serial and shows whether they do, and where they draw, all others are serial too. So is a forward
+    inside a mode that belongs to the caller's thread (a default device, a FLOP counter).
+
+    Args:
+        args, options: as for :class:`~dcl_optim.companion.Companion`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._executor: Executor | None = None
+        self._place: torch.device | None = None  # the device that the executor is for
+        self._draws: bool | None = None  # unknown until the first forward has ended
+        self._forecast_to_come: Callable[[], list[Tensor]] | None = None
+        self._backward_to_come: list[Callable[[], None]] = []
+        self._inputs: list[tuple[int, int]] = []
+
+    # ---- the forward -------------------------------------------------------------------------------------------------
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
+        self._abandon()
+        super().before_forward(args, kwargs, rng_state, step)
+        self._choose_executor()
+        if self._executor is None or (self._executor.is_thread and not self._suits_a_thread()):
+            return
+        self._inputs = _fingerprint(args, kwargs)
+        tensors = tensors_of((args, kwargs))
+        batch = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        work = functools.partial(self._forecast, (args, kwargs), batch)
+        if self._executor.is_thread:
+            self._forecast_to_come = self._executor.start(work)
+        else:
+            with replayed(on_device(rng_state, self._place)):
+                self._forecast_to_come = self._executor.start(work)
+
+    def _choose_executor(self) -> None:
+        """Take the executor for the device where the companion is by now.
+
+        Raises:
+            RuntimeError: this companion cannot run concurrently with the model.
+        """
+        device = next(self.module.parameters()).device
+        if device == self._place:
+            return
+        synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())
+        if self._ranks.count > 1 and (synchronised or any(map(is_sharded, self.module.parameters()))):
+            raise RuntimeError(
+                "overlap=True cannot run a companion whose forward talks to other ranks (SyncBatchNorm, sharded "
+                "parameters), since two threads would do so in no fixed order; pass overlap=False"
+            )
+        self._executor, self._place = executor_for(device), device
+
+    def _suits_a_thread(self) -> bool:
+        return self._draws is False and not _torch.thread_has_modes()
+
+    def predict(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
+    ) -> None:
+        to_come, self._forecast_to_come = self._forecast_to_come, None
+        is_thread = self._executor is not None and self._executor.is_thread
+        if is_thread:
+            self._note_draws(rng_state)
+        if to_come is not None:
+            forecast = to_come()
+            self._require_same_inputs(args, kwargs)
+        else:
+            with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
+                forecast = self._forecast((args, kwargs), record.shape[0])
+                if is_thread:
+                    self._note_draws(rng_state)
+                    self._require_no_recomputation(forecast[0])
+        self._keep(forecast, (args, kwargs), record)
+
+    def _note_draws(self, rng_state: RngState) -> None:
+        """Either network may be the one that draws."""
+        if self._draws:
+            return
+        self._draws = not torch.equal(rng_state[CPU], torch.get_rng_state())
+        if self._draws:
+            _torch.warn(
+                "overlap=True: the model draws random numbers in its forward (dropout), which a worker thread cannot "
+                "replay; the companion runs after the model from now on, as with overlap=False"
+            )
+            self.close()
+            self._executor = None
+
+    def _require_same_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _fingerprint(args, kwargs) != self._inputs:
+            self.pause()
+            raise RuntimeError(
+                "overlap=True: the model's inputs were changed or replaced while it ran (by a forward pre-hook, or in "
+                "place by the model), so the companion may have seen others; pass overlap=False"
+            )
+
+    @staticmethod
+    def _require_no_recomputation(logits: Tensor) -> None:
+        """Refuse reentrant checkpoints; the executor refuses the others itself."""
+        seen, waiting = set(), [logits.grad_fn]
+        while waiting:
+            node: Any = waiting.pop()
+            if node is not None and node not in seen:
+                if node.name() == "CheckpointFunctionBackward":
+                    raise RuntimeError(NO_RECOMPUTATION)
+                seen.add(node)
+                waiting += [before for before, _ in node.next_functions]
+
+    # ---- the backward ------------------------------------------------------------------------------------------------
+
+    def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
+        super().observe(record, distance, alpha, scale)
+        if self._pending and self._executor is not None:
+            pending, self._pending = self._pending, []
+            work = functools.partial(self._run_backward_of, pending)
+            self._backward_to_come.append(self._executor.start(work))
+
+    def _run_backward(self) -> None:
+        while self._backward_to_come:
+            self._backward_to_come.pop(0)()
+        super()._run_backward()
+
+    # ---- the ends ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        super().step()
+        self.pause()
+
+    def forget(self) -> None:
+        self.pause()
+        super().forget()
+        self._backward_to_come = []
+
+    def pause(self) -> None:
+        if self._executor is not None:
+            self._executor.settle()
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+
+    def _abandon(self) -> None:
+        """Drop a forecast that was not asked for, since the model's forward raised."""
+        if self._forecast_to_come is not None:
+            self._forecast_to_come = None
+            self.pause()
+            torch.clear_autocast_cache()  # of what the companion has cast since the region ended that it began in
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._run_backward()
+        return super().__getstate__() | {"_forecast_to_come": None}
+
+
+def _fingerprint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+    """Which tensors the inputs are, and how often they have been written to."""
+    return [(id(tensor), _torch.version_of(tensor)) for tensor in tensors_of((args, kwargs))]

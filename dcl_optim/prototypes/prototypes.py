@@ -1,0 +1,269 @@
+"""Class prototypes: one vector of logits per class in place of a second network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim import distances
+from dcl_optim._validation import check_tensors
+from dcl_optim.distances import Distance
+from dcl_optim.distributed import Ranks
+from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
+from dcl_optim.prototypes.targets import to_classes
+
+REDUCTIONS = (*distances.REDUCTIONS, "per_class")
+MOST_BYTES = 2**30  # of the (K, K) prototypes
+
+
+class Prototypes(Forecaster):
+    r"""The prototypes :math:`p^k` of Deep Companion Prototype (the paper's appendix, Equations 5 and 6).
+
+    Forecast: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
+    weigh :math:`t_{ik}` in class k's mean, which for one-hot labels is the same thing. Rows of an ignored label, and
+    of a class that no step has seen, have no forecast and give no penalty. Learning, with :math:`n_k` rows of class k:
+
+    .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
+        = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
+
+    In this form a step of one process touches no more than the rows of its own classes. The first mean becomes the
+    prototype.
+
+    Args:
+        num_classes: K, at least 1; the logits must have as many.
+        per_class: average the penalty within each class and sum over the classes (one reading of Equation 5)
+            instead of averaging over the batch.
+        ignore_index: the label of rows to leave out.
+        like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
+        ranks: the ranks that train the model together.
+
+    Raises:
+        ValueError: so many classes that the prototypes would take more than 1 GiB.
+
+    Examples:
+        >>> ranks = Ranks(torch.nn.Linear(4, 3), process_group=None)
+        >>> Prototypes(3, per_class=False, ignore_index=-100, like=torch.zeros(()), ranks=ranks).values.shape
+        torch.Size([3, 3])
+    """
+
+    replays_draws = False
+
+    def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
+        wide = torch.promote_types(like.dtype, torch.float32)
+        size = num_classes**2 * wide.itemsize
+        if size > MOST_BYTES:
+            raise ValueError(
+                f"num_classes={num_classes}: the prototypes, a vector of logits for each class, would take "
+                f"{size / 2**30:.1f} GiB, more than 1; take DCLOptimizer, which has none"
+            )
+        self._num_classes, self._per_class, self._ignore_index = num_classes, per_class, ignore_index
+        self._ranks = ranks
+        # Row K is of no class, and stays zero: ignored labels are K.
+        self._rows = torch.zeros(num_classes + 1, num_classes, dtype=wide, device=like.device)
+        self._seen = torch.zeros(num_classes + 1, dtype=torch.bool, device=like.device)
+        self._all_seen = False  # as far as is known without synchronising a device
+        self._has_checked_shares = False
+        self.forget()
+
+    @property
+    def seen(self) -> Tensor:
+        """Which classes have a prototype, (K,) bool."""
+        return self._seen[:-1]
+
+    @property
+    def values(self) -> Tensor:
+        """A copy of all prototypes, (K, K); zero for a class that no step has seen."""
+        return self._rows[:-1].clone()
+
+    # ---- the penalty: 1/N Σ_i Δ(z_i, p^{y_i}) ------------------------------------------------------------------------
+
+    def before_forward(self, *arguments: Any) -> None:
+        self._ranks.find()
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: Any) -> None:
+        """Nothing yet: the labels may come with the criterion."""
+
+    def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
+        self._follow_place(record.logits)
+        z = record.logits.to(self._rows.dtype)
+        classes = self._classes_of(record)
+        if self._per_class:
+            return self._penalty_per_class(z, classes, distance)
+        record.forecast, known = self._forecast(record, classes)
+        labelled = max(len(classes), 1) if record.all_labelled else self._count_labelled(classes)
+        if getattr(distance, "func", None) is distances.mse:
+            departure = distances.difference(z, record.forecast)
+            if known is not None:
+                departure = departure.masked_fill(~known[:, None], 0.0)
+            mean = distance.keywords["reduction"] == "mean"  # type: ignore[attr-defined]
+            return distances.squared(departure, labelled * (self._num_classes if mean else 1))
+        if known is None:
+            return distances.value_and_gradient(distance, z, record.forecast)
+        return _penalty_of_some(z, record.forecast, known, labelled, distance)
+
+    def _classes_of(self, record: ForwardRecord) -> Tensor:
+        """The class of each row (N,), K where ignored, or its shares in all classes (N, K)."""
+        if record.classes is None:
+            given = record.criterion_targets if record.targets is None else record.targets
+            if given is None:
+                raise RuntimeError(
+                    "a training forward reached its backward without labels: pass the loss module as criterion=, "
+                    "name the model's keyword with them as targets=, or call set_targets(labels) right before the "
+                    "forward"
+                )
+            look = not self._has_checked_shares
+            record.classes, record.all_labelled = to_classes(given, record, self._num_classes, self._ignore_index, look)
+            self._has_checked_shares |= record.classes.ndim == 2
+        return record.classes
+
+    def _forecast(self, record: ForwardRecord, classes: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows' forecasts, (N, K), and which rows have one; None for all."""
+        if classes.ndim == 1:
+            forecast = self._rows.index_select(0, classes)
+            if self._all_seen and record.all_labelled:
+                return forecast, None
+            known = self._seen.index_select(0, classes)
+        else:
+            columns, shares = self._columns(classes.to(self._rows.dtype))
+            forecast = shares @ self._rows.index_select(0, columns)
+            known = ~((shares > 0) & ~self._seen.index_select(0, columns)).any(1)
+        looked = known.device.type == "cpu" and bool(known.all())
+        return forecast, None if looked else known
+
+    def _columns(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes that soft labels are about, (M,), and each row's shares in them, (N, M).
+
+        On an accelerator all classes, since finding those that have a share would synchronise it.
+        """
+        if shares.device.type != "cpu":
+            return torch.arange(self._num_classes, device=shares.device), shares
+        classes = (shares != 0).any(0).nonzero().flatten()
+        return classes, shares.index_select(1, classes)
+
+    def _count_labelled(self, classes: Tensor) -> float | Tensor:
+        if classes.ndim == 2:
+            return max(len(classes), 1)
+        count = (classes < self._num_classes).sum(dtype=self._rows.dtype).clamp(min=1)
+        return count.item() if count.device.type == "cpu" else count
+
+    def _penalty_per_class(self, z: Tensor, classes: Tensor, distance: Distance) -> tuple[Tensor, Tensor]:
+        if classes.ndim == 2:
+            raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
+        rows = self._seen.index_select(0, classes).nonzero().flatten()
+        if not len(rows):
+            return z.new_zeros(()), torch.zeros_like(z)
+        rows = rows[classes[rows].argsort(stable=True)]
+        classes = classes[rows]
+        sizes = classes.unique_consecutive(return_counts=True)[1].tolist()
+
+        def summed(z: Tensor, forecast: Tensor) -> Tensor:
+            parts = zip(z.split(sizes), forecast.split(sizes), strict=True)
+            return torch.stack([distance(*part) for part in parts]).sum()
+
+        value, gradient = distances.value_and_gradient(summed, z[rows], self._rows[classes])
+        return value, torch.zeros_like(z).index_copy_(0, rows, gradient)
+
+    # ---- learning: p^k ← p^k + (1 - α)/n_k Σ (z_i - p^k) -------------------------------------------------------------
+
+    def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
+        self._alpha = alpha
+        z, classes = record.logits.to(self._rows.dtype), self._classes_of(record)
+        if classes.ndim == 2:
+            classes, shares = self._columns(classes.to(z.dtype))
+            numbers = shares.sum(0)
+            departures = (shares.T @ z).addcmul_(numbers[:, None], self._rows.index_select(0, classes), value=-1.0)
+        else:
+            forecast = self._rows.index_select(0, classes) if record.forecast is None else record.forecast
+            departures, numbers = distances.difference(z, forecast), z.new_ones(len(classes))
+            if not record.all_labelled:
+                labelled = classes < self._num_classes
+                departures, numbers = departures.masked_fill(~labelled[:, None], 0.0), labelled.to(z.dtype)
+        self._departures.append((classes, departures))
+        if self._counts is None:
+            self._counts = z.new_zeros(self._num_classes + 1)
+        self._counts.index_add_(0, classes, numbers)
+        if len(self._departures) > 1 and sum(len(classes) for classes, _ in self._departures) > 2 * self._num_classes:
+            self._departures = [self._summed_by_class()]
+
+    def _summed_by_class(self) -> tuple[Tensor, Tensor]:
+        """The departures of all forwards since the last step, one sum for each class."""
+        sums = torch.zeros_like(self._rows)
+        for classes, departures in self._departures:
+            sums.index_add_(0, classes, departures)
+        return torch.arange(len(sums), device=sums.device), sums
+
+    def step(self) -> None:
+        counts = self._counts
+        if counts is None:
+            return
+        if self._ranks.count > 1:
+            self._departures = [self._summed_by_class()]
+            self._ranks.add_up(counts)
+            self._ranks.add_up(self._departures[0][1])
+        shares = counts.clamp(min=1e-30).reciprocal()  # a class without rows has departures of zero
+        weights = shares * (1.0 - self._alpha)
+        if not self._all_seen:
+            weights = torch.where(self._seen, weights, shares)
+            self._seen |= counts > 0
+            self._all_seen = counts.device.type == "cpu" and bool(self.seen.all())
+        for classes, departures in self._departures:
+            self._rows.index_add_(0, classes, departures * weights.index_select(0, classes)[:, None])
+        self.forget()
+
+    def forget(self) -> None:
+        self._departures: list[tuple[Tensor, Tensor]] = []  # since the last step: classes, sums of z - p of one each
+        self._counts: Tensor | None = None  # the rows of each class since then, (K + 1,)
+        self._alpha = 0.0
+
+    def _follow_place(self, z: Tensor) -> None:
+        """Follow the model to another device, and to a wider dtype."""
+        dtype = torch.promote_types(self._rows.dtype, z.dtype)
+        if self._rows.device != z.device or self._rows.dtype != dtype:
+            self._rows, self._seen = self._rows.to(z.device, dtype), self._seen.to(z.device)
+
+    # ---- the state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "seen": self.seen.clone()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        classes = self._num_classes
+        if "table" not in state:
+            whole = torch.empty(classes, classes, device="meta")
+            check_tensors(state, {"values": whole, "seen": whole[0]}, "prototypes")
+            return
+        named, rows = state["table"]  # before the second edition, for many classes
+        like = torch.empty(len(named), device="meta")
+        expected = {"classes": like, "rows": like[:, None].expand(-1, classes)}
+        check_tensors({"classes": named, "rows": rows}, expected, "prototypes")
+        if len(named) and (named.min() < 0 or named.max() >= classes or len(named.unique()) < len(named)):
+            raise ValueError(f"the state of the prototypes names classes twice or outside of 0..{classes - 1}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.forget()
+        if "table" in state:
+            classes, rows = (tensor.to(self._rows.device) for tensor in state["table"])
+        else:
+            classes = state["seen"].nonzero().flatten().to(self._rows.device)
+            rows = state["values"].to(self._rows.device)[classes]
+        self._rows = torch.zeros_like(self._rows).index_copy_(0, classes, rows.to(self._rows.dtype))
+        self._seen = torch.zeros_like(self._seen).index_fill_(0, classes, True)
+        self._all_seen = self._seen.device.type == "cpu" and bool(self.seen.all())
+
+
+def _penalty_of_some(
+    z: Tensor, forecast: Tensor, known: Tensor, labelled: float | Tensor, distance: Distance
+) -> tuple[Tensor, Tensor]:
+    """The penalty of the rows that have a forecast, averaged over the labelled ones."""
+    if getattr(distance, "func", None) in (distances.l1, distances.kl):
+        # These vanish, with their gradient, where the forecast is z itself: no need to know which rows.
+        share = len(z) / labelled
+        value, gradient = distances.value_and_gradient(distance, z, torch.where(known[:, None], forecast, z))
+        return value * share, gradient * share
+    if not known.any():
+        return z.new_zeros(()), torch.zeros_like(z)
+    share = known.sum() / labelled
+    value, gradient = distances.value_and_gradient(distance, z[known], forecast[known])
+    return value * share, torch.zeros_like(z).masked_scatter_(known[:, None], gradient * share)
