@@ -321,7 +321,7 @@ def test_a_thousand_steps_keep_no_more_memory_than_ten(wrapper):
         for step, batch in itertools.islice(schedule, steps):
             step(optimizer, *batch)
         if wrapper == "DCL, overlap":
-            optimizer.forecaster._overlap.lane.close()  # a worker drops its last piece of work when it likes
+            optimizer.forecaster.close()  # a worker drops its last piece of work when it likes
         gc.collect()
         return live_tensors(), items_in_containers(), sys.getallocatedblocks()
 

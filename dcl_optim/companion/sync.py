@@ -174,6 +174,6 @@ class CompanionSync:
 def _refuse(added: dict[str, nn.Parameter]) -> None:
     if added:
         raise RuntimeError(
-            f"the model's parameters {list(added)[:5]} were added or replaced since it was wrapped, and the companion has "
-            "none of them: wrap the model again"
+            f"the model's parameters {list(added)[:5]} were added or replaced since it was wrapped, and the companion "
+            "has none of them: wrap the model again"
         )
