@@ -202,10 +202,9 @@ class Prototypes(Forecaster):
             self._departures = [self._summed_by_class()]
             self._ranks.add_up(counts)
             self._ranks.add_up(self._departures[0][1])
-        shares = counts.clamp(min=1e-30).reciprocal()  # a class without rows has departures of zero
-        weights = shares * (1.0 - self._alpha)
+        weights = (1.0 - self._alpha) / counts.clamp(min=1e-30)  # a class without rows has departures of zero
         if not self._all_seen:
-            weights = torch.where(self._seen, weights, shares)
+            weights = torch.where(self._seen, weights, counts.clamp(min=1e-30).reciprocal())
             self._seen |= counts > 0
             self._all_seen = counts.device.type == "cpu" and bool(self.seen.all())
         for classes, departures in self._departures:
