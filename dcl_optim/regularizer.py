@@ -286,7 +286,7 @@ class Regularizer:
         return next(gradients_of(self._base), None) is not None
 
     def _gradients_are_gone(self) -> bool:
-        """Whether the gradients of the last backwards were cleared without a step: by the script, or a scaler's skip."""
+        """Whether the gradients of the last backwards were cleared without a step, as where a scaler skips it."""
         if self.state.cleared:
             return True
         first = next(gradients_of(self._base), None)

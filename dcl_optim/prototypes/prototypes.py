@@ -86,6 +86,7 @@ class Prototypes(Forecaster):
         """Nothing yet: the labels may come with the criterion."""
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
+        self._difference = None
         self._follow_place(record.logits)
         z = record.logits.to(self._rows.dtype)
         classes = self._classes_of(record)
@@ -94,7 +95,7 @@ class Prototypes(Forecaster):
         record.forecast, known = self._forecast(record, classes)
         labelled = max(len(classes), 1) if record.all_labelled else self._count_labelled(classes)
         if getattr(distance, "func", None) is distances.mse:
-            departure = distances.difference(z, record.forecast)
+            departure = self._difference = distances.difference(z, record.forecast)
             if known is not None:
                 departure = departure.masked_fill(~known[:, None], 0.0)
             mean = distance.keywords["reduction"] == "mean"  # type: ignore[attr-defined]
@@ -175,11 +176,13 @@ class Prototypes(Forecaster):
             numbers = shares.sum(0)
             departures = (shares.T @ z).addcmul_(numbers[:, None], self._rows.index_select(0, classes), value=-1.0)
         else:
-            forecast = self._rows.index_select(0, classes) if record.forecast is None else record.forecast
-            departures, numbers = distances.difference(z, forecast), z.new_ones(len(classes))
+            departures, numbers = self._difference, z.new_ones(len(classes))
+            if departures is None:
+                departures = distances.difference(z, self._rows.index_select(0, classes))
             if not record.all_labelled:
                 labelled = classes < self._num_classes
                 departures, numbers = departures.masked_fill(~labelled[:, None], 0.0), labelled.to(z.dtype)
+        self._difference = None
         self._departures.append((classes, departures))
         if self._counts is None:
             self._counts = z.new_zeros(self._num_classes + 1)
@@ -213,6 +216,7 @@ class Prototypes(Forecaster):
 
     def forget(self) -> None:
         self._departures: list[tuple[Tensor, Tensor]] = []  # since the last step: classes, sums of z - p of one each
+        self._difference: Tensor | None = None  # of the penalty that was computed last, z - p, with hard labels
         self._counts: Tensor | None = None  # the rows of each class since then, (K + 1,)
         self._alpha = 0.0
 
