@@ -126,7 +126,7 @@ class ForecastOptimizer(OptimizerWrapper):
         try:
             if closure is None:
                 self.forecaster.backward()  # ω's gradients: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z))  (Equation 4)
-                regularizer.stop_observing()
+                regularizer.begin_base_step()
                 loss = self.base.step()  # θ's, since the backward: ∇_θ [ℓ(z, y) + λ Δ(z, stop(c))]  (Equation 2)
             else:
                 loss = self._step_with(closure)
