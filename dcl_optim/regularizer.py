@@ -37,6 +37,7 @@ class StepState:
     Attributes:
         backwards: backwards through the logits of training forwards.
         observing: whether the forecaster observes forwards; not while the base evaluates the model again in its step.
+        stepping: whether the base is in its step, without a closure.
         cleared: whether ``zero_grad`` was called since the last backward.
         backward: the last backward that brought a gradient to logits, by autograd's number.
         has_gradients: whether there were gradients of others when the last forward began.
@@ -46,6 +47,7 @@ class StepState:
 
     backwards: int = 0
     observing: bool = True
+    stepping: bool = False
     cleared: bool = False
     backward: int = -1
     has_gradients: bool = False
@@ -257,9 +259,13 @@ class Regularizer:
         """The forecaster has its gradients: forwards until the next step are evaluations inside the base's."""
         self.state.observing = False
 
+    def begin_base_step(self) -> None:
+        """The base steps without a closure; if it evaluates the model itself (GSAM), the first one is observed."""
+        self.state.stepping, self.state.observing = True, not self.state.backwards
+
     def resume_observing(self) -> None:
         """The base's step has raised."""
-        self.state.observing, self.state.penalties = True, None
+        self.state.observing, self.state.stepping, self.state.penalties = True, False, None
 
     def collect_penalties(self) -> list[Tensor]:
         """Begin an evaluation whose penalties are wanted; the list that they are going to be in."""
@@ -316,7 +322,11 @@ class Regularizer:
 
     def _forget_step(self) -> None:
         """Drop what was counted; if the base is evaluating the model again in its step, that was learned from."""
-        if self.state.backwards and self.state.observing:
+        if not self.state.backwards or not self.state.observing:
+            return
+        if self.state.stepping:  # the gradients of its first evaluation: the next one is elsewhere
+            self.stop_observing()
+        else:
             self.forecaster.forget()
             self.state = StepState(cleared=self.state.cleared, penalties=self.state.penalties)
 

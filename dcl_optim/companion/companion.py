@@ -231,6 +231,7 @@ class Companion(Forecaster):
         getattr(self.optimizer, mode, _nothing)()
 
     def create_state(self) -> None:
+        self._optimizer.follow_options()  # the learning rate is 0 for now
         if not self.optimizer.state:
             self._optimizer.fill_gradients()
             self.optimizer.step()
