@@ -22,7 +22,8 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
     while isinstance(inner, nn.Module):
         yield inner
         parallel = isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        inner = inner.module if parallel else _torch.inner_module(inner)
+        held: Any = inner.module if parallel else _torch.inner_module(inner)
+        inner = held
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -98,7 +99,7 @@ class Ranks:
 def _group_of(model: nn.Module) -> Any:
     parallel = [nn.parallel.DistributedDataParallel]
     parallel += filter(None, [getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)])
-    for module in (*layers(model), _torch.running_ddp()):
+    for module in filter(None, (*layers(model), _torch.running_ddp())):
         if isinstance(module, tuple(parallel)):
             return module.process_group
     sharded = any(map(is_sharded, [*model.parameters(), *model.buffers()]))

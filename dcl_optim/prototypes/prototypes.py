@@ -49,6 +49,8 @@ class Prototypes(Forecaster):
     """
 
     replays_draws = False
+    _departures: list[tuple[Tensor, Tensor]]  # since the last step: classes, sums of z - p of one each
+    _counts: Tensor | None  # the rows of each class since then, (K + 1,)
 
     def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
@@ -213,9 +215,7 @@ class Prototypes(Forecaster):
         self.forget()
 
     def forget(self) -> None:
-        self._departures: list[tuple[Tensor, Tensor]] = []  # since the last step: classes, sums of z - p of one each
-        self._counts: Tensor | None = None  # the rows of each class since then, (K + 1,)
-        self._alpha = 0.0
+        self._departures, self._counts, self._alpha = [], None, 0.0
 
     def _follow_place(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""
