@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter, is_not, itemgetter
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not, itemgetter
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,6 +28,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The gradients of those that have one."""
     return filter(_exists, map(_gradient, chain.from_iterable(map(_parameters, optimizer.param_groups))))
+
+
+def without_gradient(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that have none."""
+    missing = map(is_, map(_gradient, parameters_of(optimizer)), repeat(None))
+    return list(compress(parameters_of(optimizer), missing))
 
 
 def inner_of(base: Optimizer) -> Optimizer:

@@ -61,13 +61,21 @@ class Ranks:
         if not known and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model, self._given = model, process_group
+        self._forget()
+
+    def _forget(self) -> None:
         self._group: Any = None
+        self._has_looked = False
         self.count = 1
 
     def find(self) -> None:
         """Look for the model's group, at a forward of the model; one that was found stays."""
         if self._group is None and self._given is not None and dist.is_available() and dist.is_initialized():
-            self._group = _group_of(self._model) if isinstance(self._given, str) else self._given
+            if not isinstance(self._given, str):
+                self._group = self._given
+            else:  # later only for what may have come since
+                self._group = _group_of(_torch.running_ddp()) if self._has_looked else _group_of_model(self._model)
+            self._has_looked = True
             self.count = 1 if self._group is None else dist.get_world_size(self._group)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -93,21 +101,32 @@ class Ranks:
         return Ranks(copy.deepcopy(self._model, memo), self._given)  # which looks for its own model's group
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_group": None, "count": 1}
+        return self.__dict__ | {"_group": None, "_has_looked": False, "count": 1}
 
 
-def _group_of(model: nn.Module) -> Any:
-    parallel = [nn.parallel.DistributedDataParallel]
-    parallel += filter(None, [getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)])
-    for module in filter(None, (*layers(model), _torch.running_ddp())):
-        if isinstance(module, tuple(parallel)):
-            return module.process_group
-    sharded = any(map(is_sharded, [*model.parameters(), *model.buffers()]))
-    return dist.group.WORLD if sharded else None
+def _group_of_model(model: nn.Module) -> Any:
+    for module in (*layers(model), _torch.running_ddp()):
+        group = _group_of(module)
+        if group is not None:
+            return group
+    return dist.group.WORLD if _any_sharded([*model.parameters(), *model.buffers()]) else None
+
+
+def _group_of(module: nn.Module | None) -> Any:
+    """The group of a module that wraps another for data parallelism; None for any other."""
+    fully_sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", nn.DataParallel)
+    is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, fully_sharded))
+    return getattr(module, "process_group", None) if is_wrapper else None
+
+
+def _any_sharded(tensors: list[Tensor]) -> bool:
+    """Whether some are, with no work in Python that grows with their number."""
+    return any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values()))
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if not is_sharded(tensor)]
+    tensors = list(tensors)
+    return [tensor for tensor in tensors if not is_sharded(tensor)] if _any_sharded(tensors) else tensors
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -218,7 +218,7 @@ class Regularizer:
             return None
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             return None
-        if self.state.cleared and not record.counted:
+        if self.state.backwards and not record.counted and self._is_first_after_clearing(backward):
             self._forget_step()
         state, record.added_in = self.state, backward
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
@@ -300,6 +300,13 @@ class Regularizer:
         if state.written is None or (state.written[0]() is first and state.written[1] == version_of(first)):
             return False
         return not any(bool(gradient.any()) for gradient in gradients_of(self._base))
+
+    def _is_first_after_clearing(self, backward: int) -> bool:
+        """Whether a backward comes after gradients were cleared between its forward and itself."""
+        state = self.state
+        if state.backward == backward or state.written is None:  # of several forwards together; no gradient so far
+            return state.cleared
+        return self._gradients_are_gone()
 
     def _forget_step(self) -> None:
         """Drop what was counted; if the base is evaluating the model again in its step, that was learned from."""

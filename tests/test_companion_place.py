@@ -46,10 +46,10 @@ def _parameters_keep_their_identity() -> Iterator[None]:
 def test_a_given_companion_follows_the_model_and_keeps_its_dtype() -> None:
     model = mlp()
     optimizer = wrap(model, companion=small().float(), loss_scale=1.0)
-    optimizer.forecaster._follower.follow()
+    optimizer.forecaster._sync.follow()
     assert devices(optimizer.companion) == {torch.device("cpu")}
     model.to(META)
-    optimizer.forecaster._follower.follow()
+    optimizer.forecaster._sync.follow()
     assert devices(optimizer.companion) == {META}
     assert optimizer.companion.weight.dtype == torch.float32
 
@@ -60,7 +60,7 @@ def test_what_is_spread_over_devices_is_left_where_it_is(spread: str) -> None:
     (model if spread == "model" else companion)[2].to(META)
     optimizer = wrap(model.to(META) if spread == "companion" else model, companion=companion)
     before = [parameter.device for parameter in companion.parameters()]
-    optimizer.forecaster._follower.follow()
+    optimizer.forecaster._sync.follow()
     assert [parameter.device for parameter in optimizer.companion.parameters()] == before
 
 

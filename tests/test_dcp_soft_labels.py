@@ -116,5 +116,5 @@ def test_a_device_is_looked_at_in_the_first_soft_batch_only():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="meta"):
                 backward(soft)
-        optimizer.forecaster._shares_checked = True
+        optimizer.forecaster._has_checked_shares = True
         backward(soft)

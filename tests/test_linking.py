@@ -25,7 +25,7 @@ def scales(optimizer, loss):
     """What each forward's loss was multiplied by, in the order of the forwards."""
     forwards = [reference() for reference in optimizer._regularizer._records]
     loss.backward()
-    return [forward.loss_scale for forward in forwards]
+    return [forward.criterion_scale[1] for forward in forwards]
 
 
 def both(outputs):
@@ -175,5 +175,5 @@ def test_two_empty_batches_are_two_forwards():
     model, optimizer = wrapped(criterion)
     first, second = model(A[0][:0]), model(B[0][:0])
     criterion(second, B[1][:0])
-    assert [reference().surely_linked for reference in optimizer._regularizer._records] == [False, True]
+    assert [reference().is_criterion_input for reference in optimizer._regularizer._records] == [False, True]
     del first

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -164,6 +165,8 @@ def test_a_step_does_no_more_python_for_more_layers(scenario):
 
 def test_a_step_of_several_processes_does_no_more_python_for_more_layers():
     with two_processes():
+        group = {"process_group": dist.group.WORLD}
+        assert_flat(*(work_of_a_step(dcl(Deep(layers), **group), plain) for layers in (2, 20, 200)))
         assert_flat(*(work_of_a_step(dcl(Deep(layers)), plain) for layers in (2, 20, 200)))
 
 
@@ -240,7 +243,7 @@ def softly(optimizer: Any, x: Tensor, y: Tensor) -> None:
 
 def past_first_soft_batch(optimizer: Any) -> Any:
     """The first one is looked at, which is not for every step."""
-    optimizer.forecaster._shares_checked = True
+    optimizer.forecaster._has_checked_shares = True
     return optimizer
 
 
@@ -318,7 +321,7 @@ def test_a_thousand_steps_keep_no_more_memory_than_ten(wrapper):
         for step, batch in itertools.islice(schedule, steps):
             step(optimizer, *batch)
         if wrapper == "DCL, overlap":
-            optimizer.forecaster._overlap.lane.close()  # a worker drops its last piece of work when it likes
+            optimizer.forecaster.close()  # a worker drops its last piece of work when it likes
         gc.collect()
         return live_tensors(), items_in_containers(), sys.getallocatedblocks()
 
@@ -347,7 +350,7 @@ def test_a_step_beside_the_model_leaves_nothing_to_the_garbage_collector():
         for _ in range(2):
             for _ in range(3):
                 plain(optimizer, *batch)
-            optimizer.forecaster._overlap.lane.close()
+            optimizer.forecaster.close()
             kept.append(live_tensors())
     assert kept[0] == kept[1]
 

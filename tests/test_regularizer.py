@@ -45,7 +45,9 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
     with_extra = []
     for use in (False, True):
         model = mlp()
-        optimizer = wrap(model)
+        optimizer = wrap(
+            model, criterion=nn.CrossEntropyLoss()
+        )  # whose calls are linked to forwards by weak references
         for x, y in batches(5):
             optimizer.zero_grad()
             if use:

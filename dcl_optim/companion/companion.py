@@ -225,7 +225,7 @@ class Companion(Forecaster):
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
     def base_changed(self) -> None:
-        self._sync.follow_parameters()
+        self._sync.follow_base()
 
     def set_mode(self, mode: str) -> None:
         getattr(self.optimizer, mode, _nothing)()

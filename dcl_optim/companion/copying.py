@@ -73,7 +73,9 @@ def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
     """
     dropped = not_copied_hooks(model)
     held = [parameter for parameter in model.parameters() if share_frozen and not parameter.requires_grad]
-    memo = {id(value): value for value in (*held, *_not_to_copy(model), *(hook for _, hook in dropped))}
+    functions = [hook for m in model.modules() for _, _, hook in all_hooks(m) if _is_function(hook)]
+    as_they_are = (*held, *_not_to_copy(model), *functions, *(hook for _, hook in dropped))
+    memo = {id(value): value for value in as_they_are}
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -109,6 +111,10 @@ def _is_copied(hook: Any, held: set[int]) -> bool:
         owner = inner.__self__ if isinstance(inner, MethodType) else inner
         belongs = id(owner) in held or type(owner).__module__.startswith(("torch.", __name__))
     return belongs and all(map(_is_constant, arguments))
+
+
+def _is_function(hook: Any) -> bool:
+    return isinstance(_without_arguments(hook)[0], FunctionType)
 
 
 def _without_arguments(hook: Any) -> tuple[Any, list[Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import _rng
-from dcl_optim._optim import inner_of, is_torchs_own, parameters_of
+from dcl_optim._optim import inner_of, is_torchs_own, parameters_of, without_gradient
 from dcl_optim._torch import version_of
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -194,8 +194,8 @@ class CompanionOptimizer:
 
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none."""
-        for parameter in parameters_of(self.optimizer):
-            if parameter.grad is None and parameter.requires_grad:
+        for parameter in without_gradient(self.optimizer):
+            if parameter.requires_grad:  # not in the placeholders
                 parameter.grad = torch.zeros_like(parameter)
 
     # ---- the state ---------------------------------------------------------------------------------------------------

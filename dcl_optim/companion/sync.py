@@ -49,6 +49,7 @@ class CompanionSync:
         self._started = False
         if is_copy and called is self._model:
             copying.ignore_inputs_of_pre_hooks(companion)
+        self._known = list(self._model.parameters())
         self._note_parameters()
 
     def follow(self) -> None:
@@ -70,22 +71,31 @@ class CompanionSync:
         if self._trained_elsewhere[0]:
             self._follow_elsewhere()
 
+    def follow_base(self) -> None:
+        """Take over parameters that the base trains by now; of a changed model only those that are not new.
+
+        Raises:
+            RuntimeError: the base trains parameters of the model that it did not have when it was wrapped.
+        """
+        if self._is_copy:
+            unknown, trained = self._unknown(), {id(parameter) for parameter in parameters_of(self._optimizer.base)}
+            _refuse({name: parameter for name, parameter in unknown.items() if id(parameter) in trained})
+            if unknown:
+                self._optimizer.follow_parameters()
+            else:
+                self.follow_parameters()
+
+    def _unknown(self) -> dict[str, nn.Parameter]:
+        known = {id(parameter) for parameter in self._known}
+        return {name: parameter for name, parameter in self._model.named_parameters() if id(parameter) not in known}
+
     def follow_parameters(self) -> None:
         """Take over parameters that the model trains by now.
 
         Raises:
-            RuntimeError: the base trains parameters of the model that the companion does not have.
+            RuntimeError: the model has parameters that it did not have when it was wrapped.
         """
-        if not self._is_copy:
-            return
-        ours = {name for name, _ in self._companion.named_parameters()}
-        trained = {id(parameter) for parameter in parameters_of(self._optimizer.base)}
-        strange = [n for n, p in self._model.named_parameters() if id(p) in trained and n not in ours]
-        if strange:
-            raise RuntimeError(
-                f"the model has parameters {strange[:5]} that it did not have when it was wrapped, and the companion "
-                "has none of these: after adding or replacing layers wrap the model again"
-            )
+        _refuse(self._unknown())
         copying.copy_unfrozen(self._model, self._companion)
         copying.move(self._companion, self._device, self._dtype)
         self._optimizer.follow_parameters()
@@ -159,3 +169,11 @@ class CompanionSync:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_started": False}  # torch leaves the compiled call out of copies
+
+
+def _refuse(added: dict[str, nn.Parameter]) -> None:
+    if added:
+        raise RuntimeError(
+            f"the model's parameters {list(added)[:5]} were added or replaced since it was wrapped, and the companion "
+            "has none of them: wrap the model again"
+        )

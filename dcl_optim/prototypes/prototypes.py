@@ -222,6 +222,8 @@ class Prototypes(Forecaster):
         dtype = torch.promote_types(self._rows.dtype, z.dtype)
         if self._rows.device != z.device or self._rows.dtype != dtype:
             self._rows, self._seen = self._rows.to(z.device, dtype), self._seen.to(z.device)
+            self._departures = [(classes.to(z.device), kept.to(z.device, dtype)) for classes, kept in self._departures]
+            self._counts = None if self._counts is None else self._counts.to(z.device, dtype)
 
     # ---- the state ---------------------------------------------------------------------------------------------------
 
