@@ -99,7 +99,7 @@ class Prototypes(Forecaster):
             departure = distances.difference(z, record.forecast)
             if known is not None:
                 departure = departure.masked_fill(~known[:, None], 0.0)
-            mean = distance.keywords["reduction"] == "mean"  # type: ignore[attr-defined]
+            mean = distances.reduction_of(distance) == "mean"
             return distances.squared(departure, labelled * (self._num_classes if mean else 1))
         if known is None:
             return distances.value_and_gradient(distance, z, record.forecast)
