@@ -48,11 +48,16 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
 def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tensor:
     """Lay rows out in the shape that :func:`to_rows` flattened.
 
+    Args:
+        rows: (N, K).
+        shape: the shape to give back, with N·K elements.
+        class_dim: as in :func:`to_rows`.
+
     Examples:
         >>> from_rows(torch.zeros(32, 10), (2, 10, 4, 4)).shape
         torch.Size([2, 10, 4, 4])
     """
-    if rows.shape == shape:
+    if len(shape) == 2 and class_dim in (1, -1):
         return rows
     if len(shape) < 2:
         return rows.reshape(shape)
@@ -62,6 +67,10 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
 
 def difference(z: Tensor, c: Tensor) -> Tensor:
     """Subtract c from z; 0 where both are the same infinity.
+
+    Args:
+        z: logits of any shape.
+        c: forecast, same shape.
 
     Examples:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
@@ -194,10 +203,33 @@ def resolve_distance(
     return distance
 
 
+def reduction_of(distance: Distance) -> Reduction:
+    """Give the reduction of mse or l1, as :func:`resolve_distance` made it.
+
+    Args:
+        distance: one of these, with or without options.
+
+    Examples:
+        >>> reduction_of(resolve_distance("mse", "sum_classes")), reduction_of(mse)
+        ('sum_classes', 'mean')
+    """
+    options: dict[str, Reduction] = getattr(distance, "keywords", {})
+    return options.get("reduction", "mean")
+
+
 def depends_on_class_dim(distance: Distance) -> bool:
-    """Whether a distance is another one where the classes are taken for another dimension of the logits."""
-    options = getattr(distance, "keywords", {})
-    return getattr(distance, "func", None) not in (mse, l1) or options.get("reduction") == "sum_classes"
+    """Whether the value changes if another dimension of the logits is taken for the classes.
+
+    Args:
+        distance: (z, c) -> scalar; of one that is none of this module's the answer is yes.
+
+    Examples:
+        >>> [depends_on_class_dim(resolve_distance(name)) for name in DISTANCES]
+        [False, False, True, True]
+        >>> depends_on_class_dim(resolve_distance("mse", "sum_classes"))
+        True
+    """
+    return getattr(distance, "func", distance) not in (mse, l1) or reduction_of(distance) == "sum_classes"
 
 
 def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +258,7 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     if not len(z):  # whose mean is no number
         return z.new_zeros(()), torch.zeros_like(z)
     if getattr(distance, "func", None) is mse:  # whose gradient is known: autograd costs ten times as much
-        return squared(difference(z, c), _terms(z, distance.keywords["reduction"]))  # type: ignore[attr-defined]
+        return squared(difference(z, c), _terms(z, reduction_of(distance)))
     leaf = z.requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         value = distance(leaf, c)
@@ -288,6 +320,6 @@ def companion_gradient(distance: Distance, z: Tensor, c: Tensor, alpha: float) -
     """
     if getattr(distance, "func", None) is mse and len(c):  # in one piece: the target is 1 - α of the way from c to z
         wide = torch.promote_types(z.dtype, torch.float32)
-        terms = _terms(c, distance.keywords["reduction"])  # type: ignore[attr-defined]
-        return difference(c.detach().to(wide), z.to(wide)) * (2.0 * (1.0 - alpha) / terms)
+        step = 2.0 * (1.0 - alpha) / _terms(c, reduction_of(distance))
+        return difference(c.detach().to(wide), z.to(wide)) * step
     return value_and_gradient(distance, c, companion_target(z, c, alpha))[1]

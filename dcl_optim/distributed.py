@@ -22,7 +22,8 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
     while isinstance(inner, nn.Module):
         yield inner
         parallel = isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        inner = inner.module if parallel else _torch.inner_module(inner)
+        held: Any = inner.module if parallel else _torch.inner_module(inner)
+        inner = held
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

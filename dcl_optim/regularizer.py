@@ -74,6 +74,13 @@ class Regularizer:
         state: what has happened since the last optimizer step.
     """
 
+    _records: list[weakref.ref[ForwardRecord]]  # forwards that a criterion may be called on
+    _rng_state: RngState | None  # before the training forward that is running
+    steps: int
+    forwards: int
+    backwards: int
+    last: dict[str, Any]
+
     def __init__(
         self,
         model: nn.Module,
@@ -280,10 +287,8 @@ class Regularizer:
     def load_steps(self, steps: int) -> None:
         """Forget what has happened, and go on from a number of steps, as after loading a state."""
         self.state = StepState()
-        self._records: list[weakref.ref[ForwardRecord]] = []  # forwards that a criterion may be called on
-        self._rng_state: RngState | None = None  # before the training forward that is running
+        self._records, self._rng_state, self.last = [], None, {}
         self.steps, self.forwards, self.backwards = steps, 0, 0
-        self.last: dict[str, Any] = {}
         if self.labels is not None:
             self.labels.forget()
 

@@ -49,6 +49,8 @@ class Prototypes(Forecaster):
     """
 
     replays_draws = False
+    _departures: list[tuple[Tensor, Tensor]]  # since the last step: classes, sums of z - p of one each
+    _counts: Tensor | None  # the rows of each class since then, (K + 1,)
 
     def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
@@ -98,7 +100,7 @@ class Prototypes(Forecaster):
             departure = self._difference = distances.difference(z, record.forecast)
             if known is not None:
                 departure = departure.masked_fill(~known[:, None], 0.0)
-            mean = distance.keywords["reduction"] == "mean"  # type: ignore[attr-defined]
+            mean = distances.reduction_of(distance) == "mean"
             return distances.squared(departure, labelled * (self._num_classes if mean else 1))
         if known is None:
             return distances.value_and_gradient(distance, z, record.forecast)
@@ -215,10 +217,7 @@ class Prototypes(Forecaster):
         self.forget()
 
     def forget(self) -> None:
-        self._departures: list[tuple[Tensor, Tensor]] = []  # since the last step: classes, sums of z - p of one each
-        self._difference: Tensor | None = None  # of the penalty that was computed last, z - p, with hard labels
-        self._counts: Tensor | None = None  # the rows of each class since then, (K + 1,)
-        self._alpha = 0.0
+        self._departures, self._counts, self._difference, self._alpha = [], None, None, 0.0
 
     def _follow_place(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""

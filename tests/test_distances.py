@@ -1,8 +1,9 @@
-"""Distances, chase target and prototype update against values worked out by hand, and their properties."""
+"""Distances and the companion's target against values worked out by hand, and their properties."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -61,42 +62,57 @@ def test_half_precision_is_lifted():
 
 @settings(max_examples=50, deadline=None)
 @given(alpha=st.floats(0, 1), seed=st.integers(0, 1000))
-def test_chase_gradient_of_mse_is_one_minus_alpha_times_the_pull(alpha, seed):
+def test_the_companions_gradient_of_mse_is_one_minus_alpha_times_the_pull(alpha, seed):
     """With mse, alpha only scales the companion's gradient: (1 - alpha) times that of Delta(c, z)."""
     generator = torch.Generator().manual_seed(seed)
     z, c = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
-    _, chase = distances.value_and_gradient(distances.mse, c, distances.companion_target(z, c, alpha))
+    gradient = distances.companion_gradient(distances.mse, z, c, alpha)
     _, pull = distances.value_and_gradient(distances.mse, c, z)
-    torch.testing.assert_close(chase, (1 - alpha) * pull, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, (1 - alpha) * pull, rtol=1e-9, atol=1e-12)
 
 
-def test_class_totals_against_a_loop():
-    torch.manual_seed(0)
-    rows, classes = torch.randn(40, 6, dtype=torch.float64), torch.randint(8, (40,))  # 7 stands for "no class"
-    counts = torch.rand(40, dtype=torch.float64)
-    totals = distances.class_totals(rows, classes, counts, 7)
-    assert totals.shape == (7, 7)
-    for k in range(7):
-        assert_same(totals[k, :-1], rows[classes == k].sum(0), atol=1e-12)
-        assert_same(totals[k, -1], counts[classes == k].sum(), atol=1e-12)
+@pytest.mark.parametrize("options", [{}, {"reduction": "mean"}, {"reduction": "sum_classes"}])
+def test_what_is_computed_directly_for_mse_is_autograds(options):
+    """The shortcuts are taken for a partial of mse; a function that calls it goes through autograd."""
+    shortcut = partial(distances.mse, **options)
+    assert_same(
+        distances.value_and_gradient(shortcut, Z, C),
+        distances.value_and_gradient(lambda z, c: distances.mse(z, c, **options), Z, C),
+        atol=1e-14,
+    )
+    assert_same(
+        distances.companion_gradient(shortcut, Z, C, 0.6),
+        distances.companion_gradient(lambda z, c: distances.mse(z, c, **options), Z, C, 0.6),
+        atol=1e-14,
+    )
 
 
-def test_departure_weights_by_hand():
-    """Class 0 moves by a quarter of its mean, class 1 is absent, class 2 takes its mean whole, class 3 has nothing."""
-    counts, seen = torch.tensor([2.0, 0.0, 4.0, 0.0]), torch.tensor([True, True, False, False])
-    weights = distances.departure_weights(counts, seen, alpha=0.75)
-    assert weights[[0, 2]].tolist() == [0.25 / 2, 1 / 4]
-    assert weights.isfinite().all()
+@pytest.mark.parametrize("name", distances.DISTANCES)
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_the_companions_gradient_is_that_of_the_distance_to_its_target(name, alpha):
+    distance, leaf = distances.resolve_distance(name), C.clone().requires_grad_()
+    distance(leaf, alpha * C + (1 - alpha) * Z).backward()
+    gradient = distances.companion_gradient(distance, Z, C.clone().requires_grad_(), alpha)
+    assert_same(gradient, leaf.grad, atol=1e-14)
 
 
-@pytest.mark.parametrize("reduction", distances.REDUCTIONS)
-def test_squared_is_mse_of_a_difference(reduction):
-    value, gradient = distances.squared(Z - C, len(Z), reduction)
-    expected = distances.value_and_gradient(distances.resolve_distance("mse", reduction), Z, C)
-    assert_same((value, gradient), expected)
-    assert value == distances.mse(Z, C, reduction)
-    halved = distances.squared(Z - C, torch.tensor(4.0, dtype=torch.float64), reduction)
+def test_squared_by_hand():
+    value, gradient = distances.squared(Z - C, 4)
+    assert value == (1 + 4 + 0 + 16) / 4
+    assert_same(gradient, (Z - C) / 2)
+    halved = distances.squared(Z - C, torch.tensor(8.0, dtype=torch.float64))
     assert_same(halved, (value / 2, gradient / 2), atol=1e-15)
+
+
+def test_equal_infinities_are_no_difference():
+    z = torch.tensor([[1.0, -math.inf, math.inf, 2.0]], dtype=torch.float64)
+    c = torch.tensor([[0.5, -math.inf, math.inf, 2.0]], dtype=torch.float64)
+    assert distances.difference(z, c).tolist() == [[0.5, 0.0, 0.0, 0.0]]
+    assert distances.difference(z, -c)[0, 1:3].tolist() == [-math.inf, math.inf]
+    for name in ("mse", "l1"):
+        value, gradient = distances.value_and_gradient(distances.resolve_distance(name), z, c)
+        assert value == {"mse": 0.25, "l1": 0.5}[name] / 4
+        assert gradient.tolist() == [[0.25, 0.0, 0.0, 0.0]]
 
 
 @settings(max_examples=50, deadline=None)
@@ -104,18 +120,18 @@ def test_squared_is_mse_of_a_difference(reduction):
 def test_rows_and_back(shape, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1)) if len(shape) > 1 else 1
     tensor = torch.randn(*shape)
-    forward = ForwardRecord(tensor, dim)
-    rows = forward.rows(tensor)
+    record = ForwardRecord(tensor, dim)
+    rows = record.rows(tensor)
     assert rows.shape[1] == (tensor.shape[dim] if len(shape) > 1 else 1)
-    assert torch.equal(forward.unrows(rows), tensor)
+    assert torch.equal(record.unrows(rows), tensor)
 
 
-def test_forward_holds_a_copy():
+def test_a_record_holds_a_copy():
     tensor = torch.zeros(2, 3)
-    forward = ForwardRecord(tensor, 1)
+    record = ForwardRecord(tensor, 1)
     tensor += 1
-    assert forward.logits.sum() == 0
-    assert forward.produced(tensor)
-    assert forward.produced(tensor.view(3, 2))
-    assert not forward.produced(tensor.clone())
-    assert not forward.produced(None)
+    assert record.logits.sum() == 0
+    assert record.produced(tensor)
+    assert record.produced(tensor.view(3, 2))
+    assert not record.produced(tensor.clone())
+    assert not record.produced(None)
