@@ -1,4 +1,7 @@
-r"""Algorithm 1 for one batch: forecast at the forward, penalty at the backward, and what a step has seen so far."""
+"""Algorithm 1 for one batch: forecast at the forward, penalty at the backward, and what a step has seen so far.
+
+Apart from optimizer.py, since Lightning runs the optimizer's methods on an object of its own: the state is here.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,8 @@ class Regularizer:
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
         self.detach()
-        self.superseded = True
+        self.forecaster.forget()
+        self.state, self.superseded = StepState(), True
 
     # ---- the forward: c = f(ω, x) ------------------------------------------------------------------------------------
 

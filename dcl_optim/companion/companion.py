@@ -18,7 +18,7 @@ from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
 from dcl_optim.companion.sync import CompanionSync
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, companion_gradient
-from dcl_optim.distributed import Ranks, unwrapped
+from dcl_optim.distributed import Ranks, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
 
 IN_COMPANION = (
@@ -81,6 +81,7 @@ class Companion(Forecaster):
     ) -> None:
         self._find_logits, self._fraction, self._every = find_logits, fraction, every
         self._device, self._dtype = device, dtype
+        refuse_flat_shards(model)
         self._ranks = Ranks(model, process_group)
         own, is_copy = unwrapped(model), companion is None
         self.module = copying.build(own, companion, device, dtype)

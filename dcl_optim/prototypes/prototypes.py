@@ -67,6 +67,7 @@ class Prototypes(Forecaster):
         self._seen = torch.zeros(num_classes + 1, dtype=torch.bool, device=like.device)
         self._all_seen = False  # as far as is known without synchronising a device
         self._has_checked_shares = False
+        self._difference: Tensor | None = None  # z - p of the penalty that was computed last, with hard labels
         self.forget()
 
     @property

@@ -1,4 +1,7 @@
-"""From the labels that the script gave to a class, or shares of all classes, for each row of logits."""
+"""From the labels that the script gave to a class, or shares of all classes, for each row of logits.
+
+Apart from prototypes.py, since it is all checks and their messages.
+"""
 
 from __future__ import annotations
 
