@@ -188,8 +188,7 @@ class Companion(Forecaster):
         self._run_backward_of(pending)
 
     def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
-        while pending:
-            logits, gradient = pending.pop(0)
+        for logits, gradient in pending:
             if torch.is_autocast_enabled(logits.device.type):
                 with inputs.outside_autocast(logits.device.type):
                     logits.backward(gradient)
