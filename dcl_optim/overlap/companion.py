@@ -45,6 +45,7 @@ class OverlappedCompanion(Companion):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._abandon()
+        self._run_backward()  # reads the weights that the script's changes are going to be written to
         super().before_forward(args, kwargs, rng_state, step)
         self._choose_executor()
         if self._executor is None or (self._in_thread and not self._suits_a_thread()):
