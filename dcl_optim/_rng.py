@@ -7,25 +7,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-
-from dcl_optim._optim import parameters_of
 
 RngState = dict[torch.device, Tensor]
 CPU = torch.device("cpu")
 
 
 def capture(device: torch.device) -> RngState:
-    """Read the state of the generators that a forward on this device may draw from: the CPU's and its own.
-
-    Examples:
-        >>> state = capture(torch.device("cpu"))
-        >>> first = torch.rand(3)
-        >>> with replayed(state):
-        ...     again = torch.rand(3)
-        >>> torch.equal(first, again)
-        True
-    """
+    """Read the state of the generators that a forward on this device may draw from: the CPU's and its own."""
     state = {CPU: torch.get_rng_state()}
     if device.type not in ("cpu", "meta"):
         state[device] = torch.get_device_module(device).get_rng_state(device)
@@ -65,13 +53,3 @@ def replayed(state: RngState) -> Iterator[None]:
         yield
     finally:
         restore(now)
-
-
-@contextmanager
-def preserved(optimizer: Optimizer) -> Iterator[None]:
-    """Put the generators back after the block, in which an optimizer steps."""
-    state = capture(next(parameters_of(optimizer)).device)
-    try:
-        yield
-    finally:
-        restore(state)

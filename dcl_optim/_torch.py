@@ -72,19 +72,13 @@ def warn(message: str) -> None:
 # Keeps the hooks out of compiled graphs, as torch.optim keeps its own methods out.
 outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 
-_FORWARD_TABLES = ("_forward_pre_hooks", "_forward_hooks")
-_BACKWARD_TABLES = ("_backward_pre_hooks", "_backward_hooks")
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 
-def forward_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
-    """A module's forward hooks and forward pre-hooks: the table, the key and the hook of each."""
-    for table in (vars(module)[name] for name in _FORWARD_TABLES):
-        yield from ((table, key, hook) for key, hook in list(table.items()))
-
-
-def all_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
-    """A module's forward and backward hooks and pre-hooks: the table, the key and the hook of each."""
-    for table in (vars(module)[name] for name in _FORWARD_TABLES + _BACKWARD_TABLES):
+def hooks_of(module: nn.Module, tables: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """A module's hooks and pre-hooks: the table, the key and the hook of each."""
+    for table in (vars(module)[name] for name in tables):
         yield from ((table, key, hook) for key, hook in list(table.items()))
 
 
@@ -118,10 +112,7 @@ def compile_context(layers: Iterable[nn.Module]) -> Context | None:
     """The compile context that a model carries or that the call running now came through; None if it is not compiled.
 
     A module that is compiled from outside does not know it. But its hooks run below the compiled call, whose context is
-    on the stack.
-
-    Args:
-        layers: the model and the modules that it wraps.
+    on the stack. ``layers`` are the model and the modules that it wraps.
     """
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # imported once something is compiled
     if compiler is None:
@@ -141,13 +132,9 @@ def compile_context(layers: Iterable[nn.Module]) -> Context | None:
 
 
 def compile_with(module: nn.Module, context: Context, guard_hooks: bool) -> None:
-    """Compile a module's call in place, as ``module.compile`` does.
+    """Compile a module's call in place, as ``module.compile`` does, with the context of the model.
 
-    Args:
-        module: the module.
-        context: what the model was compiled with.
-        guard_hooks: whether the module has other hooks than the model. torch tells two graphs apart by their hooks only
-            when it is asked to.
+    torch tells two graphs apart by their hooks only when it is asked to: where the two modules' differ.
     """
     compiled = context(module._call_impl)
     module._compiled_call_impl = functools.partial(_guarding_hooks, compiled) if guard_hooks else compiled
@@ -157,13 +144,6 @@ def _guarding_hooks(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     config: Any = sys.modules["torch._dynamo.config"]
     with config.patch(skip_nnmodule_hook_guards=False):
         return compiled(*args, **kwargs)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's own call is compiled."""
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
-    return wrapped or module._compiled_call_impl is not None
 
 
 # ---- torch.distributed -----------------------------------------------------------------------------------------------

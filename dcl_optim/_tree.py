@@ -39,13 +39,7 @@ def _is_dataclass_instance(value: Any) -> bool:
 
 
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors in order, each with the expression that leads to it.
-
-    Examples:
-        >>> import torch
-        >>> [name for name, _ in named_tensors({"mask": [torch.zeros(1)]}, "kwargs")]
-        ["kwargs['mask'][0]"]
-    """
+    """All tensors in order, each with the expression that leads to it."""
     if isinstance(tree, Tensor):
         yield name, tree
     elif isinstance(tree, (tuple, list)):

@@ -228,7 +228,8 @@ class Companion(Forecaster):
         self._sync.follow_base()
 
     def set_mode(self, mode: str) -> None:
-        getattr(self.optimizer, mode, _nothing)()
+        if hasattr(self.optimizer, mode):
+            getattr(self.optimizer, mode)()
 
     def create_state(self) -> None:
         self._optimizer.follow_options()  # the learning rate is 0 for now
@@ -261,7 +262,3 @@ class Companion(Forecaster):
 def _add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(note)
-
-
-def _nothing() -> None:
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dcl_optim._torch import all_hooks, forward_hooks, forward_pre_hooks, remove_hook, warn
+from dcl_optim._torch import ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
 from dcl_optim.hooks.module_hooks import drop_inert_hooks, is_ours
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
@@ -29,55 +29,43 @@ def build(
 ) -> nn.Module:
     """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds.
 
-    Args:
-        model: the model.
-        companion: None for a copy, a module, or a callable that builds one.
-        device: where it is to be; None for the model's device, unless either is spread over several.
-        dtype: what its floating-point tensors are to be; None leaves them. Nothing of another place is shared.
-
-    Raises:
-        TypeError: what was given or built is no module.
-        ValueError: it shares trained parameters with the model, or frozen ones that would be moved.
-        RuntimeError: the model cannot be copied.
+    It goes to the model's device where none is given, unless either is spread over several.
     """
     if companion is None:
         return move(copy_model(model, share_frozen=device is None and dtype is None), device, dtype)
     built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
     if not isinstance(built, nn.Module):
         raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if any(id(parameter) in trained for parameter in built.parameters()):
+    theirs = set(map(id, model.parameters()))
+    shared = [p for p in built.parameters() if id(p) in theirs]
+    if any(p.requires_grad for p in shared):
         raise ValueError("companion shares trained parameters with the model; it must have its own")
-    place = common_device(model)
-    if device is None and place is not None and common_device(built) is not None:
-        device = place
-    common = {id(parameter) for parameter in model.parameters()}
-    for parameter in (parameter for parameter in built.parameters() if id(parameter) in common):
-        if (device or parameter.device, dtype or parameter.dtype) != (parameter.device, parameter.dtype):
-            raise ValueError(
-                "companion shares frozen parameters with the model, which companion_device= or companion_dtype= would "
-                "move for both; build it with parameters of its own"
-            )
+    if device is None and common_device(built) is not None:
+        device = common_device(model)
+    if any((device or p.device, dtype or p.dtype) != (p.device, p.dtype) for p in shared):
+        raise ValueError(
+            "companion shares frozen parameters with the model, which companion_device= or companion_dtype= would "
+            "move for both; build it with parameters of its own"
+        )
     return move(built, device, dtype)
 
 
 def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
     """Copy a model, without the hooks through which the copy could reach the script's data; a warning names those.
 
-    Args:
-        model: the model.
-        share_frozen: whether the copy shares the model's frozen parameters; trained ones and all buffers are its own.
-
-    Raises:
-        RuntimeError: the model cannot be deep-copied (weight norm and other parametrisations).
+    Trained parameters and all buffers are the copy's own.
     """
-    dropped = not_copied_hooks(model)
-    held = [parameter for parameter in model.parameters() if share_frozen and not parameter.requires_grad]
-    functions = [hook for m in model.modules() for _, _, hook in all_hooks(m) if _is_function(hook)]
-    as_they_are = (*held, *_not_to_copy(model), *functions, *(hook for _, hook in dropped))
-    memo = {id(value): value for value in as_they_are}
+    dropped = _not_copied_hooks(model)
+    as_they_are: list[Any] = [p for p in model.parameters() if share_frozen and not p.requires_grad]
+    as_they_are += [hook for _, hook in dropped]
+    # No copy may have a process group (SyncBatchNorm) or an optimizer of its own.
+    kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
+    for module in model.modules():
+        hooks = [hook for _, _, hook in hooks_of(module, ALL_HOOKS)]
+        as_they_are += [hook for hook in hooks if isinstance(_split_partial(hook)[0], FunctionType)]
+        as_they_are += [value for value in vars(module).values() if isinstance(value, kinds)]
     try:
-        copied = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, {id(value): value for value in as_they_are})
     except Exception as error:
         raise RuntimeError(
             f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
@@ -89,7 +77,7 @@ def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
     return copied
 
 
-def not_copied_hooks(model: nn.Module) -> list[tuple[str, Any]]:
+def _not_copied_hooks(model: nn.Module) -> list[tuple[str, Any]]:
     """Find the hooks that a copy of the model does not get, each with the name of its module.
 
     A copy gets a hook that torch or transformers put there, a method of the model or of an object that one of its
@@ -97,12 +85,12 @@ def not_copied_hooks(model: nn.Module) -> list[tuple[str, Any]]:
     are found there are not followed.
     """
     held = {id(value) for module in model.modules() for value in (module, *vars(module).values())}
-    hooks = [(name, hook) for name, module in model.named_modules() for _, _, hook in all_hooks(module)]
+    hooks = [(name, hook) for name, module in model.named_modules() for _, _, hook in hooks_of(module, ALL_HOOKS)]
     return [(name, hook) for name, hook in hooks if not is_ours(hook) and not _is_copied(hook, held)]
 
 
 def _is_copied(hook: Any, held: set[int]) -> bool:
-    inner, arguments = _without_arguments(hook)
+    inner, arguments = _split_partial(hook)
     if isinstance(inner, FunctionType):
         if (inner.__module__ or "").startswith(LIBRARIES):
             return True
@@ -113,11 +101,7 @@ def _is_copied(hook: Any, held: set[int]) -> bool:
     return belongs and all(map(_is_constant, arguments))
 
 
-def _is_function(hook: Any) -> bool:
-    return isinstance(_without_arguments(hook)[0], FunctionType)
-
-
-def _without_arguments(hook: Any) -> tuple[Any, list[Any]]:
+def _split_partial(hook: Any) -> tuple[Any, list[Any]]:
     """Take a functools.partial apart."""
     arguments: list[Any] = []
     while isinstance(hook, functools.partial):
@@ -147,7 +131,7 @@ def _drop(copied: nn.Module, hooks: list[tuple[str, Any]]) -> None:
     """Take hooks off a copy of the model, and warn that it does without them."""
     dropped = {id(hook) for _, hook in hooks}
     for module in copied.modules():
-        for table, key, hook in all_hooks(module):
+        for table, key, hook in hooks_of(module, ALL_HOOKS):
             if id(hook) in dropped:
                 remove_hook(module, table, key)
     if hooks:
@@ -159,7 +143,7 @@ def _drop(copied: nn.Module, hooks: list[tuple[str, Any]]) -> None:
 
 
 def _name(hook: Any) -> str:
-    inner, _ = _without_arguments(hook)
+    inner, _ = _split_partial(hook)
     return getattr(inner, "__qualname__", type(inner).__qualname__).rpartition("<locals>.")[2]
 
 
@@ -167,8 +151,8 @@ def has_other_hooks(model: nn.Module, companion: nn.Module) -> bool:
     """Whether a module of the model has a forward hook that its counterpart in the copy has not."""
     ours = dict(companion.named_modules())
     for name, module in model.named_modules():
-        keys = {key for _, key, hook in forward_hooks(module) if not is_ours(hook)}
-        if name not in ours or not keys <= {key for _, key, _ in forward_hooks(ours[name])}:
+        keys = {key for _, key, hook in hooks_of(module) if not is_ours(hook)}
+        if name not in ours or not keys <= {key for _, key, _ in hooks_of(ours[name])}:
             return True
     return False
 
@@ -189,13 +173,6 @@ class _InputsInEvaluationOnly:
     def __call__(self, module: nn.Module, *inputs: Any) -> Any:
         result = self._hook(module, *inputs)
         return None if module.training else result
-
-
-def _not_to_copy(model: nn.Module) -> Iterator[Any]:
-    """What modules hold and no copy may have of its own: process groups (SyncBatchNorm), optimizers."""
-    kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
-    for module in model.modules():
-        yield from (value for value in vars(module).values() if isinstance(value, kinds))
 
 
 def common_device(module: nn.Module) -> torch.device | None:

@@ -30,8 +30,6 @@ def _detach(tensor: Tensor) -> Tensor:
 
 def to_place(arguments: Arguments, device: torch.device | None, dtype: torch.dtype | None) -> Arguments:
     """Bring tensors to the companion's own device, and those of floating point to its own dtype, where it has them."""
-    if device is None and dtype is None:
-        return arguments
     return map_tensors(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), arguments)
 
 
@@ -44,8 +42,8 @@ def cut_inputs(arguments: Arguments, batch: int) -> list[str]:
     """The names of the inputs that :func:`part` cuts.
 
     Examples:
-        >>> cut_inputs(((torch.zeros(4, 2),), {"mask": torch.zeros(4), "scale": torch.zeros(1)}), batch=4)
-        ['args[0]', "kwargs['mask']"]
+        >>> cut_inputs(((torch.zeros(4, 2),), {"masks": [torch.zeros(4)], "scale": torch.zeros(1)}), batch=4)
+        ['args[0]', "kwargs['masks'][0]"]
     """
     args, kwargs = arguments
     named = [*named_tensors(args, "args"), *named_tensors(kwargs, "kwargs")]

@@ -22,6 +22,7 @@ from dcl_optim._torch import version_of
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
 FORMER_NAMES = "names_in_companion"  # what the groups of checkpoints before the second edition hold too
+PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
 
 
 class CompanionOptimizer:
@@ -31,24 +32,7 @@ class CompanionOptimizer:
     companion's parameter of the same name where it trains one, an empty placeholder otherwise (a frozen parameter that
     is shared, a parameter that is not the model's). So what is unfrozen later finds its place, and a checkpoint does
     not depend on when that was. Parameters of another architecture, whose names the model does not know, come after
-    those of the first group.
-
-    Args:
-        base: the optimizer of the model.
-        model: the model.
-        companion: the companion.
-        lr_scale: the companion's learning rate divided by the base's.
-        given: an optimizer of the companion's own, or a callable that builds one from parameters; it is then left
-            alone, hyper-parameters and schedule too. None for a second one of the base's class.
-        is_copy: whether the companion is a copy of the model.
-
-    Attributes:
-        base: the optimizer of the model.
-        optimizer: the companion's.
-
-    Raises:
-        ValueError: no second optimizer of the base's class can be built, or the given one does not fit.
-        TypeError: what was given or built is no optimizer.
+    those of the first group. An optimizer that was given, or built by a callable that was, is left alone.
     """
 
     def __init__(
@@ -73,19 +57,17 @@ class CompanionOptimizer:
         trained = [p for group in groups for p in group if p.requires_grad]
         if not trained:
             raise ValueError("companion has no parameter to train: none has requires_grad=True and is in the optimizer")
-        if isinstance(given, Optimizer):
-            if not {id(p) for p in trained} & {id(p) for p in parameters_of(given)}:
-                raise ValueError("companion_optimizer holds none of the companion's parameters")
-            return given
-        if given is not None:
-            built = given(trained) if callable(given) else given
-            if not isinstance(built, Optimizer):
-                raise TypeError(
-                    f"companion_optimizer must be an optimizer, a callable that builds one, or None, got {built!r}"
-                )
-            return built
-        self.note_options()
-        return second(self.base, [self._options(i) | {"params": group} for i, group in enumerate(groups)])
+        if given is None:
+            self.note_options()
+            return second(self.base, [self._options(i) | {"params": group} for i, group in enumerate(groups)])
+        built = given if isinstance(given, Optimizer) or not callable(given) else given(trained)
+        if not isinstance(built, Optimizer):
+            raise TypeError(
+                f"companion_optimizer must be an optimizer, a callable that builds one, or None, got {built!r}"
+            )
+        if built is given and not {id(p) for p in trained} & {id(p) for p in parameters_of(built)}:
+            raise ValueError("companion_optimizer holds none of the companion's parameters")
+        return built
 
     def _slots(self) -> list[list[nn.Parameter]]:
         """The companion's parameter for each of the base's, group by group."""
@@ -174,23 +156,18 @@ class CompanionOptimizer:
     # ---- stepping ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Step, with random draws that the script's generators do not notice.
-
-        Raises:
-            RuntimeError: the optimizer could not.
-        """
+        """Step, with random draws that the script's generators do not notice."""
+        state = {} if self._draws_nothing else _rng.capture(next(parameters_of(self.optimizer)).device)
         try:
-            if self._draws_nothing:
-                self.optimizer.step()
-            else:
-                with _rng.preserved(self.optimizer):
-                    self.optimizer.step()
+            self.optimizer.step()
         except Exception as error:
             kind = type(self.optimizer).__name__
             raise RuntimeError(
-                f"the companion's optimizer, a {kind}, could not step ({error}); pass companion_optimizer=<callable "
-                "that builds another from parameters>"
+                f"the companion's optimizer, a {kind}, could not step ({error}); {PASS_ANOTHER}"
             ) from error
+        finally:
+            if state:
+                _rng.restore(state)
 
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none."""
@@ -269,29 +246,21 @@ def _is_setting(value: Any) -> bool:
 
 
 def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Build an optimizer of the base's class and settings over other groups.
-
-    Raises:
-        ValueError: there can be none, or none that steps without a closure.
-    """
+    """Build an optimizer of the base's class and settings over other groups."""
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS cannot train the companion: it evaluates its objective again and again, and the companion has one "
-            "forward a batch; pass companion_optimizer=<callable that builds another optimizer from parameters>"
+            f"forward a batch; {PASS_ANOTHER}"
         )
     base = inner_of(base)
     closure = inspect.signature(type(base).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(base).__name__} steps with a closure only, and the companion has none; pass "
-            "companion_optimizer=<callable that builds another optimizer from parameters>"
-        )
+        raise ValueError(f"{type(base).__name__} steps with a closure only, and the companion has none; {PASS_ANOTHER}")
     accepted = inspect.signature(type(base).__init__).parameters
     known = {key: value for key, value in vars(base).items() if _is_setting(value)} | base.defaults
     try:
         return type(base)(groups, **{key: value for key, value in known.items() if key in accepted})
     except Exception as error:
         raise ValueError(
-            f"a second {type(base).__name__} for the companion could not be built ({error}); pass "
-            "companion_optimizer=<callable that builds one from parameters>"
+            f"a second {type(base).__name__} for the companion could not be built ({error}); {PASS_ANOTHER}"
         ) from error

@@ -25,14 +25,8 @@ _training, _requires_grad, _data = attrgetter("training"), attrgetter("requires_
 class CompanionSync:
     """Follows what a script does to the model, at each forward, with no work in Python that grows with the model.
 
-    Args:
-        called: the model as the script calls it, with its wrappers.
-        companion: the companion.
-        optimizer: its optimizer.
-        is_copy: whether it is a copy of the model; one that is not follows the mode and the device only.
-        ranks: the ranks that train the model together.
-        device: the companion's own device; None for the model's.
-        dtype: the companion's own dtype; None for the model's.
+    A companion that is no copy of the model follows the mode and the device only. ``called`` is the model as the script
+    calls it, with its wrappers.
     """
 
     def __init__(
@@ -75,13 +69,9 @@ class CompanionSync:
             self._follow_elsewhere()
 
     def follow_base(self) -> None:
-        """Take over parameters that the base trains by now; of a changed model only those that are not new.
-
-        Raises:
-            RuntimeError: the base trains parameters of the model that it did not have when it was wrapped.
-        """
+        """Take over parameters that the base trains by now; new ones of the model are refused."""
         if self._is_copy:
-            unknown, trained = self._unknown(), {id(parameter) for parameter in parameters_of(self._optimizer.base)}
+            unknown, trained = self._unknown(), set(map(id, parameters_of(self._optimizer.base)))
             _refuse({name: parameter for name, parameter in unknown.items() if id(parameter) in trained})
             if unknown:
                 self._optimizer.follow_parameters()
@@ -89,15 +79,11 @@ class CompanionSync:
                 self.follow_parameters()
 
     def _unknown(self) -> dict[str, nn.Parameter]:
-        known = {id(parameter) for parameter in self._known}
+        known = set(map(id, self._known))
         return {name: parameter for name, parameter in self._model.named_parameters() if id(parameter) not in known}
 
     def follow_parameters(self) -> None:
-        """Take over parameters that the model trains by now.
-
-        Raises:
-            RuntimeError: the model has parameters that it did not have when it was wrapped.
-        """
+        """Take over parameters that the model trains by now; a model with new ones is refused."""
         _refuse(self._unknown())
         copying.copy_unfrozen(self._model, self._companion)
         copying.move(self._companion, self._device, self._dtype)

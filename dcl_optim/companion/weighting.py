@@ -24,14 +24,6 @@ class WeightedMean:
         count: how many gradients there are so far.
         half: whether they are in float16, as logits are under autocast. That has no room for their size: they are
             divided by a power of two at the logits, and multiplied by it again in the parameters' dtype.
-
-    Examples:
-        >>> mean, summed = WeightedMean(), torch.zeros(1, 1)
-        >>> for gradient, factor in ((4.0, 0.5), (7.0, -0.25)):
-        ...     summed += mean.weigh(torch.tensor([[gradient]]), factor, half=False)
-        >>> mean.divide([summed])
-        >>> summed
-        tensor([[5.]])
     """
 
     def __init__(self) -> None:

@@ -32,13 +32,7 @@ class HookListener(Protocol):
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model and a criterion; :meth:`remove` takes them off.
-
-    Args:
-        listener: what they report to.
-        model: the model.
-        criterion: the loss module, or None.
-    """
+    """The hooks of one optimizer on a model and a criterion; :meth:`remove` takes them off."""
 
     def __init__(self, listener: HookListener, model: nn.Module, criterion: nn.Module | None) -> None:
         drop_inert_hooks(model)
@@ -56,11 +50,6 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
         self._listener = _nothing
-
-    @property
-    def live(self) -> bool:
-        """Whether the listener still exists."""
-        return self._listener() is not None
 
     @_torch.outside_compiled_graphs
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,7 +100,7 @@ def is_ours(hook: Any) -> bool:
 def replace_others(model: nn.Module) -> None:
     """Tell the optimizers that have their hooks on the model, or on a module inside it, that another one wraps it."""
     for module in model.modules():
-        owners = [hook.__self__ for _, _, hook in _torch.forward_hooks(module) if is_ours(hook)]
+        owners = [hook.__self__ for _, _, hook in _torch.hooks_of(module) if is_ours(hook)]
         for listener in [owner._listener() for owner in owners]:
             if listener is not None:
                 listener.replaced()
@@ -119,6 +108,6 @@ def replace_others(model: nn.Module) -> None:
 
 def drop_inert_hooks(module: nn.Module) -> None:
     """Remove what a copied hook left on a copied module."""
-    for table, key, hook in _torch.forward_hooks(module):
-        if is_ours(hook) and not hook.__self__.live:
+    for table, key, hook in _torch.hooks_of(module):
+        if is_ours(hook) and hook.__self__._listener() is None:
             _torch.remove_hook(module, table, key)
