@@ -26,16 +26,10 @@ ONE_TERM_A_ROW = (
 
 
 def linked_forwards(records: list[ForwardRecord], arguments: Any) -> tuple[list[ForwardRecord], bool]:
-    """Find the forwards that a call of the criterion is about.
+    """Find which of the forwards a call of the criterion is about, and whether it got their very outputs, or views.
 
-    Args:
-        records: the forwards whose graph is alive.
-        arguments: what the criterion was called with, tensors in nested tuples, lists and dicts.
-
-    Returns:
-        The forwards, and whether the criterion was given their very outputs, or views of them. Where it was not (their
-        outputs were put together first, or processed), these are all whose backward has not come, but for those of an
-        exact call.
+    Where it did not (their outputs were put together first, or processed), these are all whose backward has not come,
+    but for those of an exact call.
     """
     tensors = list(filter(_requires_grad, tensors_of(arguments)))
     exact, waiting = [], []
@@ -51,25 +45,8 @@ def terms_of_sum(criterion: nn.Module | None, logits: Any, targets: Any) -> floa
     """Say how many terms a criterion's mean would divide by, where it sums instead; 1 where it does not.
 
     The rows that are not ignored, and every element for elementwise losses: those with floating-point targets of the
-    input's shape, but for ``ONE_TERM_A_ROW``. Class weights are left out.
-
-    Args:
-        criterion: the loss module, with or without an attribute ``reduction``.
-        logits: what it was called with.
-        targets: the labels it was called with.
-
-    Returns:
-        The number, at least 1; a tensor where counting would synchronise a device.
-
-    Examples:
-        >>> import torch
-        >>> summing = nn.CrossEntropyLoss(reduction="sum")
-        >>> terms_of_sum(summing, torch.zeros(3, 2), torch.tensor([0, -100, 1]))
-        2
-        >>> terms_of_sum(nn.MSELoss(reduction="sum"), torch.zeros(3, 2), torch.zeros(3, 2))
-        6
-        >>> terms_of_sum(nn.MSELoss(), torch.zeros(3, 2), torch.zeros(3, 2))
-        1
+    input's shape, but for ``ONE_TERM_A_ROW``. Class weights are left out. At least 1; a tensor where reading the number
+    would synchronise a device.
     """
     if getattr(criterion, "reduction", None) != "sum" or not isinstance(logits, Tensor):
         return 1

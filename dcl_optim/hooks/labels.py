@@ -14,14 +14,7 @@ Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
 
 class Labels:
-    """Finds the labels of each training forward.
-
-    Args:
-        source: a keyword of the model's forward, a callable ``(args, kwargs) -> labels``, or None.
-
-    Attributes:
-        of_next_forward: labels that the script gave ahead of the forward they belong to.
-    """
+    """Finds the labels of each training forward; those given ahead of it are ``of_next_forward``."""
 
     def __init__(self, source: Targets | None) -> None:
         if source is not None and not isinstance(source, str) and not callable(source):
@@ -44,12 +37,7 @@ class Labels:
             self._of_this_forward, self.of_next_forward = self.of_next_forward, None
 
     def read(self, record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give a forward the labels that are known when the model is called.
-
-        Raises:
-            ValueError: the model was called without the keyword.
-            RuntimeError: the labels were given in two ways.
-        """
+        """Give a forward the labels that are known when the model is called."""
         record.targets, self._of_this_forward = self._of_this_forward, None
         if self._source is None:
             return
@@ -63,11 +51,7 @@ class Labels:
         record.targets = found
 
     def take(self, record: ForwardRecord, targets: Any) -> None:
-        """Give a forward the labels that the criterion was called with.
-
-        Raises:
-            RuntimeError: the criterion was called twice on one forward.
-        """
+        """Give a forward the labels that the criterion was called with."""
         if record.targets is None and record.criterion_targets is not None:
             raise RuntimeError(
                 "the criterion was called twice on one forward: give mixed labels (mixup, CutMix) as one tensor of "

@@ -26,6 +26,12 @@ from dcl_optim.forecaster import ForwardRecord, Scale
 
 TINY = 1e-30
 TOLERANCE = 1e-4  # share of the gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
+UNREADABLE = (
+    "the loss scale (gradient scaler, accumulation, weights) cannot be read off this loss's gradient, so the penalty "
+    "is added with factor 1; pass criterion=<the loss module>, or loss_scale=<number, GradScaler or callable> (1 if "
+    "there is no factor), to the optimizer, and class_dim=-1 if the classes are the last dimension of (batch, time, "
+    "classes)"
+)
 
 
 def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool | Tensor]:
@@ -150,14 +156,10 @@ class LossScale:
         self._settled = False  # whether a warning is out, or looking again would synchronise a device again
 
     def resolve(self, record: ForwardRecord, gradient: Tensor, backward: int, several: bool) -> Scale:
-        """Find s for a backward through a forward's logits.
+        """Find s for a backward, by its number, that brought a gradient to a forward's logits.
 
-        Args:
-            record: the forward.
-            gradient: the loss's gradient of the logits, in the output's shape.
-            backward: the backward that runs, by autograd's number.
-            several: whether this is not the first backward since the last step. There, and with float16 logits, a
-                wrong s would matter, so that a gradient which cannot be read is worth a warning.
+        A gradient that cannot be read is worth a warning where a wrong s would matter: with float16 logits, and where
+        this is not the first backward since the last step (``several``).
         """
         if self.source != "auto":
             return self._given(gradient)
@@ -171,7 +173,7 @@ class LossScale:
                 self._settled = gradient.device.type != "cpu"
             elif bool(gradient.isfinite().all()):  # else a step that will be skipped, which says nothing of the loss
                 self._settled = True
-                _warn_unreadable()
+                warn(UNREADABLE)
         return scale
 
     def _given(self, gradient: Tensor) -> Scale:
@@ -194,12 +196,3 @@ def _checked(given: Any) -> Scale:
     if not math.isfinite(given):
         raise ValueError(f"loss_scale's callable returned {given!r}; it must be a finite number")
     return float(given)
-
-
-def _warn_unreadable() -> None:
-    warn(
-        "the loss scale (gradient scaler, accumulation, weights) cannot be read off this loss's gradient, so "
-        "the penalty is added with factor 1; pass criterion=<the loss module>, or loss_scale=<number, GradScaler or "
-        "callable> (1 if there is no factor), to the optimizer, and class_dim=-1 if the classes are the last dimension "
-        "of (batch, time, classes)"
-    )
