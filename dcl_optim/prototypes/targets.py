@@ -19,30 +19,14 @@ ROUNDING = 0.02  # what a share and a row's sum may be off by; bfloat16 leaves u
 def to_classes(
     targets: Any, record: ForwardRecord, num_classes: int, ignore_index: int, look: bool = True
 ) -> tuple[Tensor, bool]:
-    """Check labels and lay them out as the rows of a forward's logits.
+    """Check labels, hard or soft ones, and lay them out as the rows of a forward's logits.
 
-    Args:
-        targets: class indices, one for each row of logits, in 0..num_classes - 1 or equal to ignore_index; or soft
-            labels of the logits' shape.
-        record: the forward that they belong to.
-        num_classes: K.
-        ignore_index: the label of rows to leave out.
-        look: whether to look at soft labels that are on another device than the CPU, which synchronises it.
+    The range of hard labels is checked on the CPU only, since looking would synchronise a GPU, whose own index kernels
+    assert; soft labels on a GPU only where ``look`` says so.
 
     Returns:
         Classes (N,), K where ignored, or shares (N, K); and whether these are classes none of which is K, as far as
         that is known without synchronising a device.
-
-    Raises:
-        ValueError: labels of the wrong number or range, the latter on the CPU only, since looking would synchronise a
-            GPU, whose own index kernels assert; soft labels that are not one distribution a row; or logits that are not
-            num_classes.
-        TypeError: no tensor, or labels that are neither integers nor floating point of the logits' shape.
-
-    Examples:
-        >>> record = ForwardRecord(torch.zeros(2, 3), class_dim=1)
-        >>> to_classes(torch.tensor([1, -100]), record, num_classes=3, ignore_index=-100)
-        (tensor([1, 3]), False)
     """
     check_labels(targets)
     rows, logits = record.logits.shape
