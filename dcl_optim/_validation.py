@@ -20,27 +20,13 @@ def is_number(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Demand a real number.
-
-    Examples:
-        >>> check_number("steps", "3")
-        Traceback (most recent call last):
-        ...
-        TypeError: steps='3' must be a number, got str
-    """
+    """Demand a real number."""
     if not is_number(value):
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
 
 
 def check_positive(name: str, value: Any, most: float = math.inf) -> None:
-    """Demand a finite number above 0, and of at most ``most``.
-
-    Examples:
-        >>> check_positive("companion_fraction", 2, most=1.0)
-        Traceback (most recent call last):
-        ...
-        ValueError: companion_fraction=2 must be in (0, 1]
-    """
+    """Demand a finite number above 0, and of at most ``most``."""
     check_number(name, value)
     if not 0 < value <= most or value == math.inf:
         allowed = f"in (0, {most:g}]" if most < math.inf else "a positive finite number"
@@ -48,14 +34,7 @@ def check_positive(name: str, value: Any, most: float = math.inf) -> None:
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
-    """Demand an integer, of Python or another library; a ValueError says that it is too small.
-
-    Examples:
-        >>> check_integer("num_classes", 0, least=1)
-        Traceback (most recent call last):
-        ...
-        ValueError: num_classes=0 must be at least 1
-    """
+    """Demand an integer, of Python or another library."""
     try:
         found = operator.index(value)
     except TypeError:
@@ -79,13 +58,6 @@ def check_labels(targets: Any) -> None:
         raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
 
 
-def check_options(logits: Any, strict: Any) -> None:
-    """Demand what the arguments of these names have to be."""
-    if logits is not None and not callable(logits):
-        raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
-    check_flag("strict", strict)
-
-
 def check_device(name: str, value: Any) -> torch.device | None:
     """Demand a device, and give it as its tensors do: with an index, where its kind has one."""
     try:
@@ -100,8 +72,8 @@ def check_dtype(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a floating-point torch.dtype or None")
 
 
-def check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
-    """Demand a model that the base optimizer trains, and a criterion whose calls hooks see."""
+def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any, strict: Any) -> None:
+    """Demand a model that the base optimizer trains, a criterion whose calls hooks see, and options of their types."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if criterion is not None and not isinstance(criterion, nn.Module):
@@ -117,6 +89,9 @@ def check_modules(base: Optimizer, model: Any, criterion: Any) -> None:
         )
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
+    if logits is not None and not callable(logits):
+        raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
+    check_flag("strict", strict)
 
 
 def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:

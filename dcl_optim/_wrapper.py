@@ -25,6 +25,13 @@ def _asked_by_distributed_checkpoint() -> bool:
     return any(_torch.frames_of("torch.distributed.checkpoint.state_dict"))
 
 
+def _of_base(name: str, document: str) -> Any:
+    """Make a property that reads and sets an attribute of the base optimizer."""
+    return property(
+        lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value), doc=document
+    )
+
+
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
 
@@ -56,38 +63,14 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         """Take over a state that was checked."""
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The base optimizer's parameter groups."""
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.base.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The base optimizer's per-parameter state."""
-        return self.base.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.base.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The base optimizer's default options."""
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.base.defaults = value
+    param_groups: list[dict[str, Any]] = _of_base("param_groups", "The base optimizer's parameter groups.")
+    state: Any = _of_base("state", "The base optimizer's per-parameter state.")
+    defaults: dict[str, Any] = _of_base("defaults", "The base optimizer's default options.")
 
     def _missing(self, name: str) -> Any:
         """``train`` and ``eval`` of a base that has them (Schedule-Free); no other method of the base acts alone.
 
-        Raises:
-            AttributeError: anything else. A base's own way to step, such as SAM's ``first_step``, would bypass ours.
+        A base's own way to step, such as SAM's ``first_step``, would bypass ours.
         """
         base = self.__dict__.get("base")
         if name in ("train", "eval") and hasattr(base, name):

@@ -145,8 +145,13 @@ class DCLOptimizer(ForecastOptimizer):
         check_dtype("companion_dtype", companion_dtype)
         device = check_device("companion_device", companion_device)
         check_flag("overlap", overlap)
+        kind: type[Companion] = Companion
+        if overlap:
+            from dcl_optim.overlap import OverlappedCompanion  # what runs serially does not need threads or streams
+
+            kind = OverlappedCompanion
         make = functools.partial(
-            _companion_class(overlap),
+            kind,
             model,
             base_optimizer,
             logits or find_logits,
@@ -183,11 +188,3 @@ class DCLOptimizer(ForecastOptimizer):
     def companion_optimizer(self) -> Optimizer:
         """The companion's optimizer."""
         return self.forecaster.optimizer
-
-
-def _companion_class(overlap: bool) -> type[Companion]:
-    if not overlap:
-        return Companion
-    from dcl_optim.overlap import OverlappedCompanion  # what runs serially does not need threads or streams
-
-    return OverlappedCompanion

@@ -145,10 +145,6 @@ class DCPOptimizer(ForecastOptimizer):
             TypeError: no tensor.
         """
         check_labels(targets)
-        self._labels.of_next_forward = targets
-
-    @property
-    def _labels(self) -> Labels:
         labels = self._regularizer.labels
         assert labels is not None
-        return labels
+        labels.of_next_forward = targets

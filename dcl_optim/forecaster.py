@@ -18,41 +18,28 @@ NO_SCALE: tuple[int, Scale] = (-1, 1.0)  # read in no backward
 
 
 class ForwardRecord:
-    """One training forward of the model, from the call to its last backward.
-
-    Attributes:
-        logits: the model's logits z as rows (N, K): a detached copy, which in-place edits by the script cannot reach.
-        shape: the shape of the model's logits, batch first.
-        forecast: c as rows (N, K), without a graph; None where the forecaster makes it at the backward.
-        companion_logits: the rows of c that the companion learns from, with their graph; None for none.
-        targets: the labels, where a forecaster needs them and the script gave them.
-        criterion_targets: the labels that the criterion was called with.
-        classes: what a forecaster read off the labels: the class of each row (N,), or its shares in all (N, K).
-        all_labelled: whether these are classes, and no row is without one.
-        criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
-        model_scale: what the model's own loss was multiplied by, likewise.
-        is_criterion_input: whether a criterion was called on the very output.
-        counted: whether a backward has come.
-        added_in: the backward that the penalty was added to last, by autograd's number.
-    """
+    """One training forward of the model, from the call to its last backward."""
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
         if not -logits.ndim <= class_dim < max(logits.ndim, 2):
             raise ValueError(f"class_dim={class_dim} but the model's logits have shape {tuple(logits.shape)}")
-        self.shape, self._class_dim = logits.shape, class_dim
+        self.shape, self._class_dim = logits.shape, class_dim  # batch first
         self._is_rows = logits.ndim == 2 and class_dim in (1, -1)
         self._output = weakref.ref(logits)
         rows = self.rows(logits.detach())
         is_copy = not self._is_rows and rows.data_ptr() != logits.data_ptr()  # in some layouts
+        # The model's logits z, (N, K): a copy without a graph, which in-place edits by the script cannot reach.
         self.logits = rows if is_copy else rows.clone()
-        self.forecast: Tensor | None = None
-        self.companion_logits: Tensor | None = None
-        self.targets: Tensor | None = None
-        self.criterion_targets: Tensor | None = None
-        self.classes: Tensor | None = None
-        self.all_labelled = False
-        self.counted, self.added_in = False, -1
-        self.is_criterion_input = False
+        self.forecast: Tensor | None = None  # c, (N, K), without a graph; some forecasters make it at the backward
+        self.companion_logits: Tensor | None = None  # the rows of c that the companion learns from, with their graph
+        self.targets: Tensor | None = None  # the labels that the script gave, where a forecaster needs them
+        self.criterion_targets: Tensor | None = None  # those that the criterion was called with
+        self.classes: Tensor | None = None  # what was read off them: each row's class (N,), or shares in all (N, K)
+        self.all_labelled = False  # whether these are classes, and no row is without one
+        self.counted = False  # whether a backward has come
+        self.added_in = -1  # the backward that the penalty was added to last, by autograd's number
+        self.is_criterion_input = False  # whether a criterion was called on the very output
+        # What the losses of the criterion and of the model itself were multiplied by, and the backward that said so.
         self.criterion_scale: tuple[int, Scale] = NO_SCALE
         self.model_scale: tuple[int, Scale] = NO_SCALE
 
@@ -75,11 +62,7 @@ class ForwardRecord:
     def add_loss_scale(self, exact: bool, times: Scale, index: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward.
 
-        Args:
-            exact: whether the criterion was called on the output itself.
-            times: the number of terms of a loss that is a sum, and this forward's share of it.
-            index: which of its node's outputs the loss is.
-            gradients: those that arrived at the node's outputs.
+        The loss is output ``index`` of its node; ``times`` are its terms where it is a sum, and this forward's share.
         """
         gradient = gradients[index]
         if gradient is None or (self.is_criterion_input and not exact):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import check_integer, check_modules, check_options
+from dcl_optim._validation import check_arguments, check_integer
 from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.distributed import unwrapped
@@ -66,13 +66,11 @@ class ForecastOptimizer(OptimizerWrapper):
         strict: bool = True,
     ) -> None:
         super().__init__(base_optimizer)
-        check_modules(base_optimizer, model, criterion)
+        check_arguments(base_optimizer, model, criterion, logits, strict)
         schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
-        check_options(logits, strict)
         class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         scale, distance = LossScale(loss_scale), resolve_distance(distance)
-        self._strict = strict
-        self.model = model
+        self._strict, self.model = strict, model
         self.forecaster = forecaster()
         self._regularizer = Regularizer(
             model,
@@ -191,11 +189,9 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _require_forward(self) -> None:
         regularizer = self._regularizer
-        if (
-            regularizer.state.backwards
-            or not (self._strict and regularizer.attached)
-            or not regularizer.has_gradients()
-        ):
+        if regularizer.state.backwards or not regularizer.has_gradients():
+            return
+        if not (self._strict and regularizer.attached):
             return
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "

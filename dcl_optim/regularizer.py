@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -35,27 +35,16 @@ MOST_RECORDS = 64  # of forwards, before those that are gone are looked for
 
 @dataclass
 class StepState:
-    """What has happened since the last optimizer step. The Regularizer alone writes it.
+    """What has happened since the last optimizer step. The Regularizer alone writes it."""
 
-    Attributes:
-        backwards: backwards through the logits of training forwards.
-        observing: whether the forecaster observes forwards; not while the base evaluates the model again in its step.
-        stepping: whether the base is in its step, without a closure.
-        cleared: whether ``zero_grad`` was called since the last backward.
-        backward: the last backward that brought a gradient to logits, by autograd's number.
-        has_gradients: whether there were gradients of others when the last forward began.
-        written: the first gradient after that backward, and how often it had been written to; None if not noted.
-        penalties: the weighted penalties of the evaluation that runs, where its value is wanted (LBFGS).
-    """
-
-    backwards: int = 0
-    observing: bool = True
-    stepping: bool = False
-    cleared: bool = False
-    backward: int = -1
-    has_gradients: bool = False
-    written: tuple[weakref.ref[Tensor], int] | None = None
-    penalties: list[Tensor] | None = field(default=None, repr=False)
+    backwards: int = 0  # through the logits of training forwards
+    observing: bool = True  # whether the forecaster observes forwards; not evaluations inside the base's step
+    stepping: bool = False  # whether the base is in its step, without a closure
+    cleared: bool = False  # whether `zero_grad` was called since the last backward
+    backward: int = -1  # the last one that brought a gradient to logits, by autograd's number
+    has_gradients: bool = False  # whether there were gradients of others when the last forward began
+    written: tuple[weakref.ref[Tensor], int] | None = None  # the first gradient after it, and its version, where noted
+    penalties: list[Tensor] | None = None  # weighted ones of the evaluation that runs, where LBFGS wants its value
 
 
 class Regularizer:
@@ -63,26 +52,15 @@ class Regularizer:
 
     All that changes while a script runs is kept here and not on the optimizer, because some libraries (Lightning) hand
     out optimizers that run our methods on an object of their own.
-
-    Attributes:
-        weight: the schedule of λ.
-        alpha: the schedule of α.
-        labels: where the labels come from, for a forecaster that needs them.
-        steps: optimizer steps so far.
-        forwards: training forwards so far.
-        backwards: backwards through their logits so far.
-        last: figures of the last backward.
-        attached: whether hooks are on the model.
-        superseded: whether another optimizer has wrapped the model since.
-        state: what has happened since the last optimizer step.
     """
 
+    state: StepState
+    steps: int  # of the optimizer so far
+    forwards: int  # training forwards so far
+    backwards: int  # through their logits so far
+    last: dict[str, Any]  # figures of the last backward, for logs
     _records: list[weakref.ref[ForwardRecord]]  # forwards that a criterion may be called on
     _rng_state: RngState | None  # before the training forward that is running
-    steps: int
-    forwards: int
-    backwards: int
-    last: dict[str, Any]
 
     def __init__(
         self,
@@ -305,24 +283,20 @@ class Regularizer:
         if self.state.cleared:
             return True
         first = next(gradients_of(self._base), None)
-        return first is None or self._is_zeroed(first)
+        if first is None:
+            return True
+        # Zeros may have been written over them. Their values, which synchronise a device, are looked at where something
+        # was written since the backward; and once, before it is known that this script has several backwards a step.
+        written, self._notes_gradients = self.state.written, True
+        if written is not None and written[0]() is first and written[1] == version_of(first):
+            return False
+        return not any(bool(gradient.any()) for gradient in gradients_of(self._base))
 
     def _were_cleared_since_the_forward(self, backward: int) -> bool:
         """As above, for a backward whose forward began when there were gradients of others."""
         state = self.state
         together = state.backward == backward  # with one that has been counted, as of a sum of losses
         return state.cleared or (not together and state.has_gradients and self._gradients_are_gone())
-
-    def _is_zeroed(self, first: Tensor) -> bool:
-        """Whether zeros were written over the gradients, of which this is the first one.
-
-        Their values, which synchronise a device, are looked at where something was written since the backward; and
-        once, before it is known that this script has several backwards a step.
-        """
-        written, self._notes_gradients = self.state.written, True
-        if written is not None and written[0]() is first and written[1] == version_of(first):
-            return False
-        return not any(bool(gradient.any()) for gradient in gradients_of(self._base))
 
     def _note_gradient(self) -> None:
         """After a backward: note the first gradient, and how often it has been written to."""
