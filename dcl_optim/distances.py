@@ -127,8 +127,7 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     The paper's Table 6; temperature 4 and no factor :math:`T^2` is what its authors ran.
 
     Args:
-        z: logits, rows of shape (N, K).
-        c: forecast, same shape.
+        z, c: as in :func:`mse`.
         temperature: T > 0, default 4.
 
     Examples:
@@ -151,8 +150,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     similarity.
 
     Args:
-        z: logits, rows of shape (N, K).
-        c: forecast, same shape.
+        z, c: as in :func:`mse`.
         temperature: T > 0, default 0.1.
 
     Examples:

@@ -53,21 +53,10 @@ def _fully_sharded() -> tuple[type[nn.Module], ...]:
 
 
 class Ranks:
-    """The ranks whose models are one: those of a process group, or of none.
+    """The ranks whose models are one: those of a process group, or of none; then every collective does nothing.
 
-    Without a group every collective does nothing.
-
-    Args:
-        model: the model as the script calls it.
-        process_group: a group; None for none; ``"auto"`` for the model's own: the one of the
-            DistributedDataParallel around it, also of one that wraps it after the optimizer was built; all ranks for a
-            sharded model (FSDP); none for any other model.
-
-    Attributes:
-        count: the number of ranks, 1 without a group.
-
-    Raises:
-        TypeError: something else as a group.
+    The model is the one that the script calls. Its own group (``"auto"``) is that of the DistributedDataParallel around
+    it, also of one that wraps it after the optimizer was built, and all ranks if it is sharded.
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
@@ -75,9 +64,6 @@ class Ranks:
         if not known and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model, self._given = model, process_group
-        self._forget()
-
-    def _forget(self) -> None:
         self._group: Any = None
         self._has_looked = False
         self.count = 1

@@ -32,7 +32,21 @@ class RunningAverage:
 
 
 @dataclass(frozen=True)
-class LinearWarmup:
+class _Ramp:
+    value: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        for name, given in (("value", self.value), ("steps", self.steps)):
+            check_number(name, given)
+        if not 0 <= self.value < math.inf:
+            raise ValueError(f"value={self.value!r} must be a finite number of at least 0")
+        if not 1 <= self.steps < math.inf:
+            raise ValueError(f"steps={self.steps!r} must be a finite number of at least 1")
+
+
+@dataclass(frozen=True)
+class LinearWarmup(_Ramp):
     r"""Grow linearly to a value and stay: :math:`v\,\min(1, t/T)`. Ours; the paper keeps :math:`\lambda` fixed.
 
     Args:
@@ -49,18 +63,12 @@ class LinearWarmup:
         [0.25, 0.5, 1.0, 1.0]
     """
 
-    value: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _check_ramp(self.value, self.steps)
-
     def __call__(self, step: int) -> float:
         return self.value * min(1.0, step / self.steps)
 
 
 @dataclass(frozen=True)
-class CosineRamp:
+class CosineRamp(_Ramp):
     r"""Grow along half a cosine and stay: :math:`\frac v2(1-\cos(\pi\min(1, t/T)))`. Ours, as :class:`LinearWarmup`.
 
     Args:
@@ -77,44 +85,20 @@ class CosineRamp:
         [0.5, 1.0, 1.0]
     """
 
-    value: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _check_ramp(self.value, self.steps)
-
     def __call__(self, step: int) -> float:
         return self.value * 0.5 * (1.0 - math.cos(math.pi * min(1.0, step / self.steps)))
 
 
-def _check_ramp(value: float, steps: int) -> None:
-    for name, given in (("value", value), ("steps", steps)):
-        check_number(name, given)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"value={value!r} must be a finite number of at least 0")
-    if not 1 <= steps < math.inf:
-        raise ValueError(f"steps={steps!r} must be a finite number of at least 1")
-
-
 def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Checked:
-    """Turn a number or a callable of the step into a callable that can only give numbers in [0, upper].
-
-    Raises:
-        ValueError: the number, or later what the callable returns, is out of range or not a number.
-        TypeError: neither a number nor a callable.
-
-    Examples:
-        >>> checked(0.6, "alpha", upper=1.0)(10)
-        0.6
-    """
+    """Turn a number or a callable of the step into a callable that can only give numbers in [0, upper]."""
     if callable(value):
         _check_takes_step(value, name)
         return Checked(value, name, upper)
     if not is_number(value):
         raise TypeError(f"{name}={value!r} must be a number or a callable of the step, got {type(value).__name__}")
-    constant = Constant(float(value))
-    Checked(constant, name, upper).check(constant.value, 1)
-    return Checked(constant, name, upper)
+    constant = Checked(float(value), name, upper)
+    constant.check(float(value), 1)
+    return constant
 
 
 def _check_takes_step(schedule: Schedule, name: str) -> None:
@@ -129,35 +113,20 @@ def _check_takes_step(schedule: Schedule, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """The same value at every step."""
-
-    value: float
-
-    def __call__(self, step: int) -> float:
-        return self.value
-
-
-@dataclass(frozen=True)
 class Checked:
-    """A schedule whose every value is held to [0, upper]."""
+    """What the user gave for a schedule, whose every value is held to [0, upper]."""
 
-    schedule: Schedule
+    given: float | Schedule
     name: str
     upper: float
 
     def __call__(self, step: int) -> float:
-        if isinstance(self.schedule, Constant):  # which was checked when it was given
-            return self.schedule.value
-        return self.check(self.schedule(step), step)
+        if callable(self.given):
+            return self.check(self.given(step), step)
+        return self.given  # which was checked when it was given
 
     def check(self, given: float, step: int) -> float:
-        """Give a step's value as a float.
-
-        Raises:
-            TypeError: it is no number.
-            ValueError: it is out of range.
-        """
+        """Give a step's value as a float; raise if it is no number or out of range."""
         if not hasattr(given, "__float__"):
             raise TypeError(f"{self.name} at step {step} must be a number, got {type(given).__name__}")
         value = float(given)
@@ -165,11 +134,6 @@ class Checked:
             allowed = f"in [0, {self.upper:g}]" if self.upper < math.inf else "a finite number of at least 0"
             raise ValueError(f"{self.name}={value!r} at step {step} must be {allowed}")
         return value
-
-    @property
-    def given(self) -> float | Schedule:
-        """What the user gave."""
-        return self.schedule.value if isinstance(self.schedule, Constant) else self.schedule
 
     def __str__(self) -> str:
         return repr(self.given) if callable(self.given) else f"{self.given:g}"
