@@ -169,7 +169,7 @@ class Forecaster(ABC):
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
         r"""Value of :math:`\Delta(z, c)` and its gradient with respect to z, rows (N, K).
 
-        The gradient is the caller's to write to; the record stays as it is, for the next backward.
+        The record's logits stay as they are: a further backward through the same forward asks again.
 
         Args:
             record: the forward.

@@ -90,7 +90,7 @@ dcl_optim.hooks.loss_scale.recover_from_cross_entropy(z, gradient)
 dcl_optim.hooks.loss_scale.LossScale(source)
     .resolve(self, record, gradient, backward, several)
 dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
-        weight=1.0, alpha=0.6, chase=True)
+        weight=1.0, alpha=0.6, learns=True)
 dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
         per_class=False)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance='mse', *, weight, alpha,
