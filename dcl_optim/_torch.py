@@ -26,7 +26,11 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 # The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
-saved_tensors_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+# torch 2.6 has no way to ask.
+_top_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "perhaps some"
+)
+saved_tensors_hooks: Callable[[], Any] = functools.partial(_top_hooks, False)
 
 # The transform of torch.func that runs, whose gradients are not those of a backward pass; None outside of one.
 functorch_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack

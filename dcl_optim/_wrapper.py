@@ -1,4 +1,7 @@
-"""A torch.optim citizen around another optimizer: groups, state, hooks, checkpoints and copies as torch has them."""
+"""A torch.optim citizen around another optimizer: groups, state, hooks, checkpoints and copies as torch has them.
+
+Apart from optimizer.py, since nothing in it knows of forecasts: any wrapper of an optimizer would need it.
+"""
 
 from __future__ import annotations
 

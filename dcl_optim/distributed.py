@@ -38,6 +38,20 @@ def is_sharded(tensor: Tensor) -> bool:
     return sharding is not None and isinstance(tensor, sharding.DTensor)
 
 
+def refuse_flat_shards(model: nn.Module) -> None:
+    """Raise ValueError for a model whose parameters FullyShardedDataParallel keeps in flat shards."""
+    if any(isinstance(module, _fully_sharded()) for module in model.modules()):
+        raise ValueError(
+            "model is sharded by FullyShardedDataParallel, whose flat shards no companion can follow; shard it by "
+            "torch.distributed.fsdp.fully_shard, or take DCPOptimizer"
+        )
+
+
+def _fully_sharded() -> tuple[type[nn.Module], ...]:
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return () if found is None else (found,)
+
+
 class Ranks:
     """The ranks whose models are one: those of a process group, or of none.
 
@@ -114,8 +128,7 @@ def _group_of_model(model: nn.Module) -> Any:
 
 def _group_of(module: nn.Module | None) -> Any:
     """The group of a module that wraps another for data parallelism; None for any other."""
-    fully_sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", nn.DataParallel)
-    is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, fully_sharded))
+    is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, *_fully_sharded()))
     return getattr(module, "process_group", None) if is_wrapper else None
 
 

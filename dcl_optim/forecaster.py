@@ -62,8 +62,8 @@ class ForwardRecord:
         self._is_rows = logits.ndim == 2 and class_dim in (1, -1)
         self._output = weakref.ref(logits)
         rows = self.rows(logits.detach())
-        # Some layouts are a copy already.
-        self.logits = rows.clone() if rows.data_ptr() == logits.data_ptr() else rows
+        is_copy = not self._is_rows and rows.data_ptr() != logits.data_ptr()  # in some layouts
+        self.logits = rows if is_copy else rows.clone()
         self.forecast: Tensor | None = None
         self.companion_logits: Tensor | None = None
         self.targets: Tensor | None = None
@@ -91,24 +91,28 @@ class ForwardRecord:
             self.is_criterion_input, self.criterion_targets, self.criterion_scale = True, None, NO_SCALE
         return exact or not self.is_criterion_input
 
-    def add_loss_scale(self, exact: bool, times: Scale, gradient: Tensor) -> None:
+    def add_loss_scale(self, exact: bool, times: Scale, index: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward.
 
         Args:
             exact: whether the criterion was called on the output itself.
             times: the number of terms of a loss that is a sum, and this forward's share of it.
-            gradient: the gradient that arrived at the loss.
+            index: which of its node's outputs the loss is.
+            gradients: those that arrived at the node's outputs.
         """
-        if self.is_criterion_input and not exact:
+        gradient = gradients[index]
+        if gradient is None or (self.is_criterion_input and not exact):
             return
         backward, scale = current_backward(), _total(gradient) * times
         if self.criterion_scale[0] == backward:
             scale = self.criterion_scale[1] + scale
         self.criterion_scale = backward, scale
 
-    def note_loss_scale(self, gradient: Tensor) -> None:
-        """Called by autograd with the gradient of the model's own loss: what it was multiplied by, before backward."""
-        self.model_scale = current_backward(), _total(gradient)
+    def note_loss_scale(self, index: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """As :meth:`add_loss_scale`, for the model's own loss."""
+        gradient = gradients[index]
+        if gradient is not None:
+            self.model_scale = current_backward(), _total(gradient)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Lay a tensor of the output's shape out as rows (N, K)."""

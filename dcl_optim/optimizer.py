@@ -120,10 +120,13 @@ class ForecastOptimizer(OptimizerWrapper):
         regularizer = self._regularizer
         if not regularizer.state.backwards or closure is not None:
             self._check_step(closure)
+            if closure is None and self._is_of_no_length():
+                self.forecaster.create_state()
+                return self.base.step()
         try:
             if closure is None:
                 self.forecaster.backward()  # ω's gradients: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z))  (Equation 4)
-                regularizer.stop_observing()
+                regularizer.begin_base_step()
                 loss = self.base.step()  # θ's, since the backward: ∇_θ [ℓ(z, y) + λ Δ(z, stop(c))]  (Equation 2)
             else:
                 loss = self._step_with(closure)
@@ -176,16 +179,15 @@ class ForecastOptimizer(OptimizerWrapper):
                 f"another optimizer has wrapped the model since this {self._name} did: step that one, or call "
                 "detach() on this one to go on with its base optimizer alone"
             )
-        if closure is None and not self._creates_state():
+        if closure is None and not self._is_of_no_length():
             self._require_forward()
 
-    def _creates_state(self) -> bool:
-        """Whether this is a step of no length, as torch.distributed.checkpoint takes one to create the state."""
-        rates = [float(group.get("lr", 1.0)) for group in self.param_groups]
-        if any(rates) or not self._regularizer.attached or not self._regularizer.has_gradients():
+    def _is_of_no_length(self) -> bool:
+        """Whether this is no step, but what torch.distributed.checkpoint takes for one to create the state."""
+        regularizer = self._regularizer
+        if regularizer.state.backwards or not regularizer.attached or not regularizer.has_gradients():
             return False
-        self.forecaster.create_state()
-        return True
+        return not any(float(group.get("lr", 1.0)) for group in self.param_groups)
 
     def _require_forward(self) -> None:
         regularizer = self._regularizer

@@ -1,4 +1,7 @@
-r"""Algorithm 1 for one batch: forecast at the forward, penalty at the backward, and what a step has seen so far."""
+"""Algorithm 1 for one batch: forecast at the forward, penalty at the backward, and what a step has seen so far.
+
+Apart from optimizer.py, since Lightning runs the optimizer's methods on an object of its own: the state is here.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from dcl_optim.hooks.outputs import conversion_source, find_loss, through_logits
 from dcl_optim.schedules import Checked
 
 _requires_grad = attrgetter("requires_grad")
+MOST_RECORDS = 64  # of forwards, before those that are gone are looked for
 
 
 @dataclass
@@ -36,16 +40,20 @@ class StepState:
     Attributes:
         backwards: backwards through the logits of training forwards.
         observing: whether the forecaster observes forwards; not while the base evaluates the model again in its step.
+        stepping: whether the base is in its step, without a closure.
         cleared: whether ``zero_grad`` was called since the last backward.
         backward: the last backward that brought a gradient to logits, by autograd's number.
-        written: a gradient after that backward, and how often it had been written to.
+        has_gradients: whether there were gradients of others when the last forward began.
+        written: the first gradient after that backward, and how often it had been written to; None if not noted.
         penalties: the weighted penalties of the evaluation that runs, where its value is wanted (LBFGS).
     """
 
     backwards: int = 0
     observing: bool = True
+    stepping: bool = False
     cleared: bool = False
     backward: int = -1
+    has_gradients: bool = False
     written: tuple[weakref.ref[Tensor], int] | None = None
     penalties: list[Tensor] | None = field(default=None, repr=False)
 
@@ -96,7 +104,7 @@ class Regularizer:
         self._loss_scale, self._find_logits = loss_scale, find_logits
         self._class_dim = 1 if class_dim is None else class_dim
         self._warns_of_class_dim = class_dim is None and depends_on_class_dim(distance)
-        self.superseded = False
+        self.superseded = self._notes_gradients = False
         self.load_steps(0)
         self.attach()
 
@@ -114,7 +122,8 @@ class Regularizer:
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
         self.detach()
-        self.superseded = True
+        self.forecaster.forget()
+        self.state, self.superseded = StepState(), True
 
     # ---- the forward: c = f(ω, x) ------------------------------------------------------------------------------------
 
@@ -128,8 +137,10 @@ class Regularizer:
             return
         if self._is_no_training_forward():
             return
-        if self.state.backwards and self._gradients_are_gone():
-            self._forget_step()
+        if self.state.backwards:
+            if self._gradients_are_gone():
+                self._forget_step()
+            self.state.has_gradients = self.state.backwards > 0
         self.state.cleared = False
         replays = self.forecaster.replays_draws
         self._rng_state = _rng.capture(next(parameters_of(self._base)).device) if replays else {}
@@ -160,6 +171,8 @@ class Regularizer:
             self._await_own_loss(z, record, output)
         z.register_hook(functools.partial(self._add_penalty, record))
         if self._criterion is not None:
+            if len(self._records) > MOST_RECORDS:  # the criterion has not been called for long
+                self._records = [reference for reference in self._records if reference() is not None]
             self._records.append(weakref.ref(record))
         self.forwards += 1
 
@@ -176,7 +189,8 @@ class Regularizer:
         loss = find_loss(output)
         if loss is not None:
             loss = through_logits(z, loss, output)
-            loss.register_hook(record.note_loss_scale)
+            note = functools.partial(record.note_loss_scale, loss.output_nr)
+            loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         source = conversion_source(z)
         if source is not None:
             source[0].register_prehook(functools.partial(self._add_penalty_at_source, record, source[1]))
@@ -207,7 +221,8 @@ class Regularizer:
                 if self.labels is not None and not record.counted:
                     self.labels.take(record, targets)
                 share = len(record.logits) / rows if rows else 1.0
-                loss.register_hook(functools.partial(record.add_loss_scale, exact, terms * share))
+                note = functools.partial(record.add_loss_scale, exact, terms * share, loss.output_nr)
+                loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
 
     # ---- the backward: grad z + s λ ∂Δ(z, c)/∂z ----------------------------------------------------------------------
 
@@ -218,7 +233,7 @@ class Regularizer:
             return None
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             return None
-        if self.state.backwards and not record.counted and self._is_first_after_clearing(backward):
+        if self.state.backwards and not record.counted and self._were_cleared_since_the_forward(backward):
             self._forget_step()
         state, record.added_in = self.state, backward
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
@@ -230,7 +245,8 @@ class Regularizer:
         state.backwards += 1
         self.backwards += 1
         state.backward, state.cleared = backward, False
-        call_after_backward(self._note_gradient)
+        if self._notes_gradients:
+            call_after_backward(self._note_gradient)
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
@@ -254,9 +270,13 @@ class Regularizer:
         """The forecaster has its gradients: forwards until the next step are evaluations inside the base's."""
         self.state.observing = False
 
+    def begin_base_step(self) -> None:
+        """The base steps without a closure; if it evaluates the model itself (GSAM), the first one is observed."""
+        self.state.stepping, self.state.observing = True, not self.state.backwards
+
     def resume_observing(self) -> None:
         """The base's step has raised."""
-        self.state.observing, self.state.penalties = True, None
+        self.state.observing, self.state.stepping, self.state.penalties = True, False, None
 
     def collect_penalties(self) -> list[Tensor]:
         """Begin an evaluation whose penalties are wanted; the list that they are going to be in."""
@@ -280,37 +300,42 @@ class Regularizer:
         """Whether any parameter that the base trains has a gradient."""
         return next(gradients_of(self._base), None) is not None
 
-    def _note_gradient(self) -> None:
-        """After a backward: which gradient to look at, to see whether the script has written zeros over it."""
-        gradient = next(gradients_of(self._base), None)
-        self.state.written = None if gradient is None else (weakref.ref(gradient), version_of(gradient))
-
     def _gradients_are_gone(self) -> bool:
-        """Whether the gradients of the last backwards were cleared without a step: by the script, or a scaler's skip.
-
-        Zeros written over them are looked for only where something was written since the backward, since that
-        synchronises a device.
-        """
-        state = self.state
-        if state.cleared:
+        """Whether the gradients of the last backwards were cleared without a step, as where a scaler skips it."""
+        if self.state.cleared:
             return True
         first = next(gradients_of(self._base), None)
-        if first is None:
-            return True
-        if state.written is None or (state.written[0]() is first and state.written[1] == version_of(first)):
+        return first is None or self._is_zeroed(first)
+
+    def _were_cleared_since_the_forward(self, backward: int) -> bool:
+        """As above, for a backward whose forward began when there were gradients of others."""
+        state = self.state
+        together = state.backward == backward  # with one that has been counted, as of a sum of losses
+        return state.cleared or (not together and state.has_gradients and self._gradients_are_gone())
+
+    def _is_zeroed(self, first: Tensor) -> bool:
+        """Whether zeros were written over the gradients, of which this is the first one.
+
+        Their values, which synchronise a device, are looked at where something was written since the backward; and
+        once, before it is known that this script has several backwards a step.
+        """
+        written, self._notes_gradients = self.state.written, True
+        if written is not None and written[0]() is first and written[1] == version_of(first):
             return False
         return not any(bool(gradient.any()) for gradient in gradients_of(self._base))
 
-    def _is_first_after_clearing(self, backward: int) -> bool:
-        """Whether a backward comes after gradients were cleared between its forward and itself."""
-        state = self.state
-        if state.backward == backward or state.written is None:  # of several forwards together; no gradient so far
-            return state.cleared
-        return self._gradients_are_gone()
+    def _note_gradient(self) -> None:
+        """After a backward: note the first gradient, and how often it has been written to."""
+        gradient = next(gradients_of(self._base), None)
+        self.state.written = None if gradient is None else (weakref.ref(gradient), version_of(gradient))
 
     def _forget_step(self) -> None:
         """Drop what was counted; if the base is evaluating the model again in its step, that was learned from."""
-        if self.state.backwards and self.state.observing:
+        if not self.state.backwards or not self.state.observing:
+            return
+        if self.state.stepping:  # the gradients of its first evaluation: the next one is elsewhere
+            self.stop_observing()
+        else:
             self.forecaster.forget()
             self.state = StepState(cleared=self.state.cleared, penalties=self.state.penalties)
 

@@ -82,6 +82,7 @@ def trained(wrapper: str, ask: Callable[..., None], build: Callable[[], nn.Seque
     return model, optimizer
 
 
+@pytest.mark.filterwarnings("ignore:overlap=True")  # dropout runs serially
 @pytest.mark.parametrize("ask", [asks_for_the_head, asks_for_logits, asks_twice, clears_after_asking])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("build", [mlp, dropout_net])

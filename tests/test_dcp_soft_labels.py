@@ -108,6 +108,7 @@ def test_a_device_is_looked_at_in_the_first_soft_batch_only():
         optimizer = wrap(model, loss_scale=1.0)
 
         def backward(labels: torch.Tensor) -> None:
+            optimizer.zero_grad()
             optimizer.set_targets(labels)
             model(torch.randn(ROWS, FEATURES)).sum().backward()
 

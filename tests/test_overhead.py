@@ -344,7 +344,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(wrapper, loop):
     assert kept[2:] == kept[2:3] * 6
 
 
-def test_a_step_beside_the_model_leaves_nothing_to_the_garbage_collector():
+def test_an_overlapped_step_leaves_nothing_to_the_garbage_collector():
     optimizer, batch, kept = dcl(mlp(), overlap=True), one(), []
     with no_collector():
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""overlap=True beside overlap=False, bit for bit with one intra-op thread: loops, precisions, options."""
+"""overlap=True and overlap=False, bit for bit with one intra-op thread: loops, precisions, options."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from tests.helpers import (
 )
 
 STEPS = 20
-BASES = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
-    "adamw": partial(torch.optim.AdamW, lr=1e-2),
-}
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 # ---- loops ----------------------------------------------------------------------------------------------------------
@@ -54,20 +52,21 @@ def with_closure(model, optimizer, data, goes_backward=True):
 
 
 LOOPS = {
-    "plain": train,
-    "accumulation": accumulate,
-    "closure": with_closure,
-    "closure without backward": partial(with_closure, goes_backward=False),
+    "plain": (train, SGD),
+    "accumulation": (accumulate, ADAMW),
+    "closure": (with_closure, ADAMW),
+    "closure without backward": (partial(with_closure, goes_backward=False), SGD),
+    "several evaluations": (with_closure, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)),
 }
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("base", BASES)
-def test_every_loop(base, loop):
+def test_every_loop(loop):
     def script(overlap):
-        model = batch_norm_net()
-        optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, overlap=overlap)
-        LOOPS[loop](model, optimizer, batches(STEPS))
+        model, (run, base) = batch_norm_net(), LOOPS[loop]
+        options = {"weight": 0.7, "alpha": 0.4, "companion_optimizer": SGD if loop == "several evaluations" else None}
+        optimizer = DCLOptimizer(base(model.parameters()), model, overlap=overlap, **options)
+        run(model, optimizer, batches(STEPS))
         return optimizer
 
     assert_overlap_changes_nothing(script)
@@ -136,9 +135,8 @@ def test_autocast_whose_cache_all_threads_share(micro_batches):
     assert_overlap_changes_nothing(script)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_float16_with_a_scaler_that_skips_a_step(parts):
-    scales = {}
+def test_float16_with_a_scaler_that_skips_a_step():
+    scales, parts = {}, 3
 
     def script(overlap):
         model, scaler = batch_norm_net().float(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -169,13 +167,13 @@ def other_architecture():
 
 
 OPTIONS = {
-    "fraction": {"companion_fraction": 0.25},
-    "every": {"companion_every": 3},
+    "fraction, kl": {"companion_fraction": 0.25, "distance": "kl"},
+    "every, lr scale": {"companion_every": 3, "companion_lr_scale": 0.3},
     "dtype": {"companion_dtype": torch.float32},
-    "companion": {"companion": other_architecture},
-    "optimizer": {"companion_optimizer": partial(torch.optim.Adam, lr=1e-3)},
-    "lr scale": {"companion_lr_scale": 0.3},
-    "kl": {"distance": "kl"},
+    "companion, optimizer": {
+        "companion": other_architecture,
+        "companion_optimizer": partial(torch.optim.Adam, lr=1e-3),
+    },
 }
 
 

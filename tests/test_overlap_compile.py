@@ -60,11 +60,16 @@ def trained(order, overlap, backend, network=batch_norm_net, steps=6, **options)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_equals_serial(order):
+def test_every_order_equals_serial_and_compiles_nothing_after_the_second_step(order):
+    """A compiled graph is one for a number of threads: all of them in the first forward, half of them from then on."""
     expected, _ = trained(order, False, "aot_eager")
     found, graphs = trained(order, True, "aot_eager")
     assert_same(found, expected)
     assert graphs[0] > 0
+    with intra_op_threads(4):
+        _, graphs = trained(order, True, "aot_eager", steps=8)
+    assert graphs[1:] == [graphs[1]] * 7
+    assert graphs[1] <= 4
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -82,7 +87,7 @@ def test_the_random_numbers_that_are_inductors_own_are_noticed():
     assert_same(found, expected)
 
 
-def test_a_compiled_companion_that_draws_nothing_runs_beside_the_model():
+def test_a_compiled_companion_that_draws_nothing_runs_in_the_worker():
     places = Counter()
 
     def backend(graph, inputs):
@@ -93,13 +98,4 @@ def test_a_compiled_companion_that_draws_nothing_runs_beside_the_model():
         return run
 
     trained("compiled in place", True, backend, steps=4)
-    assert places == {"MainThread": 5, "dcl_optim_0": 3}, "only the first forward of the companion in its turn"
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_nothing_is_compiled_again_after_the_second_step(order):
-    """A compiled graph is one for a number of threads: all of them in the first forward, half of them from then on."""
-    with intra_op_threads(4):
-        _, graphs = trained(order, True, "aot_eager", steps=8)
-    assert graphs[1:] == [graphs[1]] * 7
-    assert graphs[1] <= 4
+    assert places == {"MainThread": 5, "dcl_optim_0": 3}, "only the first forward of the companion is serial"

@@ -17,7 +17,7 @@ from tests.helpers import CLASSES, FEATURES, assert_same, batches, snapshot, thr
 
 TOTAL, BREAK = 8, 4
 MOMENTS = ["after a step", "after a forward", "within an accumulation"]
-CHANGES = [(True, True), (True, False), (False, True)]
+CHANGES = [*((True, True, moment) for moment in MOMENTS), (True, False, MOMENTS[1]), (False, True, MOMENTS[0])]
 
 
 def build(overlap):
@@ -49,8 +49,7 @@ def steps_saved(moment):
     return BREAK if moment == "after a step" else BREAK - 1
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize(("before", "after", "moment"), CHANGES)
 def test_a_checkpoint_resumes_bit_for_bit(before, after, moment):
     """Batch norm has seen the part of the step that is done again; its statistics alone tell."""
     file = io.BytesIO()
@@ -88,9 +87,11 @@ def by_pickle(optimizer):
     return pickle.loads(pickle.dumps(optimizer))
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
-def test_a_copy_and_its_original_both_go_on(copied, moment):
+COPIES = [*((moment, copy.deepcopy) for moment in MOMENTS), (MOMENTS[1], by_pickle)]
+
+
+@pytest.mark.parametrize(("moment", "copied"), COPIES)
+def test_a_copy_and_its_original_both_go_on(moment, copied):
     original, copies = build(True), []
     run(original, 0, BREAK, moment, lambda: copies.append(copied(original)))
     (again,) = copies
@@ -102,11 +103,10 @@ def test_a_copy_and_its_original_both_go_on(copied, moment):
     assert_same(without_statistics(snapshot(again)), without_statistics(expected))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
-def test_a_copy_has_a_thread_of_its_own_and_the_original_keeps_its(copied):
+def test_a_copy_has_a_thread_of_its_own_and_the_original_keeps_its():
     original = run(build(True), 0, 2)
     threads = set(threading.enumerate())
-    again = copied(original)
+    again = copy.deepcopy(original)
     assert set(threading.enumerate()) == threads
     run(again, 2, 5)
     assert len(set(threading.enumerate()) - threads) == 1

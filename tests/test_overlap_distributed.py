@@ -30,7 +30,7 @@ from tests.helpers import (
 from tests.test_distributed import train_rank
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-CASES = [(order, accumulate) for order in ("wrapped before", "wrapped after") for accumulate in (1, 2)]
+CASES = [("wrapped before", 2), ("wrapped after", 1)]
 
 
 def trained(rank: int, order: str, accumulate: int, overlap: bool):

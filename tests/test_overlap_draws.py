@@ -51,8 +51,7 @@ DRAWING = {
     "a kind of draw that takes no generator": (lambda: Adding(lambda x: torch.poisson(torch.ones_like(x))), {}),
     "the companion alone": (mlp, {"companion": other_network}),
     "the model alone": (dropout_net, {"companion": mlp}),
-    "every third step": (dropout_net, {"companion_every": 3}),
-    "a fraction": (dropout_net, {"companion_fraction": 0.5}),
+    "every third step, a fraction": (dropout_net, {"companion_every": 3, "companion_fraction": 0.5}),
 }
 
 
@@ -92,7 +91,7 @@ class Switchable(Adding):
 
 
 def test_from_the_forward_that_begins_to_draw_on_it_is_serial(monkeypatch):
-    """Within an accumulation, whose first backward runs beside the script; only that one forward's masks may differ."""
+    """Within an accumulation, whose first backward runs in the worker; only that one forward's masks may differ."""
     model = Switchable()
     optimizer = wrap(model, overlap=True)
     begins_at, forwards = 7, 0
@@ -110,9 +109,9 @@ def test_from_the_forward_that_begins_to_draw_on_it_is_serial(monkeypatch):
         optimizer.step()
         optimizer.zero_grad()
     assert [forward for forward, _ in caught] == [begins_at]
-    assert "runs serially from now on" in caught[0][1]
-    beside, serial = ["MainThread", "dcl_optim_0"], ["MainThread"]
-    assert names == [serial] + [beside] * begins_at + [serial] * (forwards - begins_at - 1)
+    assert re.search(DRAWS, caught[0][1])
+    concurrent, serial = ["MainThread", "dcl_optim_0"], ["MainThread"]
+    assert names == [serial] + [concurrent] * begins_at + [serial] * (forwards - begins_at - 1)
     pairs = list(zip(model.drawn, optimizer.companion.drawn, strict=True))
     assert len(pairs) == forwards
     for forward, (theirs, ours) in enumerate(pairs):
@@ -155,7 +154,7 @@ def trained(network, overlap, loss=F.cross_entropy, **options):
 
 
 def test_the_script_draws_from_its_stream_as_if_no_companion_ran():
-    """Between the forward and the backward, too, in which the companion's runs beside it."""
+    """Between the forward and the backward, too, while the companion runs."""
 
     def script(overlap, wrapped=True):
         model = mlp()
@@ -176,6 +175,6 @@ def test_the_script_draws_from_its_stream_as_if_no_companion_ran():
 
     drawn = []
     assert_overlap_changes_nothing(script)
-    beside = torch.cat(drawn)
+    overlapped = torch.cat(drawn)
     script(False, wrapped=False)
-    assert torch.equal(torch.cat(drawn), beside)
+    assert torch.equal(torch.cat(drawn), overlapped)

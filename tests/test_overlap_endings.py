@@ -29,19 +29,28 @@ def new_threads():
     return lambda: [thread for thread in threading.enumerate() if thread not in existing]
 
 
+def between_steps(model):
+    pass
+
+
+def after_a_forward(model):
+    return model(one()[0])
+
+
+def after_a_backward(model):
+    F.cross_entropy(model(one()[0]), one()[1]).backward()
+
+
+MOMENTS = (between_steps, after_a_forward, after_a_backward)
+
+
 def test_detaching_ends_the_thread_at_once(new_threads):
-    _, optimizer = trained()
-    assert len(new_threads()) == 1
-    optimizer.detach()
-    assert new_threads() == []
-
-
-def test_detaching_between_forward_and_step_ends_the_thread(new_threads):
-    model, optimizer = trained()
-    z = model(one()[0])
-    F.cross_entropy(z, one()[1]).backward()
-    optimizer.detach()
-    assert new_threads() == []
+    for moment in MOMENTS:
+        model, optimizer = trained()
+        moment(model)
+        assert len(new_threads()) == 1
+        optimizer.detach()
+        assert new_threads() == [], moment
 
 
 def test_wrapping_the_model_again_ends_the_thread(new_threads):
@@ -53,37 +62,33 @@ def test_wrapping_the_model_again_ends_the_thread(new_threads):
     del optimizer
 
 
-@pytest.mark.parametrize("after", ["a step", "a forward", "a backward"])
-def test_an_optimizer_that_is_gone_takes_its_thread_along_without_the_collector(after, new_threads):
-    model, optimizer = trained()
-    if after != "a step":
-        z = model(one()[0])
-        if after == "a backward":
-            F.cross_entropy(z, one()[1]).backward()
-        del z
-    gc.disable()
-    try:
-        (thread,) = new_threads()
-        del optimizer
-        thread.join(timeout=20)
-        assert new_threads() == []
-    finally:
-        gc.enable()
+def test_an_optimizer_that_is_gone_takes_its_thread_along_without_the_collector(new_threads):
+    for moment in MOMENTS:
+        model, optimizer = trained()
+        moment(model)
+        gc.disable()
+        try:
+            (thread,) = new_threads()
+            del optimizer
+            thread.join(timeout=20)
+            assert new_threads() == [], moment
+        finally:
+            gc.enable()
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "step"])
-def test_errors_leave_one_thread_at_most(place, new_threads):
-    failure = Failure(place)
-    optimizer = overlapped(failure)
-    train(optimizer.model, optimizer, batches(2))
-    for _ in range(5):
-        failure.armed = True
-        with pytest.raises(ZeroDivisionError):
-            train(optimizer.model, optimizer, batches(1))
-        failure.armed = False
-    assert len(new_threads()) == 1
-    optimizer.detach()
-    assert new_threads() == []
+def test_errors_leave_one_thread_at_most(new_threads):
+    for place in ("forward", "backward", "step"):
+        failure = Failure(place)
+        optimizer = overlapped(failure)
+        train(optimizer.model, optimizer, batches(2))
+        for _ in range(5):
+            failure.armed = True
+            with pytest.raises(ZeroDivisionError):
+                train(optimizer.model, optimizer, batches(1))
+            failure.armed = False
+        assert len(new_threads()) == 1
+        optimizer.detach()
+        assert new_threads() == [], place
 
 
 def test_many_optimizers_in_turn_leave_no_thread(new_threads):

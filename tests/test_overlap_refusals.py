@@ -96,9 +96,8 @@ class Writing(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.parametrize("who", ["model", "companion"])
-@pytest.mark.parametrize("nested", [False, True])
-def test_inputs_that_are_changed_in_place(nested, who):
+@pytest.mark.parametrize(("who", "nested"), [("model", True), ("companion", False)])
+def test_inputs_that_are_changed_in_place(who, nested):
     optimizer = wrap(Writing(), overlap=True)
     model = optimizer.model
     x, y = one()
@@ -122,7 +121,7 @@ def test_inputs_that_a_hook_replaces():
     optimizer = wrap(mlp(), overlap=True)
     handle = optimizer.model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     refused_by_hook = r"overlap=True.*pre-hook.*overlap=False"
-    train(optimizer.model, optimizer, batches(1))  # done in its turn: the companion is given what the model was
+    train(optimizer.model, optimizer, batches(1))  # serial: the companion is given what the model was
     with pytest.raises(RuntimeError, match=refused_by_hook):
         train(optimizer.model, optimizer, batches(1))
     handle.remove()

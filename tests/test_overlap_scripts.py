@@ -1,4 +1,4 @@
-"""overlap=True beside overlap=False, bit for bit: what scripts do, and where the companion has its turn."""
+"""overlap=True and overlap=False, bit for bit: what scripts do, and which forwards are serial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from dcl_optim import DCLOptimizer, lanes
+from dcl_optim import DCLOptimizer
+from dcl_optim.overlap import executors
 from tests.helpers import (
     FEATURES,
     assert_overlap_changes_nothing,
@@ -121,7 +122,7 @@ def test_the_whole_model_checkpointed(reentrant):
     assert_overlap_changes_nothing(script)
 
 
-# ---- where the companion has its turn -------------------------------------------------------------------------------
+# ---- which forwards are serial ---------------------------------------------------------------------------------------
 
 
 MODES = {
@@ -133,7 +134,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_forward_inside_a_mode_that_belongs_to_the_callers_thread_is_serial(mode):
-    enter, beside = MODES[mode]
+    enter, concurrent = MODES[mode]
     found = {}
     for overlap in (False, True):
         model = mlp()
@@ -142,7 +143,7 @@ def test_a_forward_inside_a_mode_that_belongs_to_the_callers_thread_is_serial(mo
         x, y = one()
         with threads_of_forwards() as names, enter() as inside:
             loss = F.cross_entropy(model(x), y)
-        assert ("dcl_optim_0" in names) == (overlap and beside)
+        assert ("dcl_optim_0" in names) == (overlap and concurrent)
         loss.backward()
         optimizer.step()
         train(model, optimizer, batches(3, seed=5))
@@ -152,7 +153,7 @@ def test_a_forward_inside_a_mode_that_belongs_to_the_callers_thread_is_serial(mo
 
 
 def test_a_single_core_has_no_thread(monkeypatch):
-    monkeypatch.setattr(lanes.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(executors.os, "sched_getaffinity", lambda _: {0}, raising=False)
     model = dropout_net()  # which needs no warning: the companion would run serially anyway
     with wrap(model, overlap=True) as optimizer:
         existing = worker_threads()  # those of earlier tests may still be ending
@@ -165,7 +166,7 @@ def test_a_single_core_has_no_thread(monkeypatch):
     assert_same(found, snapshot(expected))
 
 
-def test_the_first_forward_is_serial_and_the_others_are_beside_the_model():
+def test_the_first_forward_is_serial_and_the_others_are_concurrent():
     model, names = mlp(), []
     optimizer = wrap(model, overlap=True)
     optimizer.companion.register_forward_pre_hook(lambda *_: names.append(threading.current_thread().name))

@@ -158,9 +158,10 @@ def test_distributed_checkpoints_resume_bit_for_bit(tmp_path: Path):
 def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     model = mlp()
     optimizer = wrap(variant, model)
-    before = copy.deepcopy(model)
+    before, began = copy.deepcopy(model), copy.deepcopy(own(variant, optimizer))
     state = get_optimizer_state_dict(model, optimizer)  # takes a dry step to create the state
     assert_same(model, before)
+    assert_same(dict(own(variant, optimizer)), dict(began))
     assert optimizer.logs()["step"] == 0
     train(model, optimizer, batches(3), loss=CRITERION)
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))

@@ -18,7 +18,7 @@ from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
 from dcl_optim.companion.sync import CompanionSync
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, companion_gradient
-from dcl_optim.distributed import Ranks, unwrapped
+from dcl_optim.distributed import Ranks, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
 
 IN_COMPANION = (
@@ -81,6 +81,7 @@ class Companion(Forecaster):
     ) -> None:
         self._find_logits, self._fraction, self._every = find_logits, fraction, every
         self._device, self._dtype = device, dtype
+        refuse_flat_shards(model)
         self._ranks = Ranks(model, process_group)
         own, is_copy = unwrapped(model), companion is None
         self.module = copying.build(own, companion, device, dtype)
@@ -187,8 +188,7 @@ class Companion(Forecaster):
         self._run_backward_of(pending)
 
     def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
-        while pending:
-            logits, gradient = pending.pop(0)
+        for logits, gradient in pending:
             if torch.is_autocast_enabled(logits.device.type):
                 with inputs.outside_autocast(logits.device.type):
                     logits.backward(gradient)
@@ -231,6 +231,7 @@ class Companion(Forecaster):
         getattr(self.optimizer, mode, _nothing)()
 
     def create_state(self) -> None:
+        self._optimizer.follow_options()  # the learning rate is 0 for now
         if not self.optimizer.state:
             self._optimizer.fill_gradients()
             self.optimizer.step()

@@ -1,4 +1,7 @@
-"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, what is trained by now."""
+"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, what is trained by now.
+
+Apart from companion.py, which is Algorithm 1: this is what scripts and libraries do to a model meanwhile.
+"""
 
 from __future__ import annotations
 

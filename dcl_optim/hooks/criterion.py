@@ -1,4 +1,7 @@
-"""A call of the criterion: which forwards it is about, and how many terms its loss sums."""
+"""A call of the criterion: which forwards it is about, and how many terms its loss sums.
+
+Apart from regularizer.py, which is Algorithm 1: these are questions about a loss module's arguments.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ModuleHooks:
     def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
         """Forward hook of the criterion."""
         listener = self._listener()
-        if listener is None or not isinstance(loss, Tensor) or not loss.requires_grad:
+        if listener is None or not isinstance(loss, Tensor) or loss.grad_fn is None:
             return
         logits = args[0] if args else kwargs.get("input")
         targets = args[1] if len(args) > 1 else kwargs.get("target")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcl_optim import _torch
@@ -35,6 +36,7 @@ class OverlappedCompanion(Companion):
         self._executor: Executor | None = None
         self._place: torch.device | None = None  # the device that the executor is for
         self._draws: bool | None = None  # unknown until the first forward has ended
+        self._recomputes: bool | None = None  # unknown until the first forward that is learned from has
         self._forecast_to_come: Callable[[], list[Tensor]] | None = None
         self._backward_to_come: list[Callable[[], None]] = []
         self._inputs: list[tuple[int, int]] = []
@@ -43,15 +45,16 @@ class OverlappedCompanion(Companion):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._abandon()
+        self._run_backward()  # reads the weights that the script's changes are going to be written to
         super().before_forward(args, kwargs, rng_state, step)
         self._choose_executor()
-        if self._executor is None or (self._executor.is_thread and not self._suits_a_thread()):
+        if self._executor is None or (self._in_thread and not self._suits_a_thread()):
             return
         self._inputs = _fingerprint(args, kwargs)
         tensors = tensors_of((args, kwargs))
         batch = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         work = functools.partial(self._forecast, (args, kwargs), batch)
-        if self._executor.is_thread:
+        if self._in_thread:
             self._forecast_to_come = self._executor.start(work)
         else:
             with replayed(on_device(rng_state, self._place)):
@@ -66,13 +69,16 @@ class OverlappedCompanion(Companion):
         device = next(self.module.parameters()).device
         if device == self._place:
             return
-        synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())
-        if self._ranks.count > 1 and (synchronised or any(map(is_sharded, self.module.parameters()))):
+        if _talks_to_other_ranks(self.module):
             raise RuntimeError(
                 "overlap=True cannot run a companion whose forward talks to other ranks (SyncBatchNorm, sharded "
                 "parameters), since two threads would do so in no fixed order; pass overlap=False"
             )
         self._executor, self._place = executor_for(device), device
+
+    @property
+    def _in_thread(self) -> bool:
+        return self._executor is not None and self._executor.is_thread
 
     def _suits_a_thread(self) -> bool:
         return self._draws is False and not _torch.thread_has_modes()
@@ -81,29 +87,26 @@ class OverlappedCompanion(Companion):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
         to_come, self._forecast_to_come = self._forecast_to_come, None
-        is_thread = self._executor is not None and self._executor.is_thread
-        if is_thread:
-            self._note_draws(rng_state)
+        self._note_draws(rng_state)
         if to_come is not None:
             forecast = to_come()
             self._require_same_inputs(args, kwargs)
         else:
             with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
                 forecast = self._forecast((args, kwargs), record.shape[0])
-                if is_thread:
-                    self._note_draws(rng_state)
-                    self._require_no_recomputation(forecast[0])
+                self._note_draws(rng_state)
+        self._require_no_recomputation(forecast[0])
         self._keep(forecast, (args, kwargs), record)
 
     def _note_draws(self, rng_state: RngState) -> None:
-        """Either network may be the one that draws."""
-        if self._draws:
+        """Give the thread up once the generator has moved; either network may be the one that draws."""
+        if not self._in_thread:
             return
         self._draws = not torch.equal(rng_state[CPU], torch.get_rng_state())
         if self._draws:
             _torch.warn(
-                "overlap=True: the model draws random numbers in its forward (dropout), which a worker thread cannot "
-                "replay; the companion runs after the model from now on, as with overlap=False"
+                "overlap=True: the model or its companion draws random numbers in its forward (dropout), which a "
+                "worker thread cannot replay; the companion runs after the model from now on, as with overlap=False"
             )
             self.close()
             self._executor = None
@@ -116,17 +119,15 @@ class OverlappedCompanion(Companion):
                 "place by the model), so the companion may have seen others; pass overlap=False"
             )
 
-    @staticmethod
-    def _require_no_recomputation(logits: Tensor) -> None:
-        """Refuse reentrant checkpoints; the executor refuses the others itself."""
-        seen, waiting = set(), [logits.grad_fn]
-        while waiting:
-            node: Any = waiting.pop()
-            if node is not None and node not in seen:
-                if node.name() == "CheckpointFunctionBackward":
-                    raise RuntimeError(NO_RECOMPUTATION)
-                seen.add(node)
-                waiting += [before for before, _ in node.next_functions]
+    def _require_no_recomputation(self, logits: Tensor) -> None:
+        """Refuse reentrant checkpoints, by the first graph; the executor refuses the others itself."""
+        if not self._in_thread:
+            return
+        if self._recomputes is None and logits.requires_grad:
+            self._recomputes = _is_checkpointed(logits)
+        if self._recomputes:
+            self.pause()
+            raise RuntimeError(NO_RECOMPUTATION)
 
     # ---- the backward ------------------------------------------------------------------------------------------------
 
@@ -144,9 +145,13 @@ class OverlappedCompanion(Companion):
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
+    def backward(self) -> None:
+        super().backward()
+        self.pause()  # the two steps come one after the other, each with all threads
+
     def step(self) -> None:
         super().step()
-        self.pause()
+        self.pause()  # of evaluations inside the base's step
 
     def forget(self) -> None:
         self.pause()
@@ -171,6 +176,26 @@ class OverlappedCompanion(Companion):
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()
         return super().__getstate__() | {"_forecast_to_come": None}
+
+
+def _talks_to_other_ranks(module: nn.Module) -> bool:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    synchronised = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
+    return synchronised or any(map(is_sharded, module.parameters()))
+
+
+def _is_checkpointed(logits: Tensor) -> bool:
+    """Whether a reentrant checkpoint is in the graph of these logits."""
+    seen, waiting = set(), [logits.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 def _fingerprint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:

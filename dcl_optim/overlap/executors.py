@@ -103,6 +103,9 @@ class WorkerThread(Executor):
         def result() -> T:
             try:
                 return future.result()
+            except Exception:
+                self.settle()  # what would have settled may not come
+                raise
             finally:
                 self._started.discard(future)  # it holds what the work has made
 
@@ -133,17 +136,19 @@ class CudaStream(Executor):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._held: list[Any] = []
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
         # Memory needs no record_stream: the side stream waits for the caller's before each piece of work, the caller's
-        # for the side stream before a result is used, and what the work holds is held until then.
+        # for the side stream before a result is used, and what was given to the work is held until then.
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._held.append(work)
         with torch.cuda.stream(self._stream):
             value = work()
 
-        def result(held: Any = work) -> T:
+        def result() -> T:
             self.settle()
             return value
 
@@ -152,9 +157,10 @@ class CudaStream(Executor):
     def settle(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._held.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stream": None}
+        return self.__dict__ | {"_stream": None, "_held": []}
 
 
 def executor_for(device: torch.device) -> Executor | None:

@@ -67,6 +67,7 @@ class Prototypes(Forecaster):
         self._seen = torch.zeros(num_classes + 1, dtype=torch.bool, device=like.device)
         self._all_seen = False  # as far as is known without synchronising a device
         self._has_checked_shares = False
+        self._difference: Tensor | None = None  # z - p of the penalty that was computed last, with hard labels
         self.forget()
 
     @property
@@ -88,6 +89,7 @@ class Prototypes(Forecaster):
         """Nothing yet: the labels may come with the criterion."""
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
+        self._difference = None
         self._follow_place(record.logits)
         z = record.logits.to(self._rows.dtype)
         classes = self._classes_of(record)
@@ -96,7 +98,7 @@ class Prototypes(Forecaster):
         record.forecast, known = self._forecast(record, classes)
         labelled = max(len(classes), 1) if record.all_labelled else self._count_labelled(classes)
         if getattr(distance, "func", None) is distances.mse:
-            departure = distances.difference(z, record.forecast)
+            departure = self._difference = distances.difference(z, record.forecast)
             if known is not None:
                 departure = departure.masked_fill(~known[:, None], 0.0)
             mean = distances.reduction_of(distance) == "mean"
@@ -177,11 +179,12 @@ class Prototypes(Forecaster):
             numbers = shares.sum(0)
             departures = (shares.T @ z).addcmul_(numbers[:, None], self._rows.index_select(0, classes), value=-1.0)
         else:
-            forecast = self._rows.index_select(0, classes) if record.forecast is None else record.forecast
-            departures, numbers = distances.difference(z, forecast), z.new_ones(len(classes))
+            known, numbers = self._difference, z.new_ones(len(classes))
+            departures = distances.difference(z, self._rows.index_select(0, classes)) if known is None else known
             if not record.all_labelled:
                 labelled = classes < self._num_classes
                 departures, numbers = departures.masked_fill(~labelled[:, None], 0.0), labelled.to(z.dtype)
+        self._difference = None
         self._departures.append((classes, departures))
         if self._counts is None:
             self._counts = z.new_zeros(self._num_classes + 1)
@@ -204,10 +207,9 @@ class Prototypes(Forecaster):
             self._departures = [self._summed_by_class()]
             self._ranks.add_up(counts)
             self._ranks.add_up(self._departures[0][1])
-        shares = counts.clamp(min=1e-30).reciprocal()  # a class without rows has departures of zero
-        weights = shares * (1.0 - self._alpha)
+        weights = (1.0 - self._alpha) / counts.clamp(min=1e-30)  # a class without rows has departures of zero
         if not self._all_seen:
-            weights = torch.where(self._seen, weights, shares)
+            weights = torch.where(self._seen, weights, counts.clamp(min=1e-30).reciprocal())
             self._seen |= counts > 0
             self._all_seen = counts.device.type == "cpu" and bool(self.seen.all())
         for classes, departures in self._departures:
@@ -215,7 +217,7 @@ class Prototypes(Forecaster):
         self.forget()
 
     def forget(self) -> None:
-        self._departures, self._counts, self._alpha = [], None, 0.0
+        self._departures, self._counts, self._difference, self._alpha = [], None, None, 0.0
 
     def _follow_place(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""

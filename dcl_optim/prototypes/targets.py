@@ -1,4 +1,7 @@
-"""From the labels that the script gave to a class, or shares of all classes, for each row of logits."""
+"""From the labels that the script gave to a class, or shares of all classes, for each row of logits.
+
+Apart from prototypes.py, since it is all checks and their messages.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +86,8 @@ def _check_distributions(shares: Tensor) -> None:
 
 def _checked(labels: Tensor, num_classes: int, ignore: int) -> tuple[Tensor, bool]:
     if labels.device.type == "cpu" and len(labels):
-        low, high = (int(bound) for bound in labels.aminmax())
-        if low >= 0 and high < num_classes and not 0 <= ignore < num_classes:
+        low, high = labels.aminmax()
+        if int(low) >= 0 and int(high) < num_classes and not 0 <= ignore < num_classes:
             return labels, True
         wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore)
         if wrong.any():

@@ -149,7 +149,7 @@ def test_the_companions_backward_is_outside_of_the_scripts_autocast():
                 z = network(x)
             (F.cross_entropy(z, y) / 2).backward()
             if early:  # what waits for the next forward, done before autocast begins
-                optimizer.forecaster.digest()
+                optimizer.forecaster.backward()
             if index % 2 == 0:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -23,11 +23,11 @@ WRONG: dict[str, list[Any]] = {
     "distance": ["mes", "", "MSE", 3, None, [], 1.5, b"mse", {}],
     "reduction": ["max", "", "Mean", None, 3, [], {}],
     "temperature": [0, -1.0, NAN, INF, True, *NO_NUMBERS],
-    "preset": ["default", "paper", None],
     "loss_scale": [0, -2, NAN, INF, True, None, "fp16", "", [], {}, b"auto"],
     "criterion": [F.cross_entropy, "cross entropy", 3, nn.CrossEntropyLoss, [nn.CrossEntropyLoss()]],
     "logits": [3, "logits", [0], {}, 1.5],
-    "class_dim": [None, *NO_INTEGERS],
+    "class_dim": NO_INTEGERS,
+    "process_group": ["world", "", "Auto", 3, True, [], {}, object()],
     "strict": NO_FLAGS,
     "wieght": [0.1],
     "Alpha": [0.6],
@@ -59,7 +59,8 @@ RIGHT: dict[str, list[Any]] = {
     "reduction": ["mean", "sum_classes"],
     "criterion": [None, nn.CrossEntropyLoss()],
     "loss_scale": ["auto", 2.0],
-    "class_dim": [1, -1],
+    "class_dim": [None, 1, -1],
+    "process_group": ["auto", None],
     "strict": [True, False],
 }
 RIGHT_DCL: dict[str, list[Any]] = {

@@ -1,46 +1,40 @@
-"""Lanes by themselves: order, errors, the caller's settings inside the worker, what is held and what is given back."""
+"""Executors by themselves: order, errors, the caller's settings inside the worker, what is held and given back."""
 
 from __future__ import annotations
 
 import contextvars
+import copy
 import gc
+import itertools
 import threading
 import weakref
 
 import pytest
 import torch
 
-from dcl_optim import lanes
+from dcl_optim.overlap import executors
 from tests.helpers import intra_op_threads, worker_threads
 
 
 @pytest.fixture
 def worker():
-    lane = lanes.Worker()
-    yield lane
-    lane.close()
+    executor = executors.WorkerThread()
+    yield executor
+    executor.close()
 
 
-def test_a_device_has_its_lane(monkeypatch):
-    monkeypatch.setattr(lanes, "_cores", lambda: 2)
-    assert type(lanes.beside(torch.device("cpu"))) is lanes.Worker
-    assert type(lanes.beside(torch.device("cuda", 1))) is lanes.SideStream
-    monkeypatch.setattr(lanes, "_cores", lambda: 1)
-    assert type(lanes.beside(torch.device("cpu"))) is lanes.Serial
+def test_a_device_has_its_executor(monkeypatch):
+    monkeypatch.setattr(executors, "_cores", lambda: 2)
+    assert type(executors.executor_for(torch.device("cpu"))) is executors.WorkerThread
+    assert type(executors.executor_for(torch.device("cuda", 1))) is executors.CudaStream
+    monkeypatch.setattr(executors, "_cores", lambda: 1)
+    assert executors.executor_for(torch.device("cpu")) is None
     for kind in ("meta", "mps", "xpu"):
         with pytest.raises(RuntimeError, match=f"overlap=True runs on cpu and cuda, not on {kind}; pass overlap=False"):
-            lanes.beside(torch.device(kind))
+            executors.executor_for(torch.device(kind))
 
 
-def test_serial_work_is_done_when_it_is_asked_for():
-    done = []
-    result = lanes.Serial().start(lambda: done.append(threading.current_thread()))
-    assert done == []
-    result()
-    assert done == [threading.main_thread()]
-
-
-def test_work_goes_on_beside_the_caller_in_the_order_in_which_it_was_started(worker):
+def test_work_runs_concurrently_with_the_caller_in_the_order_in_which_it_was_started(worker):
     meeting, order = threading.Barrier(2, timeout=20), []
     results = [worker.start(lambda i=i: (meeting.wait(), order.append(i), i)[-1]) for i in range(3)]
     for _ in range(3):
@@ -54,7 +48,14 @@ def test_an_error_comes_out_where_the_result_is_asked_for_and_the_next_work_is_d
     assert following() == "done"
     with pytest.raises(ZeroDivisionError, match="division by zero"):
         failing()
-    worker.settle()
+
+
+def test_an_error_gives_the_threads_back_at_once(worker):
+    with intra_op_threads(4):
+        failing = worker.start(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            failing()
+        assert torch.get_num_threads() == 4
 
 
 def test_settling_waits_and_raises_nothing(worker):
@@ -74,22 +75,20 @@ def test_closing_ends_the_thread_and_a_later_start_begins_another(worker):
     worker.close()
 
 
-@pytest.mark.parametrize("taken", ["result", "settle"])
-def test_what_the_work_has_made_is_let_go(taken, worker):
+def test_what_the_work_has_made_is_freed(worker):
     class Value:
         pass
 
     made = []
-    result = worker.start(lambda: (value := Value(), made.append(weakref.ref(value)))[0])
-    result() if taken == "result" else worker.settle()
-    del result
-    gc.collect()
-    assert made[0]() is None
+    for taken in ("result", "settle"):
+        result = worker.start(lambda: (value := Value(), made.append(weakref.ref(value)))[0])
+        result() if taken == "result" else worker.settle()
+        del result
+        gc.collect()
+        assert made[-1]() is None, taken
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_worker_has_the_callers_autocast_and_leaves_its_cache_alone(enabled, cached, worker, monkeypatch):
+def test_the_worker_has_the_callers_autocast_and_leaves_its_cache_alone(worker, monkeypatch):
     cleared = []
     clear = torch.clear_autocast_cache
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (cleared.append(threading.current_thread()), clear()))
@@ -98,7 +97,7 @@ def test_the_worker_has_the_callers_autocast_and_leaves_its_cache_alone(enabled,
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
 
     outside = settings()
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, enabled, cached in itertools.product((torch.bfloat16, torch.float16), (True, False), (True, False)):
         with torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=cached):
             assert settings() == (enabled, dtype, cached)
             assert worker.start(settings)() == (enabled, dtype, cached)
@@ -113,33 +112,43 @@ def test_the_worker_sees_the_callers_context(worker):
         assert worker.start(variable.get)() == value
 
 
-@pytest.mark.parametrize("given", [1, 2, 5])
-def test_caller_and_worker_have_half_of_the_threads_each_until_the_caller_rests(given, worker):
-    with intra_op_threads(given):
-        result = worker.start(torch.get_num_threads)
-        assert torch.get_num_threads() == result() == max(1, given // 2)
-        assert worker.start(torch.get_num_threads)() == max(1, given // 2), "not a half of the half"
-        worker.rest()
-        assert torch.get_num_threads() == given
-        worker.rest()
-        assert torch.get_num_threads() == given
+def test_caller_and_worker_have_half_of_the_threads_each_until_the_work_is_settled(worker):
+    for given in (1, 2, 5):
+        with intra_op_threads(given):
+            result = worker.start(torch.get_num_threads)
+            assert torch.get_num_threads() == result() == max(1, given // 2)
+            assert worker.start(torch.get_num_threads)() == max(1, given // 2), "not a half of the half"
+            worker.settle()
+            assert torch.get_num_threads() == given
+            worker.settle()
+            assert torch.get_num_threads() == given
 
 
-@pytest.mark.parametrize("first_to_rest", [0, 1])
-def test_two_lanes_take_one_half_and_give_it_back(first_to_rest, worker):
-    other = lanes.Worker()
-    with intra_op_threads(8):
-        for lane in (worker, other):
-            lane.start(lambda: None)()
-        pair = (worker, other) if first_to_rest == 0 else (other, worker)
-        for lane in pair:
-            lane.rest()
-        assert torch.get_num_threads() == 8
+def test_two_workers_take_one_half_and_give_it_back(worker):
+    other = executors.WorkerThread()
+    for first, last in ((worker, other), (other, worker)):
+        with intra_op_threads(8):
+            for each in (worker, other):
+                each.start(lambda: None)()
+            assert torch.get_num_threads() == 4
+            first.settle()
+            assert torch.get_num_threads() == 4
+            last.settle()
+            assert torch.get_num_threads() == 8
     other.close()
 
 
+def test_a_copy_begins_anew(worker):
+    worker.start(lambda: None)
+    again = copy.deepcopy(worker)
+    try:
+        assert again.start(threading.current_thread)() is not worker.start(threading.current_thread)()
+    finally:
+        again.close()
+
+
 def test_a_worker_that_goes_in_another_thread_does_not_keep_the_callers_threads():
-    gone = lanes.Worker()
+    gone = executors.WorkerThread()
     with intra_op_threads(4):
         gone.start(lambda: None)()
         last = [gone]
@@ -147,7 +156,7 @@ def test_a_worker_that_goes_in_another_thread_does_not_keep_the_callers_threads(
         thread = threading.Thread(target=last.clear)
         thread.start()
         thread.join()
-        other = lanes.Worker()
+        other = executors.WorkerThread()
         other.start(lambda: None)()
         assert torch.get_num_threads() == 2
         other.close()

@@ -1,0 +1,67 @@
+"""The import order of docs/architecture.md, and one file for all that is private in torch or CPython."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "dcl_optim").rglob("*.py")}
+FILES = {name.removesuffix(".__init__"): path for name, path in sorted(PATHS.items())}
+# From the top. A file or package imports from lower layers and from itself; _ stands for all files that begin with it.
+ORDER = """
+    __main__ | demo | plots | metrics dcl_optim | dcl dcp | optimizer overlap | regularizer | companion prototypes
+    | hooks | forecaster | distances schedules distributed | reference _
+"""
+LAYER = {unit: depth for depth, units in enumerate(ORDER.split("|")) for unit in units.split()}
+PRIVATE = re.compile(
+    r"\btorch(\.\w+)*\._(?!foreach_|_version__)|from torch[\w.]* import _|sys\._getframe|import dis\b|\._version\b"
+    r"|\._modules\b|\._(compiled_)?call_impl|_(forward|backward)(_pre)?_hooks"
+)
+
+
+def unit(module: str) -> str:
+    """The file or package right below dcl_optim in which a module lies."""
+    _, name, *_ = [*module.split("."), "dcl_optim"]
+    return "_" if name.startswith("_") and name != "__main__" else name
+
+
+def imports(module: str) -> list[tuple[str, str]]:
+    """What a file imports from the package, anywhere in it: modules, and names of modules."""
+    found = []
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            names = [(f"{node.module}.{alias.name}", alias.name) for alias in node.names]
+            found += [(inner, "") if inner in FILES else (str(node.module), name) for inner, name in names]
+    return [(target, name) for target, name in found if target.partition(".")[0] == "dcl_optim"]
+
+
+def test_imports_go_down() -> None:
+    wrong = []
+    for module in FILES:
+        own = unit(module)
+        for target, name in imports(module):
+            other = unit(target)
+            down = other == own or LAYER[own] < LAYER[other]
+            optional = other != "overlap" or own in ("dcl", "overlap")
+            script = own in ("metrics", "plots", "demo", "__main__") and other != own
+            if not (down and optional) or (
+                script and name not in getattr(importlib.import_module(target), "__all__", ())
+            ):
+                wrong.append(f"{module} imports {target} {name}")
+    assert not wrong
+
+
+def test_no_circle() -> None:
+    TopologicalSorter({module: {target for target, _ in imports(module)} for module in FILES}).prepare()
+
+
+def test_private_apis_are_in_one_file() -> None:
+    texts = {module: path.read_text() for module, path in FILES.items() if module != "dcl_optim._torch"}
+    assert not [(module, found[0]) for module in texts for found in PRIVATE.finditer(texts[module])]
