@@ -16,16 +16,7 @@ CPU = torch.device("cpu")
 
 
 def capture(device: torch.device) -> RngState:
-    """Read the state of the generators that a forward on this device may draw from: the CPU's and its own.
-
-    Examples:
-        >>> state = capture(torch.device("cpu"))
-        >>> first = torch.rand(3)
-        >>> with replayed(state):
-        ...     again = torch.rand(3)
-        >>> torch.equal(first, again)
-        True
-    """
+    """Read the state of the generators that a forward on this device may draw from: the CPU's and its own."""
     state = {CPU: torch.get_rng_state()}
     if device.type not in ("cpu", "meta"):
         state[device] = torch.get_device_module(device).get_rng_state(device)
@@ -59,7 +50,18 @@ def exchange(state: RngState) -> RngState:
 
 @contextmanager
 def replayed(state: RngState) -> Iterator[None]:
-    """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been."""
+    """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.
+
+    Args:
+        state: what :func:`capture` gave, or a forecaster was handed as ``rng_state``; empty does nothing.
+
+    Examples:
+        >>> state, first = capture(torch.device("cpu")), torch.rand(3)
+        >>> with replayed(state):
+        ...     again = torch.rand(3)
+        >>> torch.equal(first, again), torch.equal(first, torch.rand(3))
+        (True, False)
+    """
     now = exchange(state)
     try:
         yield

@@ -1,4 +1,7 @@
-"""What a variant must provide: a forecast for each training forward, and a way to learn from the model's logits."""
+"""What a variant must provide: a forecast for each training forward, and a way to learn from the model's logits.
+
+``replayed``, ``RngState`` and ``check_tensors`` are here too, for forecasters from outside the package.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from dcl_optim import distances
-from dcl_optim._rng import RngState
+from dcl_optim._rng import RngState, replayed
 from dcl_optim._torch import current_backward
+from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance
+
+__all__ = ["NO_SCALE", "Forecaster", "ForwardRecord", "RngState", "Scale", "check_tensors", "replayed"]
 
 Scale = float | Tensor
 NO_SCALE: tuple[int, Scale] = (-1, 1.0)  # read in no backward
@@ -19,6 +25,13 @@ NO_SCALE: tuple[int, Scale] = (-1, 1.0)  # read in no backward
 
 class ForwardRecord:
     """One training forward of the model, from the call to its last backward.
+
+    Args:
+        logits: what the model gave, of any shape with the batch first.
+        class_dim: the dimension of it that holds the classes.
+
+    Raises:
+        ValueError: the logits have no such dimension.
 
     Attributes:
         logits: the model's logits z as rows (N, K): a detached copy, which in-place edits by the script cannot reach.
@@ -34,6 +47,12 @@ class ForwardRecord:
         is_criterion_input: whether a criterion was called on the very output.
         counted: whether a backward has come.
         added_in: the backward that the penalty was added to last, by autograd's number.
+
+    Examples:
+        >>> import torch
+        >>> record = ForwardRecord(torch.zeros(2, 10, 4, 4), class_dim=1)
+        >>> record.logits.shape, record.unrows(record.logits).shape
+        (torch.Size([32, 10]), torch.Size([2, 10, 4, 4]))
     """
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
@@ -96,11 +115,11 @@ class ForwardRecord:
             self.model_scale = current_backward(), _total(gradient)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Lay a tensor of the output's shape out as rows."""
+        """Lay a tensor of the output's shape out as rows (N, K)."""
         return tensor if self._is_rows else distances.to_rows(tensor, self._class_dim)
 
     def unrows(self, rows: Tensor) -> Tensor:
-        """Lay rows out in the output's shape."""
+        """Lay rows (N, K) out in the output's shape."""
         return rows if self._is_rows else distances.from_rows(rows, self.shape, self._class_dim)
 
 
@@ -143,10 +162,23 @@ class Forecaster(ABC):
     def predict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
-        """Make the forecast for a training forward that has returned, and keep it in the record."""
+        """Make the forecast for a training forward that has returned: ``record.forecast``, rows (N, K), no graph.
+
+        Args:
+            args, kwargs: the arguments of the model.
+            record: the forward; its ``logits`` are rows (N, K).
+            rng_state: as in :meth:`before_forward`.
+        """
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
-        r"""Value of :math:`\Delta(z, c)` and its gradient with respect to z, rows (N, K)."""
+        r"""Value of :math:`\Delta(z, c)` and its gradient with respect to z, rows (N, K).
+
+        The record's logits stay as they are: a further backward through the same forward asks again.
+
+        Args:
+            record: the forward.
+            distance: (z, c) -> scalar.
+        """
         assert record.forecast is not None
         return distances.value_and_gradient(distance, record.logits, record.forecast)
 
@@ -157,8 +189,8 @@ class Forecaster(ABC):
         Args:
             record: the forward.
             distance: (z, c) -> scalar.
-            alpha: this step's.
-            scale: what the loss was multiplied by.
+            alpha: this step's, in [0, 1].
+            scale: what the loss was multiplied by, a number or a scalar tensor.
         """
 
     def backward(self) -> None:  # noqa: B027
