@@ -46,12 +46,12 @@ def handwritten(script: Script) -> Training:
         with setting.autocast():
             z, c = model(x), companion(x)
             loss = F.cross_entropy(z, y) + WEIGHT * F.mse_loss(z, c.detach())
-            chase = F.mse_loss(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach())
+            learning = F.mse_loss(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         companion_optimizer.zero_grad()
-        chase.backward()
+        learning.backward()
         companion_optimizer.step()
 
     return Training(step, model, [optimizer, companion_optimizer], companion)

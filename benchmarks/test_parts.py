@@ -13,6 +13,7 @@ from benchmarks import growth, networks
 from benchmarks.methods import METHODS, start
 from benchmarks.script import sgd
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from dcl_optim.distributed import Ranks
 from dcl_optim.forecaster import ForwardRecord
 from dcl_optim.hooks.loss_scale import recover_from_cross_entropy
 from dcl_optim.prototypes import Prototypes
@@ -22,24 +23,27 @@ ROUNDS = {"rounds": 20, "warmup_rounds": 2}
 
 
 @pytest.mark.parametrize("classes", [10, 1_000, 10_000])
-@pytest.mark.parametrize("part", ["observe", "observe and step"])
+@pytest.mark.parametrize("part", ["penalty", "penalty and step"])
 def test_prototypes(benchmark: BenchmarkFixture, part: str, classes: int) -> None:
-    """What DCP does beside the model: class totals at the backward, the prototypes' move at the step."""
+    """What DCP adds to a step: the penalty and class sums at the backward, the prototypes' move at the step."""
     logits, labels = torch.randn(BATCH, classes), torch.randint(classes, (BATCH,))
-    prototypes = Prototypes(classes, per_class=False, ignore_index=-100, like=logits)
-    forward = ForwardRecord(logits, class_dim=1)
-    forward.targets = labels
+    ranks = Ranks(nn.Identity(), process_group=None)
+    prototypes = Prototypes(classes, per_class=False, ignore_index=-100, like=logits, ranks=ranks)
+    record = ForwardRecord(logits, class_dim=1)
+    record.targets = labels
+    distance = distances.resolve_distance("mse")
 
     def once() -> None:
-        prototypes.observe(forward, distances.mse, 0.6, 1.0)
-        if part == "observe":
+        prototypes.penalty(record, distance)
+        prototypes.observe(record, distance, 0.6, 1.0)
+        if part == "penalty":
             prototypes.forget()
         else:
             prototypes.step()
 
     benchmark.group = f"DCP: {part}"
     benchmark.pedantic(once, **ROUNDS)
-    assert bool(prototypes.seen.any()) is (part != "observe")
+    assert bool(prototypes.seen.any()) is (part != "penalty")
 
 
 @pytest.mark.parametrize("classes", [10, 1_000, 100_000])

@@ -47,7 +47,18 @@ def exchange(state: RngState) -> RngState:
 
 @contextmanager
 def replayed(state: RngState) -> Iterator[None]:
-    """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been."""
+    """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.
+
+    Args:
+        state: what :func:`capture` gave, or a forecaster was handed as ``rng_state``; empty does nothing.
+
+    Examples:
+        >>> state, first = capture(torch.device("cpu")), torch.rand(3)
+        >>> with replayed(state):
+        ...     again = torch.rand(3)
+        >>> torch.equal(first, again), torch.equal(first, torch.rand(3))
+        (True, False)
+    """
     now = exchange(state)
     try:
         yield

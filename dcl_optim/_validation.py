@@ -95,7 +95,22 @@ def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any, st
 
 
 def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:
-    """Raise ValueError unless both hold the same names, and tensors of the same shapes (an extra state may be any)."""
+    """Demand that a saved state has the names, shapes and kinds of dtype of the one that it is to replace.
+
+    Args:
+        found: the saved state, tensors by name.
+        expected: the state that there is; what is no tensor in it (an extra state) may be anything.
+        owner: whose state it is, for the message.
+
+    Raises:
+        ValueError: it does not fit.
+
+    Examples:
+        >>> check_tensors({"weight": torch.zeros(2)}, {"weight": torch.zeros(3)}, owner="teacher")
+        Traceback (most recent call last):
+        ...
+        ValueError: the state of the teacher has shape (2,) for 'weight', expected (3,)
+    """
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
         raise ValueError(f"the state of the {owner} does not fit: missing {missing[:5]}, unexpected {extra[:5]}")

@@ -64,7 +64,8 @@ class DCLOptimizer(ForecastOptimizer):
         companion_device: where the companion lives, as a second GPU. None (default) for the model's device. Random
             draws are replayed on a device of the same kind.
         companion_dtype: what the companion's weights are and what it computes in, as ``torch.bfloat16``. None (default)
-            for the model's. A companion of its own device or dtype shares no frozen parameters.
+            for the model's. A companion on another device or of another dtype shares no frozen
+            parameters.
         overlap: run the companion concurrently with the model, with the numbers of the serial run: on the CPU in a
             worker thread, which gets half of torch's threads meanwhile, for models that draw no random numbers (others
             run serially, and a warning says so); on a GPU on a second stream. Default False. Not for models with

@@ -1,4 +1,7 @@
-"""What a variant must provide: a forecast for each training forward, and a way to learn from the model's logits."""
+"""What a variant must provide: a forecast for each training forward, and a way to learn from the model's logits.
+
+``replayed``, ``RngState`` and ``check_tensors`` are here too, for forecasters from outside the package.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +12,66 @@ from typing import Any
 from torch import Tensor
 
 from dcl_optim import distances
-from dcl_optim._rng import RngState
+from dcl_optim._rng import RngState, replayed
 from dcl_optim._torch import current_backward
+from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance
+
+__all__ = ["NO_SCALE", "Forecaster", "ForwardRecord", "RngState", "Scale", "check_tensors", "replayed"]
 
 Scale = float | Tensor
 NO_SCALE: tuple[int, Scale] = (-1, 1.0)  # read in no backward
 
 
 class ForwardRecord:
-    """One training forward of the model, from the call to its last backward."""
+    """One training forward of the model, from the call to its last backward.
+
+    Args:
+        logits: what the model gave, of any shape with the batch first.
+        class_dim: the dimension of it that holds the classes.
+
+    Raises:
+        ValueError: the logits have no such dimension.
+
+    Attributes:
+        logits: the model's logits z as rows (N, K): a detached copy, which in-place edits by the script cannot reach.
+        shape: the shape of the model's logits, batch first.
+        forecast: c as rows (N, K), without a graph; None where the forecaster makes it at the backward.
+        companion_logits: the rows of c that the companion learns from, with their graph; None for none.
+        targets: the labels, where a forecaster needs them and the script gave them.
+        criterion_targets: the labels that the criterion was called with.
+        classes: what a forecaster read off the labels: the class of each row (N,), or its shares in all (N, K).
+        all_labelled: whether these are classes, and no row is without one.
+        criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
+        model_scale: what the model's own loss was multiplied by, likewise.
+        is_criterion_input: whether a criterion was called on the very output.
+        counted: whether a backward has come.
+        added_in: the backward that the penalty was added to last, by autograd's number.
+
+    Examples:
+        >>> import torch
+        >>> record = ForwardRecord(torch.zeros(2, 10, 4, 4), class_dim=1)
+        >>> record.logits.shape, record.unrows(record.logits).shape
+        (torch.Size([32, 10]), torch.Size([2, 10, 4, 4]))
+    """
 
     def __init__(self, logits: Tensor, class_dim: int) -> None:
         if not -logits.ndim <= class_dim < max(logits.ndim, 2):
             raise ValueError(f"class_dim={class_dim} but the model's logits have shape {tuple(logits.shape)}")
-        self.shape, self._class_dim = logits.shape, class_dim  # batch first
+        self.shape, self._class_dim = logits.shape, class_dim
         self._is_rows = logits.ndim == 2 and class_dim in (1, -1)
         self._output = weakref.ref(logits)
         rows = self.rows(logits.detach())
         is_copy = not self._is_rows and rows.data_ptr() != logits.data_ptr()  # in some layouts
-        # The model's logits z, (N, K): a copy without a graph, which in-place edits by the script cannot reach.
         self.logits = rows if is_copy else rows.clone()
-        self.forecast: Tensor | None = None  # c, (N, K), without a graph; some forecasters make it at the backward
-        self.companion_logits: Tensor | None = None  # the rows of c that the companion learns from, with their graph
-        self.targets: Tensor | None = None  # the labels that the script gave, where a forecaster needs them
-        self.criterion_targets: Tensor | None = None  # those that the criterion was called with
-        self.classes: Tensor | None = None  # what was read off them: each row's class (N,), or shares in all (N, K)
-        self.all_labelled = False  # whether these are classes, and no row is without one
-        self.counted = False  # whether a backward has come
-        self.added_in = -1  # the backward that the penalty was added to last, by autograd's number
-        self.is_criterion_input = False  # whether a criterion was called on the very output
-        # What the losses of the criterion and of the model itself were multiplied by, and the backward that said so.
+        self.forecast: Tensor | None = None
+        self.companion_logits: Tensor | None = None
+        self.targets: Tensor | None = None
+        self.criterion_targets: Tensor | None = None
+        self.classes: Tensor | None = None
+        self.all_labelled = False
+        self.counted, self.added_in = False, -1
+        self.is_criterion_input = False
         self.criterion_scale: tuple[int, Scale] = NO_SCALE
         self.model_scale: tuple[int, Scale] = NO_SCALE
 
@@ -79,11 +111,11 @@ class ForwardRecord:
             self.model_scale = current_backward(), _total(gradient)
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Lay a tensor of the output's shape out as rows."""
+        """Lay a tensor of the output's shape out as rows (N, K)."""
         return tensor if self._is_rows else distances.to_rows(tensor, self._class_dim)
 
     def unrows(self, rows: Tensor) -> Tensor:
-        """Lay rows out in the output's shape."""
+        """Lay rows (N, K) out in the output's shape."""
         return rows if self._is_rows else distances.from_rows(rows, self.shape, self._class_dim)
 
 
@@ -126,10 +158,23 @@ class Forecaster(ABC):
     def predict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
-        """Make the forecast for a training forward that has returned, and keep it in the record."""
+        """Make the forecast for a training forward that has returned: ``record.forecast``, rows (N, K), no graph.
+
+        Args:
+            args, kwargs: the arguments of the model.
+            record: the forward; its ``logits`` are rows (N, K).
+            rng_state: as in :meth:`before_forward`.
+        """
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
-        r"""Value of :math:`\Delta(z, c)` and its gradient with respect to z, rows (N, K)."""
+        r"""Value of :math:`\Delta(z, c)` and its gradient with respect to z, rows (N, K).
+
+        The record's logits stay as they are: a further backward through the same forward asks again.
+
+        Args:
+            record: the forward.
+            distance: (z, c) -> scalar.
+        """
         assert record.forecast is not None
         return distances.value_and_gradient(distance, record.logits, record.forecast)
 
@@ -140,8 +185,8 @@ class Forecaster(ABC):
         Args:
             record: the forward.
             distance: (z, c) -> scalar.
-            alpha: this step's.
-            scale: what the loss was multiplied by.
+            alpha: this step's, in [0, 1].
+            scale: what the loss was multiplied by, a number or a scalar tensor.
         """
 
     def backward(self) -> None:  # noqa: B027

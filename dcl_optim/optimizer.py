@@ -31,7 +31,7 @@ class ForecastOptimizer(OptimizerWrapper):
     backward of that forward comes, :math:`s\lambda\,\partial\Delta(z, c)/\partial z` is added to the gradient of the
     logits z, s being what the loss was multiplied by. ``step`` steps the base optimizer and lets the forecaster learn.
 
-    Subclasses choose the forecaster and have a ``_name`` of their own, under which ``state_dict`` keeps their part; the
+    Subclasses choose the forecaster and define a ``_name``, under which ``state_dict`` keeps their part; the
     page "A forecaster of your own" builds one. One optimizer regularises a model at a time: wrapping the model again
     supersedes the optimizer that did, whose ``step`` then says so. As a context manager it leaves the model as it was.
 

@@ -26,7 +26,7 @@ def dcl_step(
     *,
     weight: float = 1.0,
     alpha: float = 0.6,
-    chase: bool = True,
+    learns: bool = True,
 ) -> Tensor:
     r"""One pass of the loop of Algorithm 1 (lines 5 to 7).
 
@@ -41,7 +41,7 @@ def dcl_step(
         distance: :math:`\Delta`, (z, c) -> scalar.
         weight: :math:`\lambda`.
         alpha: :math:`\alpha`.
-        chase: whether the companion learns in this pass; the paper's always does.
+        learns: whether the companion learns in this pass; the paper's always does.
 
     Returns:
         The task loss :math:`\ell(z, y)`, detached.
@@ -71,7 +71,7 @@ def dcl_step(
     # Equation 4's alpha c + (1 - alpha) z, in the form that is exactly c where the two agree: under l1 the sign of a
     # rounding error would otherwise be the whole gradient.
     target = c.detach() + (1 - alpha) * (z.detach() - c.detach())
-    if chase:
+    if learns:
         companion_optimizer.zero_grad()
         distance(c, target).backward()
         companion_optimizer.step()

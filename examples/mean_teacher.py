@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._rng import RngState, replayed
-from dcl_optim._validation import check_tensors
 from dcl_optim.companion.copying import copy_model
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, ForwardRecord
+from dcl_optim.forecaster import Forecaster, ForwardRecord, RngState, check_tensors, replayed
 from dcl_optim.hooks.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
 

@@ -28,8 +28,8 @@ def test_every_kth_step_is_the_reference_with_a_chase_at_every_kth_step(name, ev
     train(model, optimizer, batches(20))
     torch.manual_seed(3)
     for step, (x, y) in enumerate(batches(20), start=1):
-        chase = step % every == 0
-        reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, distances.mse, chase=chase)
+        learns = step % every == 0
+        reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, distances.mse, learns=learns)
     assert_same(model, hand, rtol=1e-10, atol=1e-12)
     assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""Executors by themselves: order, errors, the caller's settings inside the worker, what is held and what is given back."""
+"""Executors by themselves: order, errors, the caller's settings in the worker, what is held and what is given back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import gc
 import itertools
 import threading
 import weakref
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 
 from dcl_optim.overlap import executors
-from tests.helpers import intra_op_threads, worker_threads
+from tests.helpers import backward, batches, intra_op_threads, mlp, one, train, worker_threads, wrap
 
 
 @pytest.fixture
@@ -161,3 +163,24 @@ def test_a_worker_that_goes_in_another_thread_does_not_keep_the_callers_threads(
         assert torch.get_num_threads() == 2
         other.close()
         assert torch.get_num_threads() == 4
+
+
+def test_a_stream_holds_what_its_work_reads_until_the_caller_has_waited(monkeypatch):
+    """A gradient is memory of the caller's stream, which would hand it out again while the other still reads it."""
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    stream = executors.CudaStream(torch.device("cuda"))
+    model = mlp()
+    optimizer = wrap(model, overlap=True)
+    train(model, optimizer, batches(1))
+    monkeypatch.setattr(optimizer.forecaster, "_executor", stream)
+    gradients = []
+    optimizer.companion[-1].register_full_backward_pre_hook(
+        lambda module, gradient: gradients.append(weakref.ref(gradient[0].untyped_storage()))
+    )
+    for micro_batch in range(2):
+        backward(model, *one())
+        assert [gradient() is not None for gradient in gradients] == [False] * micro_batch + [True]
+    optimizer.step()
+    assert [gradient() for gradient in gradients] == [None, None]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from examples import mean_teacher
 from examples.mean_teacher import MeanTeacherOptimizer
 from tests.helpers import assert_same, batch_norm_net, batches, mlp, sgd, train
 
@@ -39,6 +42,14 @@ def mean_teacher_step(model, teacher, optimizer, x, y):
     with torch.no_grad():
         for average, weight in zip(teacher.parameters(), model.parameters(), strict=True):
             average.copy_(ALPHA * average + (1 - ALPHA) * weight)
+
+
+def test_it_needs_public_names_only():
+    nodes = ast.walk(ast.parse(Path(mean_teacher.__file__).read_text(encoding="utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
+    assert "dcl_optim.forecaster.replayed" in names
+    assert [name for name in names if "._" in name] == []
 
 
 @pytest.mark.parametrize("build", [mlp, batch_norm_net, dropout_net])

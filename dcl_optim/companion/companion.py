@@ -203,6 +203,7 @@ class Companion(Forecaster):
     def step(self) -> None:
         mean = self._mean
         if mean.count:
+            self._run_backward()  # of a base that has evaluated the model once, in its own step
             overflowed = self._average() if mean.count > 1 or mean.half or self._ranks.count > 1 else False
             if not overflowed:
                 self._optimizer.step()

@@ -26,6 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         SystemExit: an argument is wrong (code 2), or a package of the extra is missing.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     code = main(["--epochs", "1", "--seeds", "1", "--out", folder])
+        digits: 200 training and 597 test images, 1 epochs, 1 seeds...curves.png.
+        >>> code
+        0
     """
     args = parse(argv)
     _require_extra()

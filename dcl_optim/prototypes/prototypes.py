@@ -179,8 +179,8 @@ class Prototypes(Forecaster):
             numbers = shares.sum(0)
             departures = (shares.T @ z).addcmul_(numbers[:, None], self._rows.index_select(0, classes), value=-1.0)
         else:
-            found, numbers = self._difference, z.new_ones(len(classes))
-            departures = distances.difference(z, self._rows.index_select(0, classes)) if found is None else found
+            known, numbers = self._difference, z.new_ones(len(classes))
+            departures = distances.difference(z, self._rows.index_select(0, classes)) if known is None else known
             if not record.all_labelled:
                 labelled = classes < self._num_classes
                 departures, numbers = departures.masked_fill(~labelled[:, None], 0.0), labelled.to(z.dtype)

@@ -47,7 +47,7 @@ def test_dcl_equals_reference(case: Case, every: int, lr_scale: float) -> None:
             DISTANCES[case.distance][1],
             weight=case.weight_at(step),
             alpha=case.alpha_at(step),
-            chase=step % every == 0,
+            learns=step % every == 0,
         )
     assert_same(ours.model, model, **CLOSE)
     assert_same(ours.optimizer.companion, companion, **CLOSE)
