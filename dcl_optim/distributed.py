@@ -101,6 +101,8 @@ class Ranks:
         return Ranks(copy.deepcopy(self._model, memo), self._given)  # which looks for its own model's group
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._given is not None and not isinstance(self._given, str):
+            raise TypeError("process_group= cannot be pickled, nor this optimizer with it; save its state_dict()")
         return self.__dict__ | {"_group": None, "_has_looked": False, "count": 1}
 
 

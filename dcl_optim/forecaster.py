@@ -76,11 +76,14 @@ class ForwardRecord:
         self.model_scale: tuple[int, Scale] = NO_SCALE
 
     def produced(self, tensor: Any) -> bool:
-        """Whether a tensor is the very output of this forward, or a view of it."""
+        """Whether a tensor is the very output of this forward, or a view of all its rows."""
         output = self._output()
         if not isinstance(tensor, Tensor) or output is None:
             return False
-        return tensor is output or (tensor.data_ptr() == output.data_ptr() and tensor.numel() > 0)
+        if tensor is output:
+            return True
+        whole = tensor.numel() == output.numel() or tensor.shape[:1] == output.shape[:1]
+        return tensor.data_ptr() == output.data_ptr() and tensor.numel() > 0 and whole
 
     def link(self, exact: bool) -> bool:
         """Link a call of the criterion to this forward, and say whether it counts.

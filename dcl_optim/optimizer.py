@@ -123,15 +123,16 @@ class ForecastOptimizer(OptimizerWrapper):
                 return self.base.step()
         try:
             if closure is None:
+                regularizer.forget_cleared_batches()
                 self.forecaster.backward()  # ω's gradients: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z))  (Equation 4)
                 regularizer.begin_base_step()
                 loss = self.base.step()  # θ's, since the backward: ∇_θ [ℓ(z, y) + λ Δ(z, stop(c))]  (Equation 2)
             else:
                 loss = self._step_with(closure)
+            self.forecaster.step()  # ω
         except BaseException:
             regularizer.resume_observing()
             raise
-        self.forecaster.step()
         regularizer.start_new_step()
         return loss
 

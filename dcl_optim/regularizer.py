@@ -40,9 +40,8 @@ class StepState:
     backwards: int = 0  # through the logits of training forwards
     observing: bool = True  # whether the forecaster observes forwards; not evaluations inside the base's step
     stepping: bool = False  # whether the base is in its step, without a closure
-    cleared: bool = False  # whether `zero_grad` was called since the last backward
+    cleared: bool = False  # whether `zero_grad` was called since the last training forward or backward
     backward: int = -1  # the last one that brought a gradient to logits, by autograd's number
-    has_gradients: bool = False  # whether there were gradients of others when the last forward began
     written: tuple[weakref.ref[Tensor], int] | None = None  # the first gradient after it, and its version, where noted
     penalties: list[Tensor] | None = None  # weighted ones of the evaluation that runs, where LBFGS wants its value
 
@@ -115,10 +114,8 @@ class Regularizer:
             return
         if self._is_no_training_forward():
             return
-        if self.state.backwards:
-            if self._gradients_are_gone():
-                self._forget_step()
-            self.state.has_gradients = self.state.backwards > 0
+        if self.state.backwards and self._gradients_are_gone():
+            self._forget_step()
         self.state.cleared = False
         replays = self.forecaster.replays_draws
         self._rng_state = _rng.capture(next(parameters_of(self._base)).device) if replays else {}
@@ -209,6 +206,7 @@ class Regularizer:
         backward = current_backward()
         if gradient is None or not self.attached or record.added_in == backward:
             return None
+        self.backwards += 1
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             return None
         if self.state.backwards and not record.counted and self._were_cleared_since_the_forward(backward):
@@ -221,10 +219,10 @@ class Regularizer:
             self.forecaster.observe(record, self._distance, alpha, scale)
         record.counted = True
         state.backwards += 1
-        self.backwards += 1
         state.backward, state.cleared = backward, False
         if self._notes_gradients:
-            call_after_backward(self._note_gradient)
+            # After what DistributedDataParallel has called at the end, which writes to the gradients.
+            call_after_backward(functools.partial(call_after_backward, self._note_gradient))
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
         if weight == 0:
             return None
@@ -278,6 +276,11 @@ class Regularizer:
         """Whether any parameter that the base trains has a gradient."""
         return next(gradients_of(self._base), None) is not None
 
+    def forget_cleared_batches(self) -> None:
+        """Before a step: forget batches whose gradients the script has cleared, which the base does not learn from."""
+        if self.state.backwards and (self.state.cleared or not self.has_gradients()):
+            self._forget_step()
+
     def _gradients_are_gone(self) -> bool:
         """Whether the gradients of the last backwards were cleared without a step, as where a scaler skips it."""
         if self.state.cleared:
@@ -296,7 +299,7 @@ class Regularizer:
         """As above, for a backward whose forward began when there were gradients of others."""
         state = self.state
         together = state.backward == backward  # with one that has been counted, as of a sum of losses
-        return state.cleared or (not together and state.has_gradients and self._gradients_are_gone())
+        return state.cleared or (not together and self._gradients_are_gone())
 
     def _note_gradient(self) -> None:
         """After a backward: note the first gradient, and how often it has been written to."""
@@ -311,7 +314,7 @@ class Regularizer:
             self.stop_observing()
         else:
             self.forecaster.forget()
-            self.state = StepState(cleared=self.state.cleared, penalties=self.state.penalties)
+            self.state = StepState(penalties=self.state.penalties)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 

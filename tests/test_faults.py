@@ -1,4 +1,4 @@
-"""Faults that readers of the first edition found, one section each: every test here was red on its code."""
+"""Faults that readers found, one section each: every test here was red on the code that was read."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, reference
-from tests.helpers import CLASSES, FEATURES, SHARDS_ON_CPU, assert_same, batches, mlp, one, sgd
+from dcl_optim.companion.weighting import WeightedMean
+from tests.helpers import CLASSES, FEATURES, SHARDS_ON_CPU, assert_same, batches, mlp, one, sgd, train
 
-ALPHA, WEIGHT = 0.6, 2.0
+ALPHA, WEIGHT, LR = 0.6, 2.0, 0.1
 VARIANTS = ["dcl", "dcp"]
 
 
@@ -658,3 +659,158 @@ def require_names(model: Looking, call: Callable[..., Tensor], table: Tensor, na
     assert name in message
     assert "args[1]" not in message, "the scale is passed whole"
     assert "kwargs['scale']" not in message
+
+
+# ---- what the review of the second edition found ---------------------------------------------------------------------
+
+
+class FailsOnce(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            self.fails = False
+            raise MemoryError("once")
+        return super().step(closure)
+
+
+def test_after_an_error_in_the_companions_optimizer_the_next_batch_is_learned_from():
+    model = mlp()
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR),
+        model,
+        weight=WEIGHT,
+        alpha=ALPHA,
+        companion_optimizer=lambda parameters: FailsOnce(parameters, lr=LR),
+    )
+    first, second, third = batches(3)
+    train(model, optimizer, [first])
+    optimizer.companion_optimizer.fails = True
+    with pytest.raises(RuntimeError, match="once"):
+        train(model, optimizer, [second])
+    hand_model, hand_companion = copy.deepcopy(model), copy.deepcopy(optimizer.companion)
+    x, _ = third
+    z, c = hand_model(x), hand_companion(x)
+    F.mse_loss(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach()).backward()
+    torch.optim.SGD(hand_companion.parameters(), lr=LR).step()
+    train(model, optimizer, [third])
+    assert_same(optimizer.companion, hand_companion, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not_learned_from(variant, set_to_none):
+    model = mlp()
+    base = torch.optim.SGD(model.parameters(), lr=LR)
+    if variant == "dcl":
+        optimizer = DCLOptimizer(base, model, weight=WEIGHT)
+    else:
+        optimizer = DCPOptimizer(base, model, CLASSES, criterion=nn.CrossEntropyLoss(), weight=WEIGHT)
+    loss = nn.functional.cross_entropy if variant == "dcl" else optimizer._regularizer._criterion
+    train(model, optimizer, batches(2), loss)
+    own = f"dcl_optim.{type(optimizer).__name__}"
+    before = copy.deepcopy(optimizer.state_dict()[own]["forecaster"])
+    x, y = next(batches(1, seed=7))
+    optimizer.zero_grad()
+    loss(model(x * float("nan")), y).backward()
+    optimizer.zero_grad(set_to_none)
+    optimizer.step()
+    assert_same(optimizer.state_dict()[own]["forecaster"], before)
+    train(model, optimizer, batches(2), loss)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
+    def run(wrapped):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        if wrapped:
+            optimizer = DCLOptimizer(optimizer, model, weight=0.0, strict=False)
+        x, y = one()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(create_graph=True)
+            return loss
+
+        optimizer.step(closure)
+        found = [parameter.grad.grad_fn is not None for parameter in model.parameters()]
+        optimizer.zero_grad()  # the graph and the gradients hold each other
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of that cycle
+        assert run(True) == run(False)
+
+
+def test_labels_that_are_written_over_before_the_step_are_those_of_their_batch():
+    found = []
+    for reused in (False, True):
+        model = mlp()
+        optimizer = DCPOptimizer(
+            torch.optim.SGD(model.parameters(), lr=LR), model, CLASSES, criterion=nn.CrossEntropyLoss(), alpha=0.5
+        )
+        buffer = torch.empty(16, dtype=torch.int64)
+        optimizer.zero_grad()
+        for x, y in batches(2):
+            labels = buffer.copy_(y) if reused else y
+            optimizer._regularizer._criterion(model(x), labels).backward()
+        optimizer.step()
+        found.append(optimizer.prototypes)
+    assert_same(found[0], found[1])
+
+
+def test_zeros_written_twice_are_both_seen():
+    """Between the forwards of two batches, and between the second one's forward and backward."""
+    model = mlp()
+    optimizer = DCPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model, CLASSES, criterion=nn.CrossEntropyLoss(), alpha=0.5
+    )
+    criterion = optimizer._regularizer._criterion
+    (x, y), (other, labels) = batches(2)
+    train(model, optimizer, [(x, y)], criterion)
+
+    first = criterion(model(x), y)
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    second = criterion(model(other), labels)
+    first.backward()
+    model.zero_grad(set_to_none=False)
+    before = optimizer.prototypes
+    with torch.no_grad():
+        z = model(other)
+    second.backward()
+    optimizer.step()
+    for k in range(CLASSES):
+        rows = z[labels == k]
+        seen = bool(before[k].any())
+        expected = before[k] if not len(rows) else 0.5 * before[k] + 0.5 * rows.mean(0) if seen else rows.mean(0)
+        assert_same(optimizer.prototypes[k], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_mean_over_a_float32_and_a_float16_forward():
+    mean, summed = WeightedMean(), torch.zeros(2, 1)
+    summed += mean.weigh(torch.full((2, 1), 1e-3), 1.0, half=False)
+    summed += mean.weigh(torch.full((2, 1), 3e-3), 1.0, half=True)
+    mean.divide([summed])
+    assert_same(summed, torch.full((2, 1), 2e-3), rtol=1e-5)
+
+
+def test_criterion_calls_on_parts_of_the_rows_add_up():
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    optimizer = DCLOptimizer(sgd(model), model, criterion=criterion, weight=WEIGHT)
+    x, y = one()
+    z = model(x)
+    (0.5 * criterion(z[:8], y[:8]) + 0.5 * criterion(z[8:], y[8:])).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
+
+
+def test_a_superseded_optimizer_takes_no_further_step():
+    model = mlp()
+    optimizer = DCLOptimizer(sgd(model), model)
+    x, y = one()
+    F.cross_entropy(model(x), y).backward()
+    DCLOptimizer(optimizer.base, model)
+    with pytest.raises(RuntimeError, match="another optimizer has wrapped the model"):
+        optimizer.step()

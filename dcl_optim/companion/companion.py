@@ -256,7 +256,7 @@ class Companion(Forecaster):
         self._optimizer.note_options()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._run_backward()  # graphs cannot be copied; their gradients can
+        self._run_backward()  # graphs cannot be copied
         return self.__dict__
 
 

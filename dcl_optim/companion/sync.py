@@ -5,6 +5,7 @@ Apart from companion.py, which is Algorithm 1: this is what scripts and librarie
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import compress
 from operator import attrgetter, or_
 from types import MethodType
@@ -43,7 +44,7 @@ class CompanionSync:
         self._optimizer, self._is_copy, self._ranks = optimizer, is_copy, ranks
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
-        self._started = False
+        self._started, self._ranks_in_step = False, 1
         if is_copy and called is self._model:
             copying.ignore_inputs_of_pre_hooks(companion)
         self._known = list(self._model.parameters())
@@ -53,6 +54,8 @@ class CompanionSync:
         """Bring the companion to where the model is."""
         if not self._started:
             self._start()
+        if self._ranks.count != self._ranks_in_step:
+            self._give_all_ranks_the_firsts()
         if not self._is_copy:
             if self._companion.training != self._model.training:
                 self._companion.train(self._model.training)
@@ -75,6 +78,7 @@ class CompanionSync:
             _refuse({name: parameter for name, parameter in unknown.items() if id(parameter) in trained})
             if unknown:
                 self._optimizer.follow_parameters()
+                self._note_trained_elsewhere(zip(*self._trained_elsewhere, strict=True))
             else:
                 self.follow_parameters()
 
@@ -102,8 +106,11 @@ class CompanionSync:
         pairs = list(zip(self._model.parameters(), self._companion.parameters(), strict=True))
         own = [pair for pair in pairs if pair[0] is not pair[1]]
         self._sample = own[0] if own else None
+        self._note_trained_elsewhere(own)
+
+    def _note_trained_elsewhere(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         held = {id(parameter) for parameter in parameters_of(self._optimizer.optimizer)}
-        elsewhere = [pair for pair in own if id(pair[1]) not in held]
+        elsewhere = [pair for pair in pairs if id(pair[1]) not in held]
         self._trained_elsewhere = ([theirs for theirs, _ in elsewhere], [ours for _, ours in elsewhere])
         self._trained = [True] * len(elsewhere)  # of those whether they have trained until the last forward
 
@@ -139,13 +146,17 @@ class CompanionSync:
             self._optimizer.cast_state()
 
     def _start(self) -> None:
-        """At the first forward: the same weights on all ranks, compiled as the model is."""
-        self._ranks.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
-        self._ranks.broadcast(self._companion.buffers())
+        """At the first forward: compiled as the model is."""
         context = compile_context(layers(self._called)) if self._is_copy else None
         if context is not None:
             compile_with(self._companion, context, copying.has_other_hooks(self._model, self._companion))
         self._started = True
+
+    def _give_all_ranks_the_firsts(self) -> None:
+        """The same weights on all ranks, once these are known: DistributedDataParallel may wrap the model later."""
+        self._ranks_in_step = self._ranks.count
+        self._ranks.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
+        self._ranks.broadcast(self._companion.buffers())
 
     def own_state(self) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model."""

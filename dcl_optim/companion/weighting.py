@@ -36,8 +36,9 @@ class WeightedMean:
         """Multiply a gradient, rows (N, K), by its weight; ``half`` if it is going to be float16."""
         if not len(gradient):
             factor = 0.0
-        elif half and not self.half:
-            self.half, self._room = True, _room_for(gradient)
+        elif half and self.count == 0:
+            self._room = _room_for(gradient)
+        self.half |= half
         self.count += 1
         size: Any = abs(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
         if self.count == 1 and not self.half and isinstance(size, float) and size > 0:
