@@ -16,15 +16,6 @@ from dcl_optim import _torch
 from dcl_optim._optim import all_or_nothing
 
 
-def _asked_by_distributed_checkpoint() -> bool:
-    """Whether torch.distributed.checkpoint asks for the state: it drops top-level keys that it does not know.
-
-    What it does keep is the entries of groups. In other states they are no place for ours: a plain optimizer that loads
-    one would carry our part on, and save it, long after it has become stale.
-    """
-    return any(_torch.frames_of("torch.distributed.checkpoint.state_dict"))
-
-
 def _of_base(name: str, document: str) -> Any:
     """Make a property that reads and sets an attribute of the base optimizer."""
     return property(
@@ -105,8 +96,11 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """
         self._run_state_dict_pre_hooks()
         state = self.base.state_dict()
-        place = state["param_groups"][0] if _asked_by_distributed_checkpoint() else state
-        place[self._key] = self._own_state()
+        # torch.distributed.checkpoint drops top-level keys that it does not know, and keeps the entries of groups. In
+        # other states these are no place for ours: a plain optimizer that loads one would carry our part on, and save
+        # it, long after it has become stale.
+        in_group = any(_torch.frames_of("torch.distributed.checkpoint.state_dict"))
+        (state["param_groups"][0] if in_group else state)[self._key] = self._own_state()
         return self._run_state_dict_post_hooks(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

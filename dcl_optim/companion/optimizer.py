@@ -205,7 +205,8 @@ class CompanionOptimizer:
         if "param_groups" in state:
             groups = [{key: value for key, value in g.items() if key != FORMER_NAMES} for g in state["param_groups"]]
             state = state | {"param_groups": groups}
-        self.optimizer.load_state_dict(_with_keys(_number, state))
+        numbers = _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
+        self.optimizer.load_state_dict(numbers)
 
     def cast_state(self) -> None:
         """Bring the state to the parameters' device and dtype."""
@@ -216,10 +217,6 @@ def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str
     if "state" not in state:
         return state
     return state | {"state": {convert(key): value for key, value in state["state"].items()}}
-
-
-def _number(key: Any) -> Any:
-    return int(key) if isinstance(key, str) and key.isdigit() else key
 
 
 def _is_same(value: Any, seen: Any, version: int) -> bool:

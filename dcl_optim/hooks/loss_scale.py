@@ -182,17 +182,13 @@ class LossScale:
         if hasattr(self.source, "scale"):
             scale: Tensor = self.source.scale(torch.ones((), device=gradient.device))
             return scale
-        return _checked(self.source())
-
-
-def _checked(given: Any) -> Scale:
-    """What a callable returned, if it is a factor; a tensor on a device is taken as it is."""
-    if isinstance(given, Tensor) and given.numel() == 1:
-        if given.device.type != "cpu":
-            return given.reshape(())
-        given = given.item()
-    if not is_number(given):
-        raise TypeError(f"loss_scale's callable must return a number or a scalar tensor, got {given!r}")
-    if not math.isfinite(given):
-        raise ValueError(f"loss_scale's callable returned {given!r}; it must be a finite number")
-    return float(given)
+        given = self.source()
+        if isinstance(given, Tensor) and given.numel() == 1:
+            if given.device.type != "cpu":  # taken as it is: a look would synchronise
+                return given.reshape(())
+            given = given.item()
+        if not is_number(given):
+            raise TypeError(f"loss_scale's callable must return a number or a scalar tensor, got {given!r}")
+        if not math.isfinite(given):
+            raise ValueError(f"loss_scale's callable returned {given!r}; it must be a finite number")
+        return float(given)

@@ -100,8 +100,8 @@ def is_ours(hook: Any) -> bool:
 def replace_others(model: nn.Module) -> None:
     """Tell the optimizers that have their hooks on the model, or on a module inside it, that another one wraps it."""
     for module in model.modules():
-        owners = [hook.__self__ for _, _, hook in _torch.hooks_of(module) if is_ours(hook)]
-        for listener in [owner._listener() for owner in owners]:
+        for _, _, hook in list(_torch.hooks_of(module)):
+            listener = hook.__self__._listener() if is_ours(hook) else None
             if listener is not None:
                 listener.replaced()
 
