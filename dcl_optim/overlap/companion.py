@@ -87,11 +87,12 @@ class OverlappedCompanion(Companion):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
         to_come, self._forecast_to_come = self._forecast_to_come, None
-        self._note_draws(rng_state)
         if to_come is not None:
             forecast = to_come()
+            self._note_draws(rng_state)
             self._require_same_inputs(args, kwargs)
         else:
+            self._note_draws(rng_state)
             with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
                 forecast = self._forecast((args, kwargs), record.shape[0])
                 self._note_draws(rng_state)
