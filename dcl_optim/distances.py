@@ -251,19 +251,25 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
         >>> value_and_gradient(mse, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         (tensor(2.5000), tensor([[1., 2.]]))
     """
-    wide = torch.promote_types(z.dtype, torch.float32)
-    z, c = z.detach().to(wide), c.detach().to(wide)
+    z, c = _wide(z), _wide(c)
     if not len(z):  # whose mean is no number
         return z.new_zeros(()), torch.zeros_like(z)
     if getattr(distance, "func", None) is mse:  # whose gradient is known: autograd costs ten times as much
         return squared(difference(z, c), _terms(z, reduction_of(distance)))
-    leaf = z.requires_grad_()
+    leaf = z.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         value = distance(leaf, c)
         if value.ndim != 0:
             raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
         (gradient,) = torch.autograd.grad(value, leaf)
     return value.detach(), gradient.contiguous()
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """Rows without a graph, in float32 or wider; each operation that can be left out is felt in a small step."""
+    if rows.requires_grad:
+        rows = rows.detach()
+    return rows if rows.dtype in (torch.float32, torch.float64) else rows.to(torch.float32)
 
 
 def squared(departure: Tensor, terms: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -295,8 +301,7 @@ def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
         >>> companion_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
         tensor([2.])
     """
-    wide = torch.promote_types(z.dtype, torch.float32)
-    z, c = z.detach().to(wide), c.detach().to(wide)
+    z, c = _wide(z), _wide(c)
     return torch.where(z == c, c, torch.lerp(c, z, 1.0 - alpha))
 
 
@@ -317,7 +322,5 @@ def companion_gradient(distance: Distance, z: Tensor, c: Tensor, alpha: float) -
         tensor([[-4.]])
     """
     if getattr(distance, "func", None) is mse and len(c):  # in one piece: the target is 1 - α of the way from c to z
-        wide = torch.promote_types(z.dtype, torch.float32)
-        step = 2.0 * (1.0 - alpha) / _terms(c, reduction_of(distance))
-        return difference(c.detach().to(wide), z.to(wide)) * step
+        return difference(_wide(c), _wide(z)) * (2.0 * (1.0 - alpha) / _terms(c, reduction_of(distance)))
     return value_and_gradient(distance, c, companion_target(z, c, alpha))[1]

@@ -174,8 +174,8 @@ class Companion(Forecaster):
         c, record.companion_logits = record.companion_logits, None
         if c is None:
             return
-        z = record.logits[: len(c)].to(c.device)
-        gradient = companion_gradient(distance, z, c, alpha)
+        z = record.logits if self._fraction == 1 else record.logits[: len(c)]
+        gradient = companion_gradient(distance, z.to(c.device), c, alpha)
         gradient = self._mean.weigh(gradient, scale, half=c.dtype == torch.float16)
         self._pending.append((c, gradient.to(c.dtype)))
 

@@ -64,7 +64,7 @@ def recover_from_cross_entropy(z: Tensor, gradient: Tensor) -> tuple[Scale, bool
     if gradient.device.type == "cpu":  # a device would synchronise
         negative = g < 0
         slope, fits = _fit(p.masked_fill(negative, 0.0), g.clamp(min=0.0))
-        if fits and int(negative.sum()) == len(z) and len(z) * (z.shape[1] - 1) > 1:
+        if fits and int(torch.count_nonzero(negative)) == len(z) and len(z) * (z.shape[1] - 1) > 1:
             return slope * len(z), True
     return _recover_from_rows(p, g, gradient.dtype)
 
