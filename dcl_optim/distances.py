@@ -272,19 +272,19 @@ def _wide(rows: Tensor) -> Tensor:
     return rows if rows.dtype in (torch.float32, torch.float64) else rows.to(torch.float32)
 
 
-def squared(departure: Tensor, terms: float | Tensor) -> tuple[Tensor, Tensor]:
+def squared(differences: Tensor, terms: float | Tensor) -> tuple[Tensor, Tensor]:
     r"""Value and gradient of :func:`mse` from the difference :math:`d = z - c`: :math:`d\cdot d/m` and :math:`2d/m`.
 
     Args:
-        departure: (N, K), without a graph.
+        differences: (N, K), without a graph.
         terms: m, what the sum of squares is divided by.
 
     Examples:
         >>> squared(torch.tensor([[1.0, 2.0]]), terms=2)
         (tensor(2.5000), tensor([[1., 2.]]))
     """
-    flat = departure.flatten()
-    return flat.dot(flat) / terms, departure * (2.0 / terms)
+    flat = differences.flatten()
+    return flat.dot(flat) / terms, differences * (2.0 / terms)
 
 
 def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:

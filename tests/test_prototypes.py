@@ -117,15 +117,15 @@ def test_a_copy_goes_on_bit_for_bit(way):
     assert_same(optimizer.prototypes, second.prototypes)
 
 
-def test_a_copy_between_backward_and_step_learns_the_same():
+def test_a_copy_between_backward_and_step_has_no_gradients_and_does_not_learn():
     model, optimizer, criterion = trained()
     ((x, y),) = batches(1, seed=6)
     criterion(model(x), y).backward()
     _, second = copy.deepcopy((model, optimizer))  # torch copies parameters without their gradients
     for wrapped in (optimizer, second):
         wrapped.step()
-    assert_same(optimizer.prototypes, second.prototypes)
-    assert not torch.equal(optimizer.prototypes, trained()[1].prototypes)
+    assert_same(second.prototypes, trained()[1].prototypes)
+    assert not torch.equal(optimizer.prototypes, second.prototypes)
 
 
 def test_an_earlier_state_takes_back_what_came_after_it():

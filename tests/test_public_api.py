@@ -83,7 +83,7 @@ dcl_optim.distances.resolve_distance(distance, reduction='mean', temperature=Non
 dcl_optim.distances.reduction_of(distance)
 dcl_optim.distances.depends_on_class_dim(distance)
 dcl_optim.distances.value_and_gradient(distance, z, c)
-dcl_optim.distances.squared(departure, terms)
+dcl_optim.distances.squared(differences, terms)
 dcl_optim.distances.companion_target(z, c, alpha)
 dcl_optim.distances.companion_gradient(distance, z, c, alpha)
 dcl_optim.hooks.loss_scale.recover_from_cross_entropy(z, gradient)

@@ -49,8 +49,11 @@ class Prototypes(Forecaster):
     """
 
     replays_draws = False
-    _departures: list[tuple[Tensor, Tensor]]  # since the last step: classes, sums of z - p of one each
-    _counts: Tensor | None  # the rows of each class since then, (K + 1,)
+    # Since the last step:
+    _kept: list[tuple[Tensor, Tensor]]  # classes, and differences z - p of one each
+    _num_kept: int  # rows of these
+    _sums: Tensor | None  # of other differences, one for each class, (K + 1, K)
+    _counts: Tensor | None  # the rows of each class, (K + 1,)
 
     def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
         wide = torch.promote_types(like.dtype, torch.float32)
@@ -98,11 +101,11 @@ class Prototypes(Forecaster):
         record.forecast, known = self._forecast(record, classes)
         labelled = max(len(classes), 1) if record.all_labelled else self._count_labelled(classes)
         if getattr(distance, "func", None) is distances.mse:
-            departure = self._difference = distances.difference(z, record.forecast)
+            differences = self._difference = distances.difference(z, record.forecast)
             if known is not None:
-                departure = departure.masked_fill(~known[:, None], 0.0)
+                differences = differences.masked_fill(~known[:, None], 0.0)
             mean = distances.reduction_of(distance) == "mean"
-            return distances.squared(departure, labelled * (self._num_classes if mean else 1))
+            return distances.squared(differences, labelled * (self._num_classes if mean else 1))
         if known is None:
             return distances.value_and_gradient(distance, z, record.forecast)
         return _penalty_of_some(z, record.forecast, known, labelled, distance)
@@ -177,55 +180,63 @@ class Prototypes(Forecaster):
         if classes.ndim == 2:
             classes, shares = self._columns(classes.to(z.dtype))
             numbers = shares.sum(0)
-            departures = (shares.T @ z).addcmul_(numbers[:, None], self._rows.index_select(0, classes), value=-1.0)
+            differences = (shares.T @ z).addcmul_(numbers[:, None], self._rows.index_select(0, classes), value=-1.0)
         else:
             known, numbers = self._difference, z.new_ones(len(classes))
-            departures = distances.difference(z, self._rows.index_select(0, classes)) if known is None else known
+            differences = distances.difference(z, self._rows.index_select(0, classes)) if known is None else known
             if not record.all_labelled:
                 labelled = classes < self._num_classes
-                departures, numbers = departures.masked_fill(~labelled[:, None], 0.0), labelled.to(z.dtype)
+                differences, numbers = differences.masked_fill(~labelled[:, None], 0.0), labelled.to(z.dtype)
         self._difference = None
-        self._departures.append((classes, departures))
         if self._counts is None:
             self._counts = z.new_zeros(self._num_classes + 1)
         self._counts.index_add_(0, classes, numbers)
-        if len(self._departures) > 1 and sum(len(classes) for classes, _ in self._departures) > 2 * self._num_classes:
-            self._departures = [self._summed_by_class()]
+        self._num_kept += len(classes)
+        if self._num_kept > self._num_classes:  # a sum for each class is less
+            self._kept.append((classes, differences))
+            self._sum_by_class()
+        else:  # of the classes a copy: the script may write the next batch's labels into that tensor before the step
+            self._kept.append((classes.clone(), differences))
 
-    def _summed_by_class(self) -> tuple[Tensor, Tensor]:
-        """The departures of all forwards since the last step, one sum for each class."""
-        sums = torch.zeros_like(self._rows)
-        for classes, departures in self._departures:
-            sums.index_add_(0, classes, departures)
-        return torch.arange(len(sums), device=sums.device), sums
+    def _sum_by_class(self) -> Tensor:
+        """Add the differences that are kept to one sum for each class."""
+        if self._sums is None:
+            self._sums = torch.zeros_like(self._rows)
+        for classes, differences in self._kept:
+            self._sums.index_add_(0, classes, differences)
+        self._kept, self._num_kept = [], 0
+        return self._sums
 
     def step(self) -> None:
         counts = self._counts
         if counts is None:
             return
         if self._ranks.count > 1:
-            self._departures = [self._summed_by_class()]
             self._ranks.add_up(counts)
-            self._ranks.add_up(self._departures[0][1])
-        weights = (1.0 - self._alpha) / counts.clamp(min=1e-30)  # a class without rows has departures of zero
+            self._ranks.add_up(self._sum_by_class())
+        weights = (1.0 - self._alpha) / counts.clamp(min=1e-30)  # a class without rows has differences of zero
         if not self._all_seen:
             weights = torch.where(self._seen, weights, counts.clamp(min=1e-30).reciprocal())
             self._seen |= counts > 0
             self._all_seen = counts.device.type == "cpu" and bool(self.seen.all())
-        for classes, departures in self._departures:
-            self._rows.index_add_(0, classes, departures * weights.index_select(0, classes)[:, None])
+        if self._sums is not None:
+            self._rows.addcmul_(self._sums, weights[:, None])
+        for classes, differences in self._kept:
+            self._rows.index_add_(0, classes, differences * weights.index_select(0, classes)[:, None])
         self.forget()
 
     def forget(self) -> None:
-        self._departures, self._counts, self._difference, self._alpha = [], None, None, 0.0
+        self._kept, self._num_kept, self._sums, self._counts = [], 0, None, None
+        self._difference, self._alpha = None, 0.0
 
     def _follow_place(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""
         dtype = torch.promote_types(self._rows.dtype, z.dtype)
         if self._rows.device != z.device or self._rows.dtype != dtype:
             self._rows, self._seen = self._rows.to(z.device, dtype), self._seen.to(z.device)
-            self._departures = [(classes.to(z.device), kept.to(z.device, dtype)) for classes, kept in self._departures]
+            self._kept = [(classes.to(z.device), kept.to(z.device, dtype)) for classes, kept in self._kept]
             self._counts = None if self._counts is None else self._counts.to(z.device, dtype)
+            self._sums = None if self._sums is None else self._sums.to(z.device, dtype)
 
     # ---- the state ---------------------------------------------------------------------------------------------------
 

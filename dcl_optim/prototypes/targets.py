@@ -72,7 +72,7 @@ def _checked(labels: Tensor, num_classes: int, ignore: int) -> tuple[Tensor, boo
     if labels.device.type == "cpu" and len(labels):
         low, high = labels.aminmax()
         if int(low) >= 0 and int(high) < num_classes and not 0 <= ignore < num_classes:
-            return labels.clone(), True  # the script may write the next batch's into this tensor before the step
+            return labels, True
         wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore)
         if wrong.any():
             raise ValueError(
