@@ -59,7 +59,7 @@ class DCLOptimizer(ForecastOptimizer):
             penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
             norm sees the parts and dropout masks differ from the model's. Each input tensor whose first dimension is as
             long as the batch is cut.
-        companion_every: the companion learns at every so many steps, at least 1 (default); its forecast holds the model
+        companion_every: the companion learns once in this many steps, at least 1 (default); its forecast holds the model
             at every step.
         companion_device: where the companion lives, as a second GPU. None (default) for the model's device. Random
             draws are replayed on a device of the same kind.

@@ -49,7 +49,7 @@ class DCPOptimizer(ForecastOptimizer):
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
             logits and prototypes grow without end in long training with few rows of a class in a batch.
         distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
-            they get the rows that have a prototype, which has to be looked at.
+            they get the rows that have a prototype, and to find these reads the device.
         reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
             rows of the batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation
             5's :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
@@ -63,7 +63,7 @@ class DCPOptimizer(ForecastOptimizer):
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
             ``maximize=True``; in backward: labels out of range or of the wrong number, soft labels that are no
-            distributions (on a GPU the first such batch is looked at, since looking synchronises).
+            distributions (on a GPU the first such batch is checked, since a check synchronises).
         TypeError: an argument of the wrong type; labels of the wrong type.
         RuntimeError: in backward: no labels; in ``step``: see ``strict``.
 

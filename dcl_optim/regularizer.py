@@ -1,6 +1,6 @@
 """Algorithm 1 for one batch: forecast at the forward, penalty at the backward, and what a step has seen so far.
 
-Apart from optimizer.py, since Lightning runs the optimizer's methods on an object of its own: the state is here.
+Apart from optimizer.py, since Lightning runs the optimizer's methods on another object: the state is here.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class Regularizer:
         first = next(gradients_of(self._base), None)
         if first is None:
             return True
-        # Zeros may have been written over them. Their values, which synchronise a device, are looked at where something
+        # Zeros may have been written over them. Their values, which synchronise a device, are read where something
         # was written since the backward; and once, before it is known that this script has several backwards a step.
         written, self._notes_gradients = self.state.written, True
         if written is not None and written[0]() is first and written[1] == version_of(first):

@@ -30,7 +30,7 @@ IN_COMPANION = (
 class Companion(Forecaster):
     r"""The second network :math:`\omega` of Deep Companion Learning (Algorithm 1).
 
-    Forecast: its logits c on the same batch. Learning: one step of its own optimizer on
+    Forecast: its logits c on the same batch. Learning: one step of its optimizer on
     :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forwards
     since the last step on their mean, weighed by the size of what each loss was multiplied by.
 
@@ -42,7 +42,7 @@ class Companion(Forecaster):
         companion_optimizer: None (a second one of the base's class), an optimizer, or a callable that builds one.
         lr_scale: the companion's learning rate divided by the base's.
         fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1].
-        every: it learns at every so many steps, at least 1.
+        every: it learns once in this many steps, at least 1.
         device: where it lives; None for the model's device.
         dtype: what it computes in; None for the model's dtype.
         process_group: as in :class:`~dcl_optim.DCLOptimizer`.
@@ -88,7 +88,7 @@ class Companion(Forecaster):
         self._optimizer = CompanionOptimizer(base, own, self.module, lr_scale, companion_optimizer, is_copy)
         self._sync = CompanionSync(model, self.module, self._optimizer, is_copy, self._ranks, device, dtype)
         self.optimizer = self._optimizer.optimizer
-        self._learns = True  # whether the batch is one of every so many
+        self._learns = True  # whether the companion learns from this batch
         self._reset()
 
     def _reset(self) -> None:

@@ -45,7 +45,7 @@ def build(
     if any((device or p.device, dtype or p.dtype) != (p.device, p.dtype) for p in shared):
         raise ValueError(
             "companion shares frozen parameters with the model, which companion_device= or companion_dtype= would "
-            "move for both; build it with parameters of its own"
+            "move for both; build it with other parameters"
         )
     return move(built, device, dtype)
 
@@ -58,7 +58,7 @@ def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
     dropped = _not_copied_hooks(model)
     as_they_are: list[Any] = [p for p in model.parameters() if share_frozen and not p.requires_grad]
     as_they_are += [hook for _, hook in dropped]
-    # No copy may have a process group (SyncBatchNorm) or an optimizer of its own.
+    # A copy has the same process group (SyncBatchNorm) and optimizer, not copies of them.
     kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
     for module in model.modules():
         hooks = [hook for _, _, hook in hooks_of(module, ALL_HOOKS)]
@@ -187,7 +187,7 @@ def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | No
 
 
 def copy_unfrozen(model: nn.Module, companion: nn.Module) -> None:
-    """Replace parameters that the companion still shares although the model trains them by now."""
+    """Replace parameters that the companion still shares although the model trains them now."""
     copies: dict[int, nn.Parameter] = {}
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     for module in companion.modules():

@@ -1,4 +1,4 @@
-"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, what is trained by now.
+"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, trained parameters.
 
 Apart from companion.py, which is Algorithm 1: this is what scripts and libraries do to a model meanwhile.
 """
@@ -72,7 +72,7 @@ class CompanionSync:
             self._follow_elsewhere()
 
     def follow_base(self) -> None:
-        """Take over parameters that the base trains by now; new ones of the model are refused."""
+        """Take over parameters that the base trains now; new ones of the model are refused."""
         if self._is_copy:
             unknown, trained = self._unknown(), set(map(id, parameters_of(self._optimizer.base)))
             _refuse({name: parameter for name, parameter in unknown.items() if id(parameter) in trained})
@@ -87,7 +87,7 @@ class CompanionSync:
         return {name: parameter for name, parameter in self._model.named_parameters() if id(parameter) not in known}
 
     def follow_parameters(self) -> None:
-        """Take over parameters that the model trains by now; a model with new ones is refused."""
+        """Take over parameters that the model trains now; a model with new ones is refused."""
         _refuse(self._unknown())
         copying.copy_unfrozen(self._model, self._companion)
         copying.move(self._companion, self._device, self._dtype)
@@ -117,7 +117,7 @@ class CompanionSync:
     def _follow_elsewhere(self) -> None:
         """Take over the values of parameters that an optimizer of the script's own trains, and not the wrapped one."""
         trained, self._trained = self._trained, list(map(_requires_grad, self._trained_elsewhere[0]))
-        # Not what stays frozen, as in a companion of its own dtype, but what was frozen after its last step.
+        # Not what stays frozen, as in a companion of another dtype, but what was frozen after its last step.
         theirs, ours = (list(compress(side, map(or_, trained, self._trained))) for side in self._trained_elsewhere)
         if theirs:
             # By data: a forward whose backward is to come has saved them, with these values.

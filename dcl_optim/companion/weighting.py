@@ -1,6 +1,6 @@
 """The mean of the companion's gradients over the forwards of a step: how much each one counts.
 
-Not in companion.py, since it is arithmetic of its own that the tests hold against written-out means.
+Not in companion.py, since it is arithmetic that the tests hold against written-out means.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class WeightedMean:
     r"""Makes :math:`\sum_i|s_i|\,g_i / \sum_i|s_i|`, where :math:`s_i` is what a forward's loss was multiplied by.
 
     By its size, since the companion follows the model wherever the loss sends it. A factor of 0, or a batch without
-    rows, counts for nothing; the mean of nothing is zero. No device is looked at.
+    rows, counts for nothing; the mean of nothing is zero. Nothing synchronises.
 
     Attributes:
         count: how many gradients there are so far.

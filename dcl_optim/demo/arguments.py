@@ -10,7 +10,7 @@ from pathlib import Path
 from dcl_optim import __version__
 from dcl_optim.demo.digits import CLASSES, POOL_SIZE
 
-# Chosen with --validation, before the test images were looked at.
+# Chosen with --validation, before any test image was used.
 EPOCHS, SEEDS, TRAIN_SIZE, LEARNING_RATE = 40, 10, 200, 0.05
 
 

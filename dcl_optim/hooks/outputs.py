@@ -77,7 +77,7 @@ class _Linked(torch.autograd.Function):
 def conversion_source(z: Tensor) -> tuple[Any, int] | None:
     """The autograd node, and which of its outputs, that z was converted from to another dtype; None if it was not.
 
-    Under mixed precision some libraries return converted logits beside a loss that was taken from the original ones.
+    Under mixed precision some libraries return converted logits with a loss that was taken from the original ones.
     """
     node, index = z.grad_fn, z.output_nr
     while node is not None and node.name() == "ToCopyBackward0":

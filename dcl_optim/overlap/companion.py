@@ -61,7 +61,7 @@ class OverlappedCompanion(Companion):
                 self._forecast_to_come = self._executor.start(work)
 
     def _choose_executor(self) -> None:
-        """Take the executor for the device where the companion is by now.
+        """Take the executor for the device where the companion is.
 
         Raises:
             RuntimeError: this companion cannot run concurrently with the model.

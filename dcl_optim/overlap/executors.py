@@ -48,7 +48,7 @@ class Executor(ABC):
 
 
 class _SharedThreads(threading.local):
-    """How many intra-op threads the calling thread has: half of its own number while any worker runs."""
+    """How many intra-op threads the calling thread has: half of the script's number while any worker runs."""
 
     def __init__(self) -> None:
         self._workers: weakref.WeakSet[WorkerThread] = weakref.WeakSet()

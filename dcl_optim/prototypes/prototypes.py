@@ -28,7 +28,7 @@ class Prototypes(Forecaster):
     .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
         = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
 
-    In this form a step of one process touches no more than the rows of its own classes. The first mean becomes the
+    In this form a step of one process touches no more than the rows of the batch's classes. The first mean becomes the
     prototype.
 
     Args:
@@ -40,7 +40,7 @@ class Prototypes(Forecaster):
         ranks: the ranks that train the model together.
 
     Raises:
-        ValueError: so many classes that the prototypes would take more than 1 GiB.
+        ValueError: the prototypes of all classes would take more than 1 GiB.
 
     Examples:
         >>> ranks = Ranks(torch.nn.Linear(4, 3), process_group=None)
