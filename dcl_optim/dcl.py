@@ -59,8 +59,8 @@ class DCLOptimizer(ForecastOptimizer):
             penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
             norm sees the parts and dropout masks differ from the model's. Each input tensor whose first dimension is as
             long as the batch is cut.
-        companion_every: the companion learns once in this many steps, at least 1 (default); its forecast holds the model
-            at every step.
+        companion_every: the companion learns once in this many steps, at least 1 (default); its forecast holds the
+            model at every step.
         companion_device: where the companion lives, as a second GPU. None (default) for the model's device. Random
             draws are replayed on a device of the same kind.
         companion_dtype: what the companion's weights are and what it computes in, as ``torch.bfloat16``. None (default)

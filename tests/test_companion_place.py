@@ -104,7 +104,7 @@ def test_frozen_parameters_that_a_given_companion_shares_are_not_moved(place: di
     model = mlp()
     model[0].requires_grad_(False)
     companion = nn.Sequential(model[0], nn.Tanh(), nn.Linear(12, CLASSES).double())
-    with pytest.raises(ValueError, match=r"companion shares frozen parameters with the model.*parameters of its own"):
+    with pytest.raises(ValueError, match=r"companion shares frozen parameters with the model.*other parameters"):
         wrap(model, companion=companion, **place)
     assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("cpu", torch.float64)}
     wrap(model, companion=companion)
