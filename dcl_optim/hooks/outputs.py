@@ -44,7 +44,7 @@ def find_logits(output: Any) -> Tensor:
 def find_loss(output: Any) -> Tensor | None:
     """Find the loss that a model computed itself: a scalar ``output.loss`` or ``output["loss"]`` with a gradient."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) and found.ndim == 0 and found.requires_grad else None
+    return found if isinstance(found, Tensor) and found.ndim == 0 and found.grad_fn is not None else None
 
 
 def through_logits(z: Tensor, loss: Tensor, output: Any) -> Tensor:
