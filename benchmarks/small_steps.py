@@ -8,103 +8,61 @@ One interleaved run; a ratio is taken within its round. The steps of the CNN are
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.machine import machine, versions
-from benchmarks.networks import cnn, perceptron
-from benchmarks.timing import interleaved, ratios, steps_per_slot
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from benchmarks.methods import METHODS, Row, sgd, start, trained
+from benchmarks.networks import perceptron
+from benchmarks.script import Script, Training
+from benchmarks.timing import interleaved, quartiles, ratios, steps_per_slot
+from benchmarks.workloads import ON_CPU, Workload
+from dcl_optim import DCLOptimizer
 
-CLASSES, BATCH = 10, 128
-WORKLOADS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "MLP 64-256-256-10": (lambda: perceptron((64, 256, 256, CLASSES)), (64,)),
-    "CNN 28x28": (cnn, (1, 28, 28)),
-}
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+SMALL = Workload("MLP 64-256-256-10", lambda: perceptron((64, 256, 256, 10)), (64,), 128)
+WORKLOADS = [SMALL, ON_CPU["cnn"]]
 
 
-def plain(build: Callable[[], nn.Module], x: Tensor, y: Tensor, wrap: Any = None) -> Callable[[], None]:
-    """The plain loop; ``wrap`` is the line that is new."""
-    model, criterion = build(), nn.CrossEntropyLoss()
-    optimizer: Any = sgd(model) if wrap is None else wrap(sgd(model), model, criterion)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-
-    return step
+def with_criterion(script: Script) -> Training:
+    """Deep Companion Learning that reads the loss scale off the criterion's gradient."""
+    criterion = nn.CrossEntropyLoss()
+    optimizer = DCLOptimizer(sgd(trained(script.model)), script.model, weight=1.0, criterion=criterion)
+    return Training(script.loop(optimizer, criterion), script.model, [optimizer.base], optimizer.companion)
 
 
-def handwritten(build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> Callable[[], None]:
-    """Deep Companion Learning written into the loop."""
-    model = build()
-    companion = copy.deepcopy(model)
-    optimizer, companion_optimizer, criterion = sgd(model), sgd(companion), nn.CrossEntropyLoss()
-
-    def step() -> None:
-        z, c = model(x), companion(x)
-        loss = criterion(z, y) + 0.1 * F.mse_loss(z, c.detach())
-        companion_loss = F.mse_loss(c, 0.6 * c.detach() + 0.4 * z.detach())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        companion_optimizer.zero_grad()
-        companion_loss.backward()
-        companion_optimizer.step()
-
-    return step
+ROWS = [
+    METHODS["plain"],
+    METHODS["handwritten"],
+    METHODS["DCLOptimizer"],
+    Row("DCLOptimizer, criterion=", with_criterion),
+    METHODS["DCPOptimizer"],
+]
 
 
-METHODS: dict[str, Callable[[Callable[[], nn.Module], Tensor, Tensor], Callable[[], None]]] = {
-    "plain": plain,
-    "handwritten": handwritten,
-    "DCLOptimizer": lambda *given: plain(*given, wrap=lambda base, model, _: DCLOptimizer(base, model)),
-    "DCLOptimizer, criterion=": lambda *given: plain(
-        *given, wrap=lambda base, model, criterion: DCLOptimizer(base, model, criterion=criterion)
-    ),
-    "DCPOptimizer": lambda *given: plain(
-        *given, wrap=lambda base, model, criterion: DCPOptimizer(base, model, CLASSES, criterion=criterion)
-    ),
-}
-
-
-def measure(name: str, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(work: Workload, rounds: int) -> dict[str, dict[str, Any]]:
     """Time all methods on one workload; quartiles of milliseconds and of the ratios to plain and hand-written steps."""
-    build, shape = WORKLOADS[name]
-    torch.manual_seed(0)
-    x, y = torch.randn(BATCH, *shape), torch.randint(CLASSES, (BATCH,))
-    steps = {method: make(build, x, y) for method, make in METHODS.items()}
-    for step in steps.values():
-        step()
+    steps = {row.name: start(row, work).step for row in ROWS}
     times = interleaved(steps, rounds, steps_per_slot(steps, slot_seconds=0.05))
     return {
-        method: {
-            "milliseconds": ratios(values, [1e-3] * len(values)),
+        name: {
+            "milliseconds": quartiles([1e3 * value for value in values]),
             "over plain": ratios(values, times["plain"]),
             "over handwritten": ratios(values, times["handwritten"]),
         }
-        for method, values in times.items()
+        for name, values in times.items()
     }
 
 
-def show(name: str, found: dict[str, dict[str, Any]]) -> None:
-    columns = list(found["plain"])
-    print(f"{name + f', {BATCH}':<26}" + "".join(f"{column:>24}" for column in columns))
-    for method, row in found.items():
+def show(title: str, found: dict[str, dict[str, Any]]) -> None:
+    """Print the table of one workload."""
+    print(f"{title:<26}" + "".join(f"{column:>24}" for column in found["plain"]))
+    for name, row in found.items():
         cells = (f"{q['median']:.3f} ({q['lower']:.3f}-{q['upper']:.3f})" for q in row.values())
-        print(f"{method:<26}" + "".join(f"{cell:>24}" for cell in cells))
+        print(f"{name:<26}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 def main() -> None:
@@ -114,12 +72,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    result = {"machine": machine(), "versions": versions(), "rounds": options.rounds}
-    print(result)
-    result["workloads"] = {}
-    for name in WORKLOADS:
-        result["workloads"][name] = measure(name, options.rounds)
-        show(name, result["workloads"][name])
+    result: dict[str, Any] = {"machine": machine(), "versions": versions(), "rounds": options.rounds, "workloads": {}}
+    for work in WORKLOADS:
+        result["workloads"][work.title] = measure(work, options.rounds)
+        show(f"{work.title}, {work.batch_size}", result["workloads"][work.title])
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -36,15 +36,6 @@ def on_device(state: RngState, device: torch.device | None) -> RngState:
     return {device if key.type == device.type else key: value for key, value in state.items()}
 
 
-def exchange(state: RngState) -> RngState:
-    """Put generators back to a captured state, and give the one that they had."""
-    now: RngState = {}
-    for device in state:
-        now.update(capture(device))
-    restore(state)
-    return now
-
-
 @contextmanager
 def replayed(state: RngState) -> Iterator[None]:
     """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.
@@ -59,8 +50,11 @@ def replayed(state: RngState) -> Iterator[None]:
         >>> torch.equal(first, again), torch.equal(first, torch.rand(3))
         (True, False)
     """
-    now = exchange(state)
+    now: RngState = {}
+    for device in state:
+        now.update(capture(device))
     try:
+        restore(state)
         yield
     finally:
         restore(now)

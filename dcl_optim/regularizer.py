@@ -260,7 +260,7 @@ class Regularizer:
         return self.state.penalties
 
     def start_new_step(self) -> None:
-        """Both networks have stepped: the only place, but for forgetting, where the step's state is reset."""
+        """Both networks have stepped."""
         self.state = StepState()
         self.steps += 1
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import all_or_nothing, gradients_of
-from dcl_optim._rng import RngState, exchange, on_device, restore
+from dcl_optim._rng import RngState, on_device, replayed
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.inputs import Arguments
@@ -107,12 +107,8 @@ class Companion(Forecaster):
     def predict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
-        now = exchange(on_device(rng_state, self._device) if self._device else rng_state)
-        try:
-            with inputs.outside_checkpoints():
-                forecast = self._forecast((args, kwargs), record.shape[0])
-        finally:
-            restore(now)
+        with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
+            forecast = self._forecast((args, kwargs), record.shape[0])
         self._keep(forecast, (args, kwargs), record)
 
     def _forecast(self, arguments: Arguments, batch: int) -> list[Tensor]:
@@ -189,10 +185,7 @@ class Companion(Forecaster):
 
     def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
         for logits, gradient in pending:
-            if torch.is_autocast_enabled(logits.device.type):
-                with inputs.outside_autocast(logits.device.type):
-                    logits.backward(gradient)
-            else:
+            with inputs.outside_autocast(logits.device.type):
                 logits.backward(gradient)
             if next(gradients_of(self.optimizer), None) is None:
                 raise RuntimeError(

@@ -54,9 +54,13 @@ def _is_cut(tensor: Tensor, batch: int) -> bool:
     return tensor.ndim > 0 and len(tensor) == batch
 
 
-@contextmanager
-def outside_autocast(device: str) -> Iterator[None]:
+def outside_autocast(device: str) -> AbstractContextManager[Any]:
     """Leave the script's autocast, under which no backward is to run, though the companion's may be called there."""
+    return _without_autocast(device) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+@contextmanager
+def _without_autocast(device: str) -> Iterator[None]:
     torch.set_autocast_enabled(device, False)  # not torch.autocast, whose end may empty the cache of all threads
     try:
         yield
