@@ -79,10 +79,9 @@ class DCLOptimizer(ForecastOptimizer):
             :mod:`dcl_optim.hooks.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
             :func:`~dcl_optim.hooks.outputs.find_logits` says.
-        class_dim: the dimension of the logits that holds the classes. None (default) for 1, as in
-            ``F.cross_entropy``; pass -1 for (batch, time, classes). Matters for kl, infonce, distances of your own,
-            ``"sum_classes"`` and ``loss_scale="auto"``; the former four say so at the first step of logits of three
-            dimensions or more, where it was not given.
+        class_dim: the dimension of the logits that holds the classes: 1 as in ``F.cross_entropy``, -1 for (batch, time,
+            classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's; where
+            there is none, 1, which kl, infonce, distances of your own and ``"sum_classes"`` say at the first step.
         strict: raise when a step finds gradients that no training forward led to. Default True.
 
     Raises:

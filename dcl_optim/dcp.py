@@ -33,17 +33,20 @@ class DCPOptimizer(ForecastOptimizer):
     A class absent from the batch keeps its prototype. A class not yet seen gives no penalty, and its first mean becomes
     its prototype; the paper does not say.
 
-    **Labels.** One way must provide them: ``criterion=`` (the loss module's second argument), ``targets=`` (the model's
-    keyword that holds them, or a function of the model's arguments), or :meth:`set_targets` before the forward; the
-    latter two outrank the criterion. Class indices, one for each row of logits, or soft labels of the logits' shape
-    (mixup, CutMix), whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives.
-    Soft labels are distributions: no share below 0, each row's sum 1. For models with sigmoid outputs (binary,
-    multi-label) and for regression, whose targets have the logits' shape too, take :class:`~dcl_optim.DCLOptimizer`.
+    **Labels.** Where the loss is a softmax cross-entropy with one class a row, they are read off its gradient of the
+    logits, and there is nothing to say; :func:`~dcl_optim.hooks.cross_entropy.read_cross_entropy` says how, and for
+    which forms of it. Rows that the loss ignores have none. Mixed labels (mixup, CutMix) and other losses need one of
+    ``criterion=`` (the loss module's second argument), ``targets=`` (the model's keyword that holds them, or a function
+    of the model's arguments), or :meth:`set_targets` before the forward; the latter two outrank the criterion, and each
+    outranks the gradient. Class indices, one for each row of logits, or soft labels of the logits' shape, whose meaning
+    :class:`~dcl_optim.prototypes.Prototypes` gives. Soft labels are distributions: no share below 0, each row's sum 1.
+    For models with sigmoid outputs (binary, multi-label) and for regression take :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains.
         num_classes: K, the number of classes and of logits, at least 1; the prototypes take K² numbers, at most 1 GiB.
+            None (default) for the length of the first logits' class dimension.
         weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1. The paper names no value for DCP; its
             experiments with DCL use 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
@@ -56,7 +59,8 @@ class DCPOptimizer(ForecastOptimizer):
         temperature: as in DCLOptimizer.
         criterion: the loss module; gives labels and the loss scale.
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
-        ignore_index: the label to leave out; None takes the criterion's, or -100 as torch does.
+        ignore_index: the label to leave out; None takes the criterion's, or -100 as torch does. Rows that the loss
+            ignores are left out anyway where the labels are read.
         process_group: as in DCLOptimizer; class sums are added up over its ranks.
         loss_scale, logits, class_dim, strict: as in DCLOptimizer.
 
@@ -65,15 +69,18 @@ class DCPOptimizer(ForecastOptimizer):
             ``maximize=True``; in backward: labels out of range or of the wrong number, soft labels that are no
             distributions (on a GPU the first such batch is checked, since a check synchronises).
         TypeError: an argument of the wrong type; labels of the wrong type.
-        RuntimeError: in backward: no labels; in ``step``: see ``strict``.
+        RuntimeError: in backward: labels that were not given and cannot be read; in ``step``: see ``strict``.
+
+    Warns:
+        UserWarning: later batches whose labels cannot be read, which take no part in the penalty.
 
     Examples:
         >>> import torch
         >>> from torch import nn
-        >>> model, criterion = nn.Linear(4, 3), nn.CrossEntropyLoss()
-        >>> optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3, criterion=criterion)
+        >>> model = nn.Linear(4, 3)
+        >>> optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         >>> optimizer.zero_grad()
-        >>> criterion(model(torch.randn(16, 4)), torch.arange(16) % 3).backward()
+        >>> nn.functional.cross_entropy(model(torch.randn(16, 4)), torch.arange(16) % 3).backward()
         >>> optimizer.step()
         >>> optimizer.prototypes.shape
         torch.Size([3, 3])
@@ -88,7 +95,7 @@ class DCPOptimizer(ForecastOptimizer):
         self,
         base_optimizer: Optimizer,
         model: nn.Module,
-        num_classes: int,
+        num_classes: int | None = None,
         *,
         weight: float | Schedule = 0.1,
         alpha: float | Schedule = 0.97,
@@ -104,7 +111,7 @@ class DCPOptimizer(ForecastOptimizer):
         class_dim: int | None = None,
         strict: bool = True,
     ) -> None:
-        classes = check_integer("num_classes", num_classes, least=1)
+        classes = None if num_classes is None else check_integer("num_classes", num_classes, least=1)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
@@ -128,9 +135,11 @@ class DCPOptimizer(ForecastOptimizer):
 
     @property
     def prototypes(self) -> Tensor:
-        """A copy of all prototypes, (num_classes, num_classes), row k for class k; zero for a class not yet seen.
+        """A copy of all prototypes, (K, K), row k for class k; zero for a class not yet seen.
 
-        Which were seen is ``forecaster.seen``, (num_classes,) bool.
+        (0, 0) before the first backward, unless ``num_classes`` was given.
+
+        Which were seen is ``forecaster.seen``, (K,) bool.
         """
         return self.forecaster.values
 

@@ -9,6 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dcl_optim import distances
@@ -36,10 +37,12 @@ class ForwardRecord:
     Attributes:
         logits: the model's logits z as rows (N, K): a detached copy, which in-place edits by the script cannot reach.
         shape: the shape of the model's logits, batch first.
+        class_dim: the dimension of it that holds the classes.
         forecast: c as rows (N, K), without a graph; None where the forecaster makes it at the backward.
         companion_logits: the rows of c that the companion learns from, with their graph; None for none.
         targets: the labels, where a forecaster needs them and the script gave them.
         criterion_targets: the labels that the criterion was called with.
+        read_labels: the labels (N,) that the gradient told, K for a row without one, and whether there is none such.
         classes: what a forecaster read off the labels: the class of each row (N,), or its shares in all (N, K).
         all_labelled: whether these are classes, and no row is without one.
         criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
@@ -58,7 +61,7 @@ class ForwardRecord:
     def __init__(self, logits: Tensor, class_dim: int) -> None:
         if not -logits.ndim <= class_dim < max(logits.ndim, 2):
             raise ValueError(f"class_dim={class_dim} but the model's logits have shape {tuple(logits.shape)}")
-        self.shape, self._class_dim = logits.shape, class_dim
+        self.shape, self.class_dim = logits.shape, class_dim
         self._is_rows = logits.ndim == 2 and class_dim in (1, -1)
         self._output = weakref.ref(logits)
         rows = self.rows(logits.detach())
@@ -68,6 +71,7 @@ class ForwardRecord:
         self.companion_logits: Tensor | None = None
         self.targets: Tensor | None = None
         self.criterion_targets: Tensor | None = None
+        self.read_labels: tuple[Tensor, bool] | None = None
         self.classes: Tensor | None = None
         self.all_labelled = False
         self.counted, self.added_in = False, -1
@@ -113,13 +117,24 @@ class ForwardRecord:
         if gradient is not None:
             self.model_scale = current_backward(), _total(gradient)
 
+    def lay_out(self, class_dim: int) -> None:
+        """Lay all rows out anew, the classes being another dimension than was taken for them."""
+        for name in ("logits", "forecast", "companion_logits"):
+            rows = getattr(self, name)
+            if rows is not None:
+                batch = rows.numel() // max(self.shape[1:].numel(), 1)  # perhaps a part of the whole
+                with torch.enable_grad():  # called from a backward, and the companion's logits have a graph
+                    whole = distances.from_rows(rows, (batch, *self.shape[1:]), self.class_dim)
+                    setattr(self, name, distances.to_rows(whole, class_dim))
+        self.class_dim = class_dim
+
     def rows(self, tensor: Tensor) -> Tensor:
         """Lay a tensor of the output's shape out as rows (N, K)."""
-        return tensor if self._is_rows else distances.to_rows(tensor, self._class_dim)
+        return tensor if self._is_rows else distances.to_rows(tensor, self.class_dim)
 
     def unrows(self, rows: Tensor) -> Tensor:
         """Lay rows (N, K) out in the output's shape."""
-        return rows if self._is_rows else distances.from_rows(rows, self.shape, self._class_dim)
+        return rows if self._is_rows else distances.from_rows(rows, self.shape, self.class_dim)
 
 
 def _total(gradient: Tensor) -> Scale:

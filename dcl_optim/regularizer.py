@@ -21,8 +21,9 @@ from dcl_optim._optim import gradients_of, parameters_of
 from dcl_optim._rng import RngState
 from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, version_of, warn
 from dcl_optim.distances import Distance, depends_on_class_dim
-from dcl_optim.forecaster import Forecaster, ForwardRecord
+from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
 from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
+from dcl_optim.hooks.cross_entropy import find_class_dim, may_be_read, read_cross_entropy
 from dcl_optim.hooks.labels import Labels
 from dcl_optim.hooks.loss_scale import LossScale
 from dcl_optim.hooks.module_hooks import ModuleHooks, replace_others
@@ -30,6 +31,7 @@ from dcl_optim.hooks.outputs import conversion_source, find_loss, through_logits
 from dcl_optim.schedules import Checked
 
 _requires_grad = attrgetter("requires_grad")
+STEPS_PER_LOOK = 100  # on a device, where a look at values synchronises
 MOST_RECORDS = 64  # of forwards, before those that are gone are looked for
 
 
@@ -79,8 +81,7 @@ class Regularizer:
         self.model, self._base, self.forecaster, self._distance = model, base, forecaster, distance
         self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
         self._loss_scale, self._find_logits = loss_scale, find_logits
-        self._class_dim = 1 if class_dim is None else class_dim
-        self._warns_of_class_dim = class_dim is None and depends_on_class_dim(distance)
+        self._class_dim = class_dim  # None until it is found
         self.superseded = self._notes_gradients = False
         self.load_steps(0)
         self.attach()
@@ -136,9 +137,7 @@ class Regularizer:
         z = self._find_logits(output)
         if not z.requires_grad:
             return
-        if self._warns_of_class_dim and z.ndim > 2:
-            self._warn_of_class_dim(z)
-        record = ForwardRecord(z, self._class_dim)
+        record = ForwardRecord(z, 1 if self._class_dim is None else self._class_dim)
         if self.labels is not None:
             self.labels.read(record, args, kwargs)
         self.forecaster.predict(args, kwargs, record, rng_state)
@@ -150,14 +149,6 @@ class Regularizer:
                 self._records = [reference for reference in self._records if reference() is not None]
             self._records.append(weakref.ref(record))
         self.forwards += 1
-
-    def _warn_of_class_dim(self, z: Tensor) -> None:
-        self._warns_of_class_dim = False
-        warn(
-            f"class_dim was not given, and the model's logits have shape {tuple(z.shape)}: the penalty takes their "
-            "dimension 1 for the classes, as F.cross_entropy does; pass class_dim=-1 for (batch, time, classes), or "
-            "class_dim=1"
-        )
 
     def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any) -> None:
         """Prepare for a loss that the model computed itself, perhaps from logits that it converted afterwards."""
@@ -211,10 +202,11 @@ class Regularizer:
             return None
         if self.state.backwards and not record.counted and self._were_cleared_since_the_forward(backward):
             self._forget_step()
-        state, record.added_in = self.state, backward
+        state = self.state
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
-        scale = self._loss_scale.resolve(record, gradient, backward, several=state.backwards > 0)
+        scale = self._read(record, gradient, backward)
         value, slope = self.forecaster.penalty(record, self._distance)
+        record.added_in = backward
         if state.observing and not record.counted:
             self.forecaster.observe(record, self._distance, alpha, scale)
         record.counted = True
@@ -230,6 +222,36 @@ class Regularizer:
         if state.penalties is not None:
             state.penalties.append(value * factor)
         return _plus(gradient, record.unrows(slope), factor)
+
+    def _read(self, record: ForwardRecord, gradient: Tensor, backward: int) -> Scale:
+        """Read what the script did not say off the loss's gradient: class dimension, labels; give the loss scale."""
+        if len(record.shape) > 2:
+            self._settle_class_dim(record, gradient)
+        labels = self.labels if self.labels is not None and self.labels.are_missing(record) else None
+        reading = None
+        if labels is not None or self._loss_scale.reads(record, backward):
+            reading = read_cross_entropy(record.logits, record.rows(gradient))
+        scale = self._loss_scale.resolve(record, gradient, reading, backward, several=self.state.backwards > 0)
+        if labels is not None and reading is not None:
+            look = gradient.device.type == "cpu" or self.steps % STEPS_PER_LOOK == 0
+            labels.take_read(record, reading, gradient, look)
+        return scale
+
+    def _settle_class_dim(self, record: ForwardRecord, gradient: Tensor) -> None:
+        """Find the dimension of the classes, at the first gradient that tells."""
+        if self._class_dim is None:
+            z = record.unrows(record.logits)
+            self._class_dim = find_class_dim(z, gradient)
+            if self._class_dim is None and may_be_read(z, gradient):
+                self._class_dim = 1
+                if depends_on_class_dim(self._distance):
+                    warn(
+                        f"class_dim was not given, and cannot be read off this loss's gradient: of the model's logits "
+                        f"of shape {tuple(z.shape)} the penalty takes dimension 1 for the classes, as F.cross_entropy "
+                        "does; pass class_dim=-1 for (batch, time, classes), or class_dim=1"
+                    )
+        if self._class_dim is not None and self._class_dim != record.class_dim:
+            record.lay_out(self._class_dim)
 
     def _add_penalty_at_source(self, record: ForwardRecord, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""

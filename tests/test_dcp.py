@@ -102,17 +102,6 @@ def test_every_way_to_give_labels_is_the_same():
         assert name
 
 
-def test_no_labels_is_an_error_before_anything_changes():
-    model = mlp()
-    optimizer = wrap(model)
-    x, y = next(iter(batches(1)))
-    loss = F.cross_entropy(model(x), y)
-    with pytest.raises(RuntimeError, match=r"without labels.*criterion=.*targets=.*set_targets"):
-        loss.backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert not optimizer.forecaster.seen.any()
-
-
 @pytest.mark.parametrize(
     ("labels", "error", "message"),
     [

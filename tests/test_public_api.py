@@ -31,7 +31,7 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance
         criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True)
     .companion
     .companion_optimizer
-dcl_optim.DCPOptimizer(base_optimizer, model, num_classes, *, weight=0.1, alpha=0.97, distance='mse',
+dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
         reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None, process_group='auto',
         loss_scale='auto', logits=None, class_dim=None, strict=True)
     .prototypes
@@ -86,9 +86,19 @@ dcl_optim.distances.value_and_gradient(distance, z, c)
 dcl_optim.distances.squared(differences, terms)
 dcl_optim.distances.companion_target(z, c, alpha)
 dcl_optim.distances.companion_gradient(distance, z, c, alpha)
-dcl_optim.hooks.loss_scale.recover_from_cross_entropy(z, gradient)
 dcl_optim.hooks.loss_scale.LossScale(source)
-    .resolve(self, record, gradient, backward, several)
+    .reads(self, record, backward)
+    .resolve(self, record, gradient, reading, backward, several)
+dcl_optim.hooks.cross_entropy.Reading(scale, has_scale, labels, readable, all_labelled)
+    .all_labelled = _tuplegetter(4, 'Alias for field number 4')
+    .has_scale = _tuplegetter(1, 'Alias for field number 1')
+    .labels = _tuplegetter(2, 'Alias for field number 2')
+    .readable = _tuplegetter(3, 'Alias for field number 3')
+    .scale = _tuplegetter(0, 'Alias for field number 0')
+dcl_optim.hooks.cross_entropy.read_cross_entropy(z, gradient)
+dcl_optim.hooks.cross_entropy.may_be_read(z, gradient)
+dcl_optim.hooks.cross_entropy.find_class_dim(z, gradient)
+dcl_optim.hooks.cross_entropy.choose(condition, yes, no)
 dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
         weight=1.0, alpha=0.6, learns=True)
 dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
@@ -127,6 +137,7 @@ dcl_optim.forecaster.Forecaster()
     .step(self)
 dcl_optim.forecaster.ForwardRecord(logits, class_dim)
     .add_loss_scale(self, exact, times, index, gradients)
+    .lay_out(self, class_dim)
     .link(self, exact)
     .note_loss_scale(self, index, gradients)
     .produced(self, tensor)

@@ -1,4 +1,4 @@
-"""Where a forward's labels come from: the criterion, the model's arguments, or a call ahead of the forward."""
+"""Where a forward's labels come from: the criterion, the model's arguments, a call ahead of it, or the gradient."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from dcl_optim._torch import current_backward
+from dcl_optim._torch import current_backward, warn
 from dcl_optim.forecaster import ForwardRecord
+from dcl_optim.hooks.cross_entropy import Reading, may_be_read
 
+UNREADABLE = (
+    "the labels of this batch cannot be read off the loss's gradient, which is not that of a softmax cross-entropy "
+    "with one class a row (mixed labels as of mixup or CutMix, a sum of several losses, a loss of other logits than "
+    "those found in the model's output)"
+)
+FIXES = (
+    "pass criterion=<the loss module> or targets=<the model's keyword with the labels>, or call set_targets(labels) "
+    "before the forward. DCPOptimizer is for softmax classifiers: models with sigmoid outputs (binary, multi-label) "
+    "and regression take DCLOptimizer, which needs no labels"
+)
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
 
@@ -20,6 +31,7 @@ class Labels:
         if source is not None and not isinstance(source, str) and not callable(source):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {source!r}")
         self._source = source
+        self._has_read = self._has_warned = False  # labels off a gradient; that some could not be
         self.forget()
 
     def forget(self) -> None:
@@ -60,3 +72,24 @@ class Labels:
                 "head's loss calls; or leave criterion= out and call set_targets"
             )
         record.criterion_targets = targets
+
+    def are_missing(self, record: ForwardRecord) -> bool:
+        """Whether a forward's labels are to be read off the gradient, since the script gave none."""
+        return record.targets is None and record.criterion_targets is None and record.classes is None
+
+    def take_read(self, record: ForwardRecord, reading: Reading, gradient: Tensor, look: bool) -> None:
+        """Give a forward the labels that its gradient told.
+
+        Until some have been read, those that cannot be are an error. Later ones take no part, and a warning says so
+        once; a device is asked only if ``look`` says so, since that synchronises it.
+        """
+        record.read_labels = reading.labels, reading.all_labelled
+        if self._has_read and (self._has_warned or not look):
+            return
+        if bool(reading.readable):
+            self._has_read = self._has_read or bool((reading.labels < record.logits.shape[1]).any())
+        elif may_be_read(record.logits, record.rows(gradient)):
+            if not self._has_read:
+                raise RuntimeError(f"{UNREADABLE}: {FIXES}")
+            self._has_warned = True
+            warn(f"{UNREADABLE}, as those of former batches could: such batches take no part in the penalty; {FIXES}")

@@ -12,7 +12,7 @@ from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import Ranks
 from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
-from dcl_optim.prototypes.targets import to_classes
+from dcl_optim.prototypes.targets import check_width, to_classes
 
 REDUCTIONS = (*distances.REDUCTIONS, "per_class")
 MOST_BYTES = 2**30  # of the (K, K) prototypes
@@ -32,7 +32,7 @@ class Prototypes(Forecaster):
     prototype.
 
     Args:
-        num_classes: K, at least 1; the logits must have as many.
+        num_classes: K, at least 1; the logits must have as many. None for as many as the first logits have.
         per_class: average the penalty within each class and sum over the classes (one reading of Equation 5)
             instead of averaging over the batch.
         ignore_index: the label of rows to leave out.
@@ -55,23 +55,27 @@ class Prototypes(Forecaster):
     _sums: Tensor | None  # of other differences, one for each class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,)
 
-    def __init__(self, num_classes: int, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
-        wide = torch.promote_types(like.dtype, torch.float32)
-        size = num_classes**2 * wide.itemsize
+    def __init__(self, num_classes: int | None, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
+        self._given, self._per_class, self._ignore_index, self._ranks = num_classes, per_class, ignore_index, ranks
+        self._has_checked_shares = False
+        self._difference: Tensor | None = None  # z - p of the penalty that was computed last, with hard labels
+        self._create(num_classes or 0, like)
+        self.forget()
+
+    def _create(self, num_classes: int, like: Tensor) -> None:
+        """Create the prototypes of so many classes; 0 as long as their number is not known."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        size = num_classes**2 * dtype.itemsize
         if size > MOST_BYTES:
             raise ValueError(
                 f"num_classes={num_classes}: the prototypes, a vector of logits for each class, would take "
                 f"{size / 2**30:.1f} GiB, more than 1; take DCLOptimizer, which has none"
             )
-        self._num_classes, self._per_class, self._ignore_index = num_classes, per_class, ignore_index
-        self._ranks = ranks
+        self._num_classes = num_classes
         # Row K is of no class, and stays zero: ignored labels are K.
-        self._rows = torch.zeros(num_classes + 1, num_classes, dtype=wide, device=like.device)
+        self._rows = torch.zeros(num_classes + 1, num_classes, dtype=dtype, device=like.device)
         self._seen = torch.zeros(num_classes + 1, dtype=torch.bool, device=like.device)
         self._all_seen = False  # as far as is known without synchronising a device
-        self._has_checked_shares = False
-        self._difference: Tensor | None = None  # z - p of the penalty that was computed last, with hard labels
-        self.forget()
 
     @property
     def seen(self) -> Tensor:
@@ -80,7 +84,7 @@ class Prototypes(Forecaster):
 
     @property
     def values(self) -> Tensor:
-        """A copy of all prototypes, (K, K); zero for a class that no step has seen."""
+        """A copy of all prototypes, (K, K); zero for a class that no step has seen, (0, 0) where K is not known yet."""
         return self._rows[:-1].clone()
 
     # ---- the penalty: 1/N Σ_i Δ(z_i, p^{y_i}) ------------------------------------------------------------------------
@@ -89,10 +93,12 @@ class Prototypes(Forecaster):
         self._ranks.find()
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: Any) -> None:
-        """Nothing yet: the labels may come with the criterion."""
+        """Nothing yet: the labels come with the criterion or the gradient."""
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
         self._difference = None
+        if not self._num_classes:
+            self._create(record.logits.shape[1], self._rows.to(record.logits))
         self._follow_place(record.logits)
         z = record.logits.to(self._rows.dtype)
         classes = self._classes_of(record)
@@ -114,16 +120,20 @@ class Prototypes(Forecaster):
         """The class of each row (N,), K where ignored, or its shares in all classes (N, K)."""
         if record.classes is None:
             given = record.criterion_targets if record.targets is None else record.targets
-            if given is None:
-                raise RuntimeError(
-                    "a training forward reached its backward without labels: pass the loss module as criterion=, "
-                    "name the model's keyword with them as targets=, or call set_targets(labels) right before the "
-                    "forward"
-                )
+            if given is None and record.read_labels is not None:
+                record.classes, record.all_labelled = self._of_read(*record.read_labels, record)
+                return record.classes
             look = not self._has_checked_shares
             record.classes, record.all_labelled = to_classes(given, record, self._num_classes, self._ignore_index, look)
             self._has_checked_shares |= record.classes.ndim == 2
         return record.classes
+
+    def _of_read(self, labels: Tensor, all_labelled: bool, record: ForwardRecord) -> tuple[Tensor, bool]:
+        """Labels that the gradient told, without those that are ignored although the loss does not."""
+        check_width(record, self._num_classes)
+        if 0 <= self._ignore_index < self._num_classes:
+            return labels.masked_fill(labels == self._ignore_index, self._num_classes), False
+        return labels, all_labelled
 
     def _forecast(self, record: ForwardRecord, classes: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rows' forecasts, (N, K), and which rows have one; None for all."""
@@ -244,13 +254,16 @@ class Prototypes(Forecaster):
         return {"values": self.values, "seen": self.seen.clone()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        classes = self._num_classes
+        classes = self._given
         if "table" not in state:
+            if classes is None:  # as many as were saved
+                classes = len(state.get("seen", ()))
             whole = torch.empty(classes, classes, device="meta")
-            check_tensors(state, {"values": whole, "seen": whole[0]}, "prototypes")
+            check_tensors(state, {"values": whole, "seen": torch.empty(classes, device="meta")}, "prototypes")
             return
         named, rows = state["table"]  # before the second edition, for many classes
         like = torch.empty(len(named), device="meta")
+        classes = rows.shape[-1] if classes is None else classes
         expected = {"classes": like, "rows": like[:, None].expand(-1, classes)}
         check_tensors({"classes": named, "rows": rows}, expected, "prototypes")
         if len(named) and (named.min() < 0 or named.max() >= classes or len(named.unique()) < len(named)):
@@ -258,11 +271,14 @@ class Prototypes(Forecaster):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
+        device = self._rows.device
         if "table" in state:
-            classes, rows = (tensor.to(self._rows.device) for tensor in state["table"])
+            classes, rows = (tensor.to(device) for tensor in state["table"])
         else:
-            classes = state["seen"].nonzero().flatten().to(self._rows.device)
-            rows = state["values"].to(self._rows.device)[classes]
+            classes = state["seen"].nonzero().flatten().to(device)
+            rows = state["values"].to(device)[classes]
+        if rows.shape[1] != self._num_classes:
+            self._create(rows.shape[1], self._rows)
         self._rows = torch.zeros_like(self._rows).index_copy_(0, classes, rows.to(self._rows.dtype))
         self._seen = torch.zeros_like(self._seen).index_fill_(0, classes, True)
         self._all_seen = self._seen.device.type == "cpu" and bool(self.seen.all())

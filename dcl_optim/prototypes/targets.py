@@ -29,10 +29,8 @@ def to_classes(
         that is known without synchronising a device.
     """
     check_labels(targets)
-    rows, logits = record.logits.shape
-    if logits != num_classes:
-        fix = _fix(record, num_classes)
-        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; {fix}")
+    check_width(record, num_classes)
+    rows = len(record.logits)
     if targets.dtype.is_floating_point and targets.shape == record.shape:
         shares = record.rows(targets.detach())
         if look or shares.device.type == "cpu":
@@ -47,6 +45,14 @@ def to_classes(
         raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
     flat = targets.ndim == 1 and targets.dtype == torch.int64
     return _checked(targets if flat else targets.detach().reshape(-1).long(), num_classes, ignore_index)
+
+
+def check_width(record: ForwardRecord, num_classes: int) -> None:
+    """Demand as many logits a row as there are classes."""
+    logits = record.logits.shape[1]
+    if logits != num_classes:
+        fix = _fix(record, num_classes)
+        raise ValueError(f"num_classes={num_classes} but the model gives {logits} logits; {fix}")
 
 
 def _fix(record: ForwardRecord, num_classes: int) -> str:

@@ -1,0 +1,261 @@
+r"""What a softmax cross-entropy's gradient tells: the label of each row, the class dimension, the loss's factor.
+
+For a row with probabilities p and label y the gradient of the logits is :math:`g = a\,(p - e_y)`, whose one negative
+entry is the label; a is the row's own (class weights, focal losses, averages over sequences) or one for all rows. Then
+the loss was multiplied by :math:`s = a\,N` before backward, N being the number of rows that it is the mean of. Three
+forms are read, each row against the line that its gradient has to lie on:
+
+1. hard labels, :math:`g = a\,(p - e_y)`;
+2. label smoothing with one a, :math:`g = a\,(p - \epsilon/K) - a\,(1-\epsilon)\,e_y`;
+3. ``NLLLoss`` on log-probabilities, :math:`g = -a\,e_y`, where the model's last layer is ``log_softmax``.
+
+A row whose gradient is zero throughout is one that the loss ignores. A row on no line (mixed labels, a binary
+cross-entropy, a regression, a sum of several losses) has no label.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcl_optim.distances import to_rows
+from dcl_optim.forecaster import Scale
+
+TINY = 1e-30
+TOLERANCE = 1e-4  # share of a gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
+SURE = 1 - 1e-5  # of a larger probability the rounding of p - 1 says nothing
+LEAST_SMOOTHING = 1e-3
+MOST_READ = 0.9  # of the rows that the loss does not ignore: fewer, and the loss is another
+
+
+class Reading(NamedTuple):
+    """What a gradient told; plain values on the CPU, tensors elsewhere, so that nothing synchronises.
+
+    Attributes:
+        scale: s, what the loss was multiplied by; 1 where it cannot be read.
+        has_scale: whether it could be read.
+        labels: the label of each row (N,), K for a row without one.
+        readable: whether this is the gradient of one of the three forms.
+        all_labelled: whether each row is known to have a label, without synchronising a device.
+    """
+
+    scale: Scale
+    has_scale: bool | Tensor
+    labels: Tensor
+    readable: bool | Tensor
+    all_labelled: bool
+
+
+def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
+    r"""Read labels and factor off the gradient that a loss sent to the logits.
+
+    Labels are exact for hard and smoothed labels, with ignored rows, class weights, a focal factor, reduction mean or
+    sum, at every dtype. The factor is exact up to rounding where it is one for all rows: reduction mean (then s is the
+    factor) or sum (then N times the factor). A smoothing of :math:`\epsilon` cannot be told from a factor
+    :math:`1-\epsilon` while all predictions are still uniform. Of two classes, where every row lies on some line, a has
+    to fall as the label's probability rises, as it does for class weights and focal losses.
+
+    Args:
+        z: logits, rows (N, K).
+        gradient: the loss's gradient with respect to z, same shape.
+
+    Examples:
+        >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
+        >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
+        >>> reading = read_cross_entropy(z.detach(), torch.autograd.grad(loss, z)[0])
+        >>> round(reading.scale, 4), reading.labels
+        (8.0, tensor([0, 2]))
+    """
+    rows, classes = z.shape
+    if not rows or classes < 2:
+        return Reading(1.0, False, z.new_full((rows,), classes, dtype=torch.int64), not rows, False)
+    g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    p = torch.softmax(z.to(g.dtype), dim=1)
+    least, labels = g.min(1)
+    if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows:  # reading this elsewhere would synchronise
+        slope, fits = _common_line(p, g, labels[:, None], least)
+        if fits and rows * (classes - 1) > 1 and (classes > 2 or _mostly_right(p, labels)):
+            return Reading(slope * rows, True, labels, True, True)
+    return _read_rows(z, p, g, least, labels, gradient.dtype)
+
+
+def may_be_read(z: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient says anything at all: it is finite, and not only rounding, as where all rows are sure.
+
+    Reads the device.
+    """
+    return bool(gradient.isfinite().all() & (gradient != 0).any() & (torch.softmax(z.float(), 1).amax(1) <= SURE).any())
+
+
+def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
+    """Find the dimension of the classes: the one along which the gradient is a cross-entropy's; None if there is none.
+
+    Args:
+        z: logits of any shape, the batch first.
+        gradient: the loss's gradient with respect to z.
+
+    Examples:
+        >>> z = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()  # (batch, time, K)
+        >>> loss = torch.nn.functional.cross_entropy(z.flatten(0, 1), torch.zeros(10, dtype=torch.int64))
+        >>> find_class_dim(z.detach(), torch.autograd.grad(loss, z)[0])
+        2
+    """
+    for dim in range(1, z.ndim):
+        if z.shape[dim] > 1:
+            reading = read_cross_entropy(to_rows(z, dim), to_rows(gradient, dim))
+            if bool(reading.readable) and bool((reading.labels < z.shape[dim]).any()):
+                return dim
+    return None
+
+
+def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[Any, Any]:
+    """The slope a that all rows share, and whether they do: away from the targets g = a p, there g = a (p - 1)."""
+    others = p.scatter(1, target, 0.0)
+    short = others.sum(1)  # 1 - p at the target, without the rounding of a difference
+    sums = torch.stack((others.flatten(), g.scatter(1, target, 0.0).flatten()))
+    at_target = torch.stack((short, least))
+    (pp, pg, _, gg), (ss, st, _, tt) = _numbers(sums @ sums.T), _numbers(at_target @ at_target.T)
+    slope = pg / (pp + TINY)
+    on_line = (gg - slope * pg <= TOLERANCE * gg) & (tt + 2 * slope * st + slope * slope * ss <= 4 * TOLERANCE * tt)
+    return slope, (slope > 0) & on_line
+
+
+def _read_rows(z: Tensor, p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, dtype: torch.dtype) -> Reading:
+    """As :func:`read_cross_entropy`, of any of the three forms, also with rows that are ignored or sure."""
+    live = (g != 0).any(1)
+    top_p, top = p.max(1)
+    # In float16 the gradient of a sure row may vanish altogether; for the factor it counts, as the loss counts it.
+    counted = live | (top_p > 1 - 1e-6) if dtype == torch.float16 else live
+    forms = [
+        _read_hard(p, g, lowest, live, counted, top, top_p > SURE),
+        _read_smoothed(p, g, lowest, top, counted, torch.finfo(dtype).eps),
+        _read_log_probabilities(z, g, least, lowest, live),
+    ]
+    (number,) = _numbers(live.sum())
+    reading = Reading(1.0, False, lowest.new_full((len(p),), p.shape[1]), number == 0, False)
+    for slope, has_slope, labels, labelled in reversed(forms):
+        (read, rows) = _numbers(torch.stack(((labelled & live).sum(), counted.sum())))
+        readable = (read >= MOST_READ * number) & (number > 0)
+        labels = torch.where(labelled & live, labels, p.shape[1])
+        usable = has_slope & (rows * (p.shape[1] - 1) > 1)
+        reading = Reading(
+            choose(usable, slope * rows, reading.scale),
+            reading.has_scale | usable,
+            choose(readable, labels, reading.labels),
+            reading.readable | readable,
+            False,
+        )
+    if p.device.type == "cpu":
+        return reading._replace(all_labelled=bool((reading.labels < p.shape[1]).all()))
+    return reading
+
+
+Form = tuple[Any, Any, Tensor, Tensor]  # the common slope, whether there is one, labels, and which rows have theirs
+
+
+def _read_hard(
+    p: Tensor, g: Tensor, lowest: Tensor, live: Tensor, counted: Tensor, top: Tensor, is_sure: Tensor
+) -> Form:
+    # A sure row, whose p is rounded to 1 at the label: its gradient there is rounded too, and need not be below zero.
+    others = g.scatter(1, top[:, None], 0.0)
+    sure = is_sure & (g.gather(1, top[:, None])[:, 0] <= 0) & (others >= 0).all(1)
+    labels = torch.where(sure, top, lowest)
+    target = labels[:, None]
+    at_target = g.gather(1, target)[:, 0]
+    p, g = p.scatter(1, target, 0.0) * counted[:, None], g.scatter(1, target, 0.0)
+    pp, pg, gg, short = (p * p).sum(1), (p * g).sum(1), (g * g).sum(1), p.sum(1)
+    slopes = pg / (pp + TINY)
+    near = 2 * TOLERANCE**0.5
+    on_line = (slopes > 0) & (gg - slopes * pg <= TOLERANCE * gg)
+    on_line &= (at_target + slopes * short).abs() <= near * at_target.abs()
+    slope = pg.sum() / (pp.sum() + TINY)
+    fits = (slope > 0) & (gg.sum() - slope * pg.sum() <= TOLERANCE * gg.sum())
+    fits &= (at_target + slope * short).square().sum() <= near**2 * at_target.square().sum()
+    if p.shape[1] == 2:
+        on_line &= _falls(slopes, short, labels, live & on_line & ~sure)
+    slope, fits = _numbers(torch.stack((slope, fits.to(slope.dtype))))
+    return slope, fits > 0, labels, on_line | sure
+
+
+def _mostly_right(p: Tensor, labels: Tensor) -> bool:
+    """Whether at most half of the predictions of two classes give the label less than 1 in 5.
+
+    Smoothed labels of predictions that are all overconfident would be read as those of the other class.
+    """
+    return bool(2 * (p.gather(1, labels[:, None]) < 0.2).sum() <= len(p))
+
+
+def _falls(slopes: Tensor, short: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+    """Whether slopes fall as the label's probability rises: of two classes, mixed labels lie on lines too.
+
+    A focal loss's falls to 0.7 of its highest as the probability goes to 0.
+    """
+    falls = torch.ones_like(rows[:1])
+    for label in (0, 1):
+        asked = rows & (labels == label)
+        order = torch.where(asked, short, 2.0).argsort()
+        ordered, asked = slopes[order], asked[order]
+        highest = torch.where(asked, ordered, 0.0).cummax(0).values
+        falls = falls & (~asked | (ordered >= 0.7 * highest)).all()
+    return falls & (2 * (rows & (short > 0.8)).sum() <= rows.sum())
+
+
+def _read_smoothed(p: Tensor, g: Tensor, lowest: Tensor, top: Tensor, counted: Tensor, eps: float) -> Form:
+    # An overconfident target's gradient is no longer the lowest, but the target then has the largest p. So both are
+    # left out of the line of the others; a target that is both lies on a line of its own, of the same slope.
+    classes, either = p.shape[1], torch.stack((lowest, top), 1)
+    others = counted[:, None].expand_as(p).scatter(1, either, False)
+    certain = counted & (lowest == top)
+    pp, pg, gg, mean_p, mean_g = _centred(p, g, others)
+    at_top = top[:, None]
+    targets = _centred(p.gather(1, at_top), g.gather(1, at_top), certain[:, None])
+    pp, pg, gg = pp + targets[0], pg + targets[1], gg + targets[2]
+    number = others.sum()
+    slope = pg / (pp + TINY)
+    # Nearly uniform predictions say nothing: there other losses are straight lines in p too, of other slopes.
+    fits = (slope > 0) & (number > 2) & (pp > 1e-3 * number * mean_p * mean_p) & (gg - slope * pg <= TOLERANCE * gg)
+    fits &= gg > number * (16 * eps * mean_g).square()  # more than the rounding of what they share
+    shift = mean_g - slope * mean_p
+    fits &= (-classes * shift > LEAST_SMOOTHING * slope) & (-classes * shift < slope)
+    residual = g - slope * p - shift
+    depth, labels = residual.min(1)
+    depths = torch.where(counted, depth, 0.0).sum() / (counted.sum() + TINY)
+    # Every row sums to zero: the shifts of all classes, and the target's depth, make up for the slope.
+    fits &= (slope + classes * shift + depths).abs() <= 0.02 * slope
+    rest = residual.scatter(1, labels[:, None], 0.0).square().sum(1)
+    labelled = fits & (rest <= TOLERANCE * depth * depth) & ((depth - depths).abs() <= 0.02 * depths.abs())
+    slope, found = _numbers(torch.stack((slope, (fits & (labelled | ~counted).all()).to(slope.dtype))))
+    return slope, found > 0, labels, labelled
+
+
+def _centred(p: Tensor, g: Tensor, points: Tensor) -> tuple[Tensor, ...]:
+    """Sums of squares about the means, and the means, over some points."""
+    number = points.sum() + TINY
+    mean_p, mean_g = torch.where(points, p, 0.0).sum() / number, torch.where(points, g, 0.0).sum() / number
+    p, g = torch.where(points, p - mean_p, 0.0), torch.where(points, g - mean_g, 0.0)
+    return (p * p).sum(), (p * g).sum(), (g * g).sum(), mean_p, mean_g
+
+
+def _read_log_probabilities(z: Tensor, g: Tensor, least: Tensor, lowest: Tensor, live: Tensor) -> Form:
+    normalised = torch.logsumexp(z.to(g.dtype), 1).abs() <= 0.05  # which leaves room for bfloat16
+    labelled = ((g != 0).sum(1) == 1) & (least < 0) & normalised
+    lengths = torch.where(live, -least, 0.0)
+    mean = lengths.sum() / (live.sum() + TINY)
+    is_one = (mean > 0) & (((lengths - mean).abs() <= 0.01 * mean) | ~live)
+    slope, found = _numbers(torch.stack((mean, (is_one & (labelled | ~live)).all().to(mean.dtype))))
+    return slope, found > 0, lowest, labelled
+
+
+def choose(condition: Any, yes: Any, no: Any) -> Any:
+    """One of two values, by a plain condition or by a tensor that is on its device."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, yes, no)
+    return yes if condition else no
+
+
+def _numbers(matrix: Tensor) -> list[Any]:
+    """Plain numbers on the CPU, where they are much cheaper to go on with; tensors elsewhere."""
+    flat = matrix.flatten()
+    return flat.tolist() if flat.device.type == "cpu" else list(flat.unbind())
