@@ -60,6 +60,7 @@ class Regularizer:
     last: dict[str, Any]  # figures of the last backward, for logs
     _records: list[weakref.ref[ForwardRecord]]  # forwards that a criterion may be called on
     _rng_state: RngState | None  # before the training forward that is running
+    _hooks: ModuleHooks | None = None
 
     def __init__(
         self,
@@ -92,7 +93,8 @@ class Regularizer:
 
     def detach(self) -> None:
         """Take the hooks off; model and criterion are as they were."""
-        self._hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         self.forecaster.close()
         self.attached = self.superseded = False
 
@@ -319,7 +321,7 @@ class Regularizer:
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = {"_records", "_rng_state", "last"}
+        transient = {"_hooks", "_records", "_rng_state", "last"}
         state = StepState(backwards=self.state.backwards, cleared=self.state.cleared)
         return {key: value for key, value in self.__dict__.items() if key not in transient} | {"state": state}
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcl_optim._torch import ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
-from dcl_optim.hooks.module_hooks import drop_inert_hooks, is_ours
+from dcl_optim.hooks.module_hooks import is_ours
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
 LIBRARIES = ("torch.", "transformers.")  # transformers collects hidden states by hooks, and some models build on them
@@ -72,7 +72,6 @@ def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
             "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
             "companion="
         ) from error
-    drop_inert_hooks(copied)
     _drop(copied, dropped)
     return copied
 
