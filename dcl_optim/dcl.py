@@ -14,7 +14,7 @@ from dcl_optim._validation import check_device, check_dtype, check_flag, check_i
 from dcl_optim.companion import Companion
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
-from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.hooks.outputs import finder
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.schedules import Schedule
 
@@ -78,7 +78,8 @@ class DCLOptimizer(ForecastOptimizer):
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.hooks.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
-            :func:`~dcl_optim.hooks.outputs.find_logits` says.
+            :func:`~dcl_optim.hooks.outputs.find_logits` says. A tuple or list with several tensors that may be the
+            logits (features, another head) gets a warning that says which was taken.
         class_dim: the dimension of the logits that holds the classes. None (default) for 1, as in
             ``F.cross_entropy``; pass -1 for (batch, time, classes). Matters for kl, infonce, distances of your own,
             ``"sum_classes"`` and ``loss_scale="auto"``; the former four say so at the first step of logits of three
@@ -92,7 +93,8 @@ class DCLOptimizer(ForecastOptimizer):
         RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
 
     Warns:
-        UserWarning: hooks of the model that the companion does not get; see also ``overlap``, ``class_dim``.
+        UserWarning: hooks of the model that the companion does not get; see also ``overlap``, ``logits``,
+            ``class_dim``.
 
     Examples:
         >>> import torch
@@ -155,7 +157,7 @@ class DCLOptimizer(ForecastOptimizer):
             kind,
             model,
             base_optimizer,
-            logits or find_logits,
+            finder(logits),
             companion=companion,
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,

@@ -16,7 +16,7 @@ from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.hooks.labels import Labels
 from dcl_optim.hooks.loss_scale import LossScale
-from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.hooks.outputs import finder
 from dcl_optim.regularizer import Regularizer
 from dcl_optim.schedules import Schedule, checked
 
@@ -81,7 +81,7 @@ class ForecastOptimizer(OptimizerWrapper):
             criterion=criterion,
             labels=labels,
             loss_scale=scale,
-            find_logits=logits or find_logits,
+            find_logits=finder(logits),
             class_dim=class_dim,
         )
 

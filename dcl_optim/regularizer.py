@@ -22,11 +22,12 @@ from dcl_optim._rng import RngState
 from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, version_of, warn
 from dcl_optim.distances import Distance, depends_on_class_dim
 from dcl_optim.forecaster import Forecaster, ForwardRecord
+from dcl_optim.hooks import outputs
 from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
 from dcl_optim.hooks.labels import Labels
 from dcl_optim.hooks.loss_scale import LossScale
 from dcl_optim.hooks.module_hooks import ModuleHooks, replace_others
-from dcl_optim.hooks.outputs import conversion_source, find_loss, through_logits
+from dcl_optim.hooks.outputs import candidates, conversion_source, find_loss, through_logits
 from dcl_optim.schedules import Checked
 
 _requires_grad = attrgetter("requires_grad")
@@ -82,6 +83,7 @@ class Regularizer:
         self._loss_scale, self._find_logits = loss_scale, find_logits
         self._class_dim = 1 if class_dim is None else class_dim
         self._warns_of_class_dim = class_dim is None and depends_on_class_dim(distance)
+        self._warns_of_choice = find_logits is outputs.find_logits
         self.superseded = self._notes_gradients = False
         self.load_steps(0)
         self.attach()
@@ -130,14 +132,14 @@ class Regularizer:
             return True
         return functorch_transform() is not None or not any(map(_requires_grad, parameters_of(self._base)))
 
-    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Make the forecast c, and wait for the gradient of the logits z."""
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Make the forecast c, and wait for the gradient of the logits z; return the output, or one in its place."""
         rng_state, self._rng_state = self._rng_state, None
         if rng_state is None:
-            return
+            return output
         z = self._find_logits(output)
         if not z.requires_grad:
-            return
+            return output
         if self._warns_of_class_dim and z.ndim > 2:
             self._warn_of_class_dim(z)
         record = ForwardRecord(z, self._class_dim)
@@ -145,13 +147,16 @@ class Regularizer:
             self.labels.read(record, args, kwargs)
         self.forecaster.predict(args, kwargs, record, rng_state)
         if output is not z:
-            self._await_own_loss(z, record, output)
+            if self._warns_of_choice:
+                self._warn_of_choice(output, z)
+            output = self._await_own_loss(z, record, output)
         z.register_hook(functools.partial(self._add_penalty, record))
         if self._criterion is not None:
             if len(self._records) > MOST_RECORDS:  # the criterion has not been called for long
                 self._records = [reference for reference in self._records if reference() is not None]
             self._records.append(weakref.ref(record))
         self.forwards += 1
+        return output
 
     def _warn_of_class_dim(self, z: Tensor) -> None:
         self._warns_of_class_dim = False
@@ -161,16 +166,26 @@ class Regularizer:
             "class_dim=1"
         )
 
-    def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any) -> None:
+    def _warn_of_choice(self, output: Any, z: Tensor) -> None:
+        taken, *others = candidates(output, z) or [""]
+        if others:
+            self._warns_of_choice = False
+            warn(
+                f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty "
+                f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
+            )
+
+    def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any) -> Any:
         """Prepare for a loss that the model computed itself, perhaps from logits that it converted afterwards."""
         loss = find_loss(output)
         if loss is not None:
-            loss = through_logits(z, loss, output)
+            loss, output = through_logits(z, loss, output)
             note = functools.partial(record.note_loss_scale, loss.output_nr)
             loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         source = conversion_source(z)
         if source is not None:
             source[0].register_prehook(functools.partial(self._add_penalty_at_source, record, source[1]))
+        return output
 
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """Take the labels, and read what the loss is multiplied by off its gradient.

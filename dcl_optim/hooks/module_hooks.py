@@ -21,8 +21,8 @@ class HookListener(Protocol):
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called."""
 
-    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The model has returned."""
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The model has returned; give what its caller is to get."""
 
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """The criterion has returned a loss that has a gradient."""
@@ -60,11 +60,10 @@ class ModuleHooks:
             listener.before_forward(module.training, args, kwargs)
 
     @_torch.outside_compiled_graphs
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the model."""
         listener = self._listener()
-        if listener is not None:
-            listener.after_forward(args, kwargs, output)
+        return None if listener is None else listener.after_forward(args, kwargs, output)
 
     @_torch.outside_compiled_graphs
     def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
