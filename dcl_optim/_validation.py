@@ -72,8 +72,8 @@ def check_dtype(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a floating-point torch.dtype or None")
 
 
-def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any, strict: Any) -> None:
-    """Demand a model that the base optimizer trains, a criterion whose calls hooks see, and options of their types."""
+def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any) -> None:
+    """Demand a model that the base optimizer trains, a criterion whose calls hooks see, and a function."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if criterion is not None and not isinstance(criterion, nn.Module):
@@ -91,7 +91,6 @@ def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any, st
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
-    check_flag("strict", strict)
 
 
 def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:

@@ -85,6 +85,8 @@ class DCLOptimizer(ForecastOptimizer):
             ``"sum_classes"`` and ``loss_scale="auto"``; the former four say so at the first step of logits of three
             dimensions or more, where it was not given.
         strict: raise when a step finds gradients that no training forward led to. Default True.
+        count_eval: count the model's forwards in eval mode too, where gradients are on, for fine-tuning in eval mode.
+            The companion is in the model's mode. Default False.
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
@@ -141,6 +143,7 @@ class DCLOptimizer(ForecastOptimizer):
         logits: Callable[[Any], Tensor] | None = None,
         class_dim: int | None = None,
         strict: bool = True,
+        count_eval: bool = False,
     ) -> None:
         check_positive("companion_lr_scale", companion_lr_scale)
         check_positive("companion_fraction", companion_fraction, most=1.0)
@@ -180,6 +183,7 @@ class DCLOptimizer(ForecastOptimizer):
             logits=logits,
             class_dim=class_dim,
             strict=strict,
+            count_eval=count_eval,
         )
 
     @property

@@ -58,7 +58,7 @@ class DCPOptimizer(ForecastOptimizer):
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
         ignore_index: the label to leave out; None takes the criterion's, or -100 as torch does.
         process_group: as in DCLOptimizer; class sums are added up over its ranks.
-        loss_scale, logits, class_dim, strict: as in DCLOptimizer.
+        loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
@@ -103,6 +103,7 @@ class DCPOptimizer(ForecastOptimizer):
         logits: Callable[[Any], Tensor] | None = None,
         class_dim: int | None = None,
         strict: bool = True,
+        count_eval: bool = False,
     ) -> None:
         classes = check_integer("num_classes", num_classes, least=1)
         if reduction not in REDUCTIONS:
@@ -124,6 +125,7 @@ class DCPOptimizer(ForecastOptimizer):
             logits=logits,
             class_dim=class_dim,
             strict=strict,
+            count_eval=count_eval,
         )
 
     @property

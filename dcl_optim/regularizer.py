@@ -77,10 +77,11 @@ class Regularizer:
         loss_scale: LossScale,
         find_logits: Callable[[Any], Tensor],
         class_dim: int | None,
+        count_eval: bool,
     ) -> None:
         self.model, self._base, self.forecaster, self._distance = model, base, forecaster, distance
         self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
-        self._loss_scale, self._find_logits = loss_scale, find_logits
+        self._loss_scale, self._find_logits, self._count_eval = loss_scale, find_logits, count_eval
         self._class_dim = 1 if class_dim is None else class_dim
         self._warns_of_class_dim = class_dim is None and depends_on_class_dim(distance)
         self._warns_of_choice = find_logits is outputs.find_logits
@@ -113,7 +114,7 @@ class Regularizer:
         self._rng_state = None
         if self.labels is not None:
             self.labels.before_forward()
-        if not training or not torch.is_grad_enabled():
+        if not (training or self._count_eval) or not torch.is_grad_enabled():
             self.forecaster.pause()
             return
         if self._is_no_training_forward():

@@ -307,6 +307,107 @@ def test_what_logits_returns_is_checked(chosen):
         optimizer.model(one()[0])
 
 
+# ---- forwards in eval mode, and calls that no hook sees --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcl overlapped", "dcp"])
+def test_training_in_eval_mode(variant):
+    """Equal to training without dropout and with batch norm's statistics frozen; evaluation under no_grad is none."""
+    model = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES), nn.Dropout(0.5)).double().eval()
+    model[1].running_var.fill_(2.0)
+    expected = copy.deepcopy(model).train()
+    for layer in expected[1:]:
+        layer.eval()
+    criterion = nn.CrossEntropyLoss()
+
+    def make(net, **options):
+        if variant != "dcp":
+            return wrap(net, overlap=variant == "dcl overlapped", **options)
+        return DCPOptimizer(sgd(net), net, CLASSES, criterion=criterion, weight=1.0, alpha=0.6, **options)
+
+    optimizer, reference = make(model, count_eval=True), make(expected)
+    for batch in batches(4):
+        train(model, optimizer, [batch], criterion)
+        with torch.no_grad():
+            model(batch[0])
+        train(expected, reference, [batch], criterion)
+    assert_same(model, expected)
+    assert optimizer._regularizer.forwards == 4
+    assert optimizer.penalty > 0
+    if variant != "dcp":
+        assert_same(optimizer.companion, reference.companion)
+        assert not any(module.training for module in optimizer.companion.modules())
+    model.train()
+    model[2].eval()
+    train(model, optimizer, batches(1), criterion)  # either mode
+    assert optimizer._regularizer.forwards == 5
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_pre_hook_of_the_model_changes_the_inputs_once_and_those_of_a_script_that_calls_the_companion(training):
+    model, (x, y) = mlp(), one()
+    model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    optimizer = wrap(model.train(training), count_eval=True)
+    backward(model, x, y)
+    assert optimizer.penalty == 0.0
+    assert torch.equal(optimizer.companion(x), model(x))
+
+
+def test_count_eval_is_a_flag():
+    with pytest.raises(TypeError, match="count_eval=1 must be True or False"):
+        wrap(mlp(), count_eval=1)
+
+
+class OwnCall(Network):
+    """Runs no hooks, as classes may that override the call."""
+
+    def __call__(self, x):
+        return self.forward(x)
+
+
+CALLS = {
+    "eval mode": (lambda: Network().eval(), lambda model, x: model(x), r"eval mode \(pass count_eval=True"),
+    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward was called"),
+    "own call": (OwnCall, lambda model, x: model(x), r"the model's class overrides __call__"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_does_not_count_is_named_at_the_first_step(case):
+    make, call, message = CALLS[case]
+    model, (x, y) = make(), one()
+    optimizer = wrap(model)
+    F.cross_entropy(call(model, x), y).backward()
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+
+
+class RenamedByCopies(nn.Module):
+    """As a Keras model: its copy's parameters have other names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, mlp())
+
+    def forward(self, x):
+        return next(self.children())(x)
+
+    def __deepcopy__(self, memo):
+        copied = RenamedByCopies("copied")
+        copied.copied.load_state_dict(next(self.children()).state_dict())
+        return copied
+
+
+def test_a_copy_with_other_names_is_refused_and_one_of_the_scripts_works():
+    model = RenamedByCopies("body")
+    with pytest.raises(RuntimeError, match=r"parameter 'body.0.weight' is called 'copied.0.weight'.*companion="):
+        wrap(model)
+    expected = mlp()
+    train(model, wrap(model, companion=copy.deepcopy(model)), batches(4))
+    train(expected, wrap(expected), batches(4))
+    assert_same(model.body, expected)
+
+
 # ---- copies and pickles of a wrapped module --------------------------------------------------------------------------
 
 SAFE = [Network, nn.Sequential, nn.Linear, nn.Tanh, nn.CrossEntropyLoss]
