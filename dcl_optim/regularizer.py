@@ -20,6 +20,7 @@ from dcl_optim import _rng
 from dcl_optim._optim import gradients_of, parameters_of
 from dcl_optim._rng import RngState
 from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, version_of, warn
+from dcl_optim._validation import PRIVATE, is_private
 from dcl_optim.distances import Distance, depends_on_class_dim
 from dcl_optim.forecaster import Forecaster, ForwardRecord
 from dcl_optim.hooks import outputs
@@ -120,6 +121,8 @@ class Regularizer:
         if self._is_no_training_forward():
             return
         if self.state.backwards and self._gradients_are_gone():
+        if not self.forwards and is_private(self._base):
+            raise RuntimeError(f"the wrapped optimizer was made private, which is refused: {PRIVATE}; call detach()")
             self._forget_step()
         self.state.cleared = False
         replays = self.forecaster.replays_draws
