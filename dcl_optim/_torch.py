@@ -27,6 +27,12 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 # Calls a function back when the backward pass that runs now has ended (public since torch 2.13).
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
+
+def exporting() -> bool:
+    """Whether the forward that runs is recorded: by torch.jit.trace and the older ONNX exporter, or by torch.export."""
+    return torch._C._is_tracing() or torch.compiler._is_compiling_flag
+
+
 # The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
 # torch 2.6 has no way to ask.
 _top_hooks: Callable[[bool], Any] = getattr(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import gradients_of, parameters_of
 from dcl_optim._rng import RngState
-from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, version_of, warn
+from dcl_optim._torch import call_after_backward, current_backward, exporting, functorch_transform, version_of, warn
 from dcl_optim._validation import PRIVATE, is_private
 from dcl_optim.distances import Distance, depends_on_class_dim
 from dcl_optim.forecaster import Forecaster, ForwardRecord
@@ -120,9 +120,9 @@ class Regularizer:
             return
         if self._is_no_training_forward():
             return
-        if self.state.backwards and self._gradients_are_gone():
         if not self.forwards and is_private(self._base):
             raise RuntimeError(f"the wrapped optimizer was made private, which is refused: {PRIVATE}; call detach()")
+        if self.state.backwards and self._gradients_are_gone():
             self._forget_step()
         self.state.cleared = False
         replays = self.forecaster.replays_draws
@@ -130,11 +130,13 @@ class Regularizer:
         self.forecaster.before_forward(args, kwargs, self._rng_state, self.steps + 1)
 
     def _is_no_training_forward(self) -> bool:
-        """Whether checkpointing recomputes a counted forward, torch.func calls the model, or nothing is trained."""
+        """Whether checkpointing recomputes a counted forward, torch.func or an export runs it, or nothing trains."""
         backward = current_backward()
         if backward != -1 and backward == self.state.backward:
             return True
-        return functorch_transform() is not None or not any(map(_requires_grad, parameters_of(self._base)))
+        return (
+            exporting() or functorch_transform() is not None or not any(map(_requires_grad, parameters_of(self._base)))
+        )
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Make the forecast c, and wait for the gradient of the logits z; return the output, or one in its place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from types import SimpleNamespace
@@ -408,7 +409,6 @@ def test_a_copy_with_other_names_is_refused_and_one_of_the_scripts_works():
     assert_same(model.body, expected)
 
 
-# ---- copies and pickles of a wrapped module --------------------------------------------------------------------------
 # ---- differential privacy --------------------------------------------------------------------------------------------
 
 
@@ -461,6 +461,7 @@ def test_opacus_is_refused(wrapped_first, mode):
                 DCLOptimizer(base, inner)
 
 
+# ---- copies and pickles of a wrapped module --------------------------------------------------------------------------
 
 SAFE = [Network, nn.Sequential, nn.Linear, nn.Tanh, nn.CrossEntropyLoss]
 COPIES = {
@@ -527,3 +528,55 @@ def test_hooks_of_the_script_are_copied_and_their_handles_hold(form):
     assert optimizer._regularizer.forwards == 1
     optimizer.detach()
     assert tables(COPIES[form](model)) == tables(Network())
+
+
+# ---- traces and exports ----------------------------------------------------------------------------------------------
+
+
+def by_trace(model, x):
+    return torch.jit.trace(model, x, check_trace=False)
+
+
+def by_export(model, x):
+    return torch.export.export(model, (x,), strict=False).module()
+
+
+def by_onnx(model, x, **options):
+    pytest.importorskip("onnxscript")
+    stream = io.BytesIO()
+    program = torch.onnx.export(model, (x,), *([] if options["dynamo"] else [stream]), **options)
+    assert program is not None or stream.getvalue()
+
+
+EXPORTS = {
+    "jit.trace": by_trace,
+    "export": by_export,
+    "onnx": functools.partial(by_onnx, dynamo=True, verbose=False),
+    "onnx, by trace": functools.partial(by_onnx, dynamo=False, training=torch.onnx.TrainingMode.PRESERVE),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: deprecations, exports in training mode
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("form", EXPORTS)
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_an_export_is_the_models_and_no_training_forward(variant, form, training):
+    results = []
+    for exported in (False, True):
+        model, criterion = Network(), nn.CrossEntropyLoss()
+        if variant == "dcl":
+            optimizer = wrap(model, count_eval=True)
+        else:
+            optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
+        train(model, optimizer, batches(2), criterion)
+        if exported:
+            model.train(training)
+            x, before = one()[0], optimizer._regularizer.forwards
+            alone = EXPORTS[form](model, x)
+            assert optimizer._regularizer.forwards == before
+            if alone is not None:
+                assert torch.equal(alone(x), model.body(x))
+            model.train()
+        train(model, optimizer, batches(2, seed=2), criterion)
+        results.append((model.state_dict(), copy.deepcopy(optimizer.state_dict())))
+    assert_same(*results)
