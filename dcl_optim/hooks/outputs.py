@@ -37,7 +37,9 @@ def find_logits(output: Any) -> Tensor:
             found = output.get("logits", output.get("out"))
         elif isinstance(output, (tuple, list)):
             found = _first(output)
-    return _checked(found, output)
+    if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
+        return found
+    raise _no_logits(found, output)
 
 
 def finder(given: Callable[[Any], Any] | None) -> Callable[[Any], Tensor]:
@@ -46,7 +48,10 @@ def finder(given: Callable[[Any], Any] | None) -> Callable[[Any], Tensor]:
 
 
 def _find_by(given: Callable[[Any], Any], output: Any) -> Tensor:
-    return _checked(given(output), output)
+    found = given(output)
+    if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
+        return found
+    raise _no_logits(found, output)
 
 
 def _first(output: tuple[Any, ...] | list[Any]) -> Any:
@@ -57,11 +62,9 @@ def _first(output: tuple[Any, ...] | list[Any]) -> Any:
     return first
 
 
-def _checked(found: Any, output: Any) -> Tensor:
-    if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
-        return found
+def _no_logits(found: Any, output: Any) -> TypeError:
     if not isinstance(found, Tensor):
-        raise TypeError(
+        return TypeError(
             f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
             "output that returns the logits tensor>"
         )
@@ -71,7 +74,7 @@ def _checked(found: Any, output: Any) -> Tensor:
         kind, fix = f"complex ({found.dtype})", "let the model return real logits"
     else:
         kind, fix = f"of {found.dtype}, as labels are", "let the model return floating-point logits"
-    raise TypeError(
+    return TypeError(
         f"the tensor that the model returned as its logits is {kind}; {fix}, or pass logits= to choose another"
     )
 
@@ -87,11 +90,11 @@ def candidates(output: Any, z: Tensor) -> list[str]:
     if not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
         return []
     found = [
-        (item is not z, f"item {index} of shape {tuple(item.shape)}")
+        (item is not z, index, f"item {index} of shape {tuple(item.shape)}")
         for index, item in enumerate(output)
         if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]
     ]
-    return [name for _, name in sorted(found)]
+    return [name for _, _, name in sorted(found)]
 
 
 def find_loss(output: Any) -> Tensor | None:
