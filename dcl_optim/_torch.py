@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -24,6 +26,12 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 # Calls a function back when the backward pass that runs now has ended (public since torch 2.13).
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def exporting() -> bool:
+    """Whether the forward that runs is recorded: by torch.jit.trace and the older ONNX exporter, or by torch.export."""
+    return torch._C._is_tracing() or torch.compiler._is_compiling_flag
+
 
 # The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
 # torch 2.6 has no way to ask.
@@ -85,6 +93,27 @@ def hooks_of(module: nn.Module, tables: tuple[str, ...] = FORWARD_HOOKS) -> Iter
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
     """A module's table of forward pre-hooks."""
     return module._forward_pre_hooks
+
+
+def leave_out_of_copies(handle: Any) -> None:
+    """Leave a hook out when its module is copied or pickled: ``torch.load(weights_only=True)`` refuses a hook of ours.
+
+    The tables cannot be exchanged, since the handles of other hooks point to them; but copy and pickle ask the very
+    object for its ``__reduce_ex__``. The module's notes about the hook would hit a later one of the same number.
+    """
+    for table in (reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
+        vars(table).setdefault("__reduce_ex__", _TableCopy(table)).left_out.add(handle.id)
+
+
+class _TableCopy:
+    """How a module's table of hooks, an OrderedDict, is copied and pickled."""
+
+    def __init__(self, table: OrderedDict[int, Any]) -> None:
+        self._table, self.left_out = weakref.ref(table), set[int]()
+
+    def __call__(self, protocol: int) -> tuple[Any, ...]:
+        table = self._table() or OrderedDict()
+        return OrderedDict, (), None, None, iter([item for item in table.items() if item[0] not in self.left_out])
 
 
 def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:

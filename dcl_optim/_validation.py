@@ -72,8 +72,20 @@ def check_dtype(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a floating-point torch.dtype or None")
 
 
-def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any, strict: Any) -> None:
-    """Demand a model that the base optimizer trains, a criterion whose calls hooks see, and options of their types."""
+PRIVATE = (
+    "its parameters have per-sample gradients (grad_sample), as opacus' PrivacyEngine gives them. opacus clips each "
+    "record's gradient and adds noise, but what one record teaches the companion or the prototypes is neither clipped "
+    "nor noised and reaches the gradients of all later records, so the privacy accounting would not hold"
+)
+
+
+def is_private(base: Optimizer) -> bool:
+    """Whether an optimizer trains with differential privacy, as opacus marks the parameters for."""
+    return any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base))
+
+
+def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any) -> None:
+    """Demand a model that the base optimizer trains, a criterion whose calls hooks see, and a function."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if criterion is not None and not isinstance(criterion, nn.Module):
@@ -89,9 +101,10 @@ def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any, st
         )
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
+    if is_private(base):
+        raise ValueError(f"base_optimizer is refused: {PRIVATE}")
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
-    check_flag("strict", strict)
 
 
 def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:

@@ -14,7 +14,7 @@ from dcl_optim._validation import check_device, check_dtype, check_flag, check_i
 from dcl_optim.companion import Companion
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
-from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.hooks.outputs import finder
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.schedules import Schedule
 
@@ -78,11 +78,14 @@ class DCLOptimizer(ForecastOptimizer):
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.hooks.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
-            :func:`~dcl_optim.hooks.outputs.find_logits` says.
+            :func:`~dcl_optim.hooks.outputs.find_logits` says. A tuple or list with several tensors that may be the
+            logits (features, another head) gets a warning that says which was taken.
         class_dim: the dimension of the logits that holds the classes: 1 as in ``F.cross_entropy``, -1 for (batch, time,
             classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's; where
             there is none, 1, which kl, infonce, distances of your own and ``"sum_classes"`` say at the first step.
         strict: raise when a step finds gradients that no training forward led to. Default True.
+        count_eval: count the model's forwards in eval mode too, where gradients are on, for fine-tuning in eval mode.
+            The companion is in the model's mode. Default False.
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
@@ -91,7 +94,8 @@ class DCLOptimizer(ForecastOptimizer):
         RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
 
     Warns:
-        UserWarning: hooks of the model that the companion does not get; see also ``overlap``, ``class_dim``.
+        UserWarning: hooks of the model that the companion does not get; see also ``overlap``, ``logits``,
+            ``class_dim``.
 
     Examples:
         >>> import torch
@@ -138,6 +142,7 @@ class DCLOptimizer(ForecastOptimizer):
         logits: Callable[[Any], Tensor] | None = None,
         class_dim: int | None = None,
         strict: bool = True,
+        count_eval: bool = False,
     ) -> None:
         check_positive("companion_lr_scale", companion_lr_scale)
         check_positive("companion_fraction", companion_fraction, most=1.0)
@@ -154,7 +159,7 @@ class DCLOptimizer(ForecastOptimizer):
             kind,
             model,
             base_optimizer,
-            logits or find_logits,
+            finder(logits),
             companion=companion,
             companion_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
@@ -177,6 +182,7 @@ class DCLOptimizer(ForecastOptimizer):
             logits=logits,
             class_dim=class_dim,
             strict=strict,
+            count_eval=count_eval,
         )
 
     @property

@@ -62,7 +62,7 @@ class DCPOptimizer(ForecastOptimizer):
         ignore_index: the label to leave out; None takes the criterion's, or -100 as torch does. Rows that the loss
             ignores are left out anyway where the labels are read.
         process_group: as in DCLOptimizer; class sums are added up over its ranks.
-        loss_scale, logits, class_dim, strict: as in DCLOptimizer.
+        loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
@@ -110,6 +110,7 @@ class DCPOptimizer(ForecastOptimizer):
         logits: Callable[[Any], Tensor] | None = None,
         class_dim: int | None = None,
         strict: bool = True,
+        count_eval: bool = False,
     ) -> None:
         classes = None if num_classes is None else check_integer("num_classes", num_classes, least=1)
         if reduction not in REDUCTIONS:
@@ -131,6 +132,7 @@ class DCPOptimizer(ForecastOptimizer):
             logits=logits,
             class_dim=class_dim,
             strict=strict,
+            count_eval=count_eval,
         )
 
     @property

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import check_arguments, check_integer
+from dcl_optim._validation import check_arguments, check_flag, check_integer
 from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.hooks.labels import Labels
 from dcl_optim.hooks.loss_scale import LossScale
-from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.hooks.outputs import finder
 from dcl_optim.regularizer import Regularizer
 from dcl_optim.schedules import Schedule, checked
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 class ForecastOptimizer(OptimizerWrapper):
     r"""Wraps an optimizer so that the model it trains is held to a forecaster's predictions.
 
-    For each training forward of ``model`` (training mode, gradients on) the forecaster gives a forecast c. When the
-    backward of that forward comes, :math:`s\lambda\,\partial\Delta(z, c)/\partial z` is added to the gradient of the
-    logits z, s being what the loss was multiplied by. ``step`` steps the base optimizer and lets the forecaster learn.
+    For each training forward of ``model`` (training mode or ``count_eval``; gradients on) the forecaster gives a
+    forecast c. When the backward of that forward comes, :math:`s\lambda\,\partial\Delta(z, c)/\partial z` is added to
+    the gradient of the logits z, s being what the loss was multiplied by. ``step`` steps the base optimizer and lets
+    the forecaster learn.
 
     Subclasses choose the forecaster and define a ``_name``, under which ``state_dict`` keeps their part; the
     page "A forecaster of your own" builds one. One optimizer regularises a model at a time: wrapping the model again
@@ -41,7 +42,7 @@ class ForecastOptimizer(OptimizerWrapper):
         distance: as in DCLOptimizer. Default ``"mse"``.
         labels: reads the labels for a forecaster that needs them; None (default) for one that does not.
         weight, alpha: as in DCLOptimizer, without a default.
-        criterion, loss_scale, logits, class_dim, strict: as in DCLOptimizer.
+        criterion, loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
     Raises:
         ValueError, TypeError, RuntimeError: as DCLOptimizer.
@@ -64,9 +65,12 @@ class ForecastOptimizer(OptimizerWrapper):
         logits: Callable[[Any], Tensor] | None = None,
         class_dim: int | None = None,
         strict: bool = True,
+        count_eval: bool = False,
     ) -> None:
         super().__init__(base_optimizer)
-        check_arguments(base_optimizer, model, criterion, logits, strict)
+        check_arguments(base_optimizer, model, criterion, logits)
+        check_flag("strict", strict)
+        check_flag("count_eval", count_eval)
         schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
         class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         scale, distance = LossScale(loss_scale), resolve_distance(distance)
@@ -81,8 +85,9 @@ class ForecastOptimizer(OptimizerWrapper):
             criterion=criterion,
             labels=labels,
             loss_scale=scale,
-            find_logits=logits or find_logits,
+            find_logits=finder(logits),
             class_dim=class_dim,
+            count_eval=count_eval,
         )
 
     def detach(self) -> None:
@@ -196,11 +201,12 @@ class ForecastOptimizer(OptimizerWrapper):
             return
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
-            "model since the last step, so nothing was regularised. Usual reasons: the model was in eval mode or under "
-            "no_grad; another object (a copy, an inner module) was called; the model was compiled, and it or its like "
-            "called, before it was wrapped (wrap the compiled module); the loss is not made of the logits that were "
-            "found in the model's output (pass logits=); backward ran with create_graph=True, or torch.func took the "
-            "gradient. Pass strict=False to allow such steps"
+            "model since the last step, so nothing was regularised. Usual reasons: the model was in eval mode (pass "
+            "count_eval=True to train it there) or under no_grad; another object (a copy, an inner module) was called; "
+            "model.forward was called, or the model's class overrides __call__, so that its hooks did not run; the "
+            "model was compiled, and it or its like called, before it was wrapped (wrap the compiled module); the loss "
+            "is not made of the logits that were found in the model's output (pass logits=); backward ran with "
+            "create_graph=True, or torch.func took the gradient. Pass strict=False to allow such steps"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -19,15 +19,17 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import gradients_of, parameters_of
 from dcl_optim._rng import RngState
-from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, version_of, warn
+from dcl_optim._torch import call_after_backward, current_backward, exporting, functorch_transform, version_of, warn
+from dcl_optim._validation import PRIVATE, is_private
 from dcl_optim.distances import Distance, depends_on_class_dim
 from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
+from dcl_optim.hooks import outputs
 from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
 from dcl_optim.hooks.cross_entropy import find_class_dim, may_be_read, read_cross_entropy
 from dcl_optim.hooks.labels import Labels
 from dcl_optim.hooks.loss_scale import LossScale
 from dcl_optim.hooks.module_hooks import ModuleHooks, replace_others
-from dcl_optim.hooks.outputs import conversion_source, find_loss, through_logits
+from dcl_optim.hooks.outputs import candidates, conversion_source, find_loss, through_logits
 from dcl_optim.schedules import Checked
 
 _requires_grad = attrgetter("requires_grad")
@@ -62,6 +64,7 @@ class Regularizer:
     last: dict[str, Any]  # figures of the last backward, for logs
     _records: list[weakref.ref[ForwardRecord]]  # forwards that a criterion may be called on
     _rng_state: RngState | None  # before the training forward that is running
+    _hooks: ModuleHooks | None = None
 
     def __init__(
         self,
@@ -77,11 +80,13 @@ class Regularizer:
         loss_scale: LossScale,
         find_logits: Callable[[Any], Tensor],
         class_dim: int | None,
+        count_eval: bool,
     ) -> None:
         self.model, self._base, self.forecaster, self._distance = model, base, forecaster, distance
         self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
-        self._loss_scale, self._find_logits = loss_scale, find_logits
+        self._loss_scale, self._find_logits, self._count_eval = loss_scale, find_logits, count_eval
         self._class_dim = class_dim  # None until it is found
+        self._warns_of_choice = find_logits is outputs.find_logits
         self.superseded = self._notes_gradients = False
         self.load_steps(0)
         self.attach()
@@ -93,7 +98,8 @@ class Regularizer:
 
     def detach(self) -> None:
         """Take the hooks off; model and criterion are as they were."""
-        self._hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         self.forecaster.close()
         self.attached = self.superseded = False
 
@@ -110,11 +116,13 @@ class Regularizer:
         self._rng_state = None
         if self.labels is not None:
             self.labels.before_forward()
-        if not training or not torch.is_grad_enabled():
+        if not (training or self._count_eval) or not torch.is_grad_enabled():
             self.forecaster.pause()
             return
         if self._is_no_training_forward():
             return
+        if not self.forwards and is_private(self._base):
+            raise RuntimeError(f"the wrapped optimizer was made private, which is refused: {PRIVATE}; call detach()")
         if self.state.backwards and self._gradients_are_gone():
             self._forget_step()
         self.state.cleared = False
@@ -123,43 +131,58 @@ class Regularizer:
         self.forecaster.before_forward(args, kwargs, self._rng_state, self.steps + 1)
 
     def _is_no_training_forward(self) -> bool:
-        """Whether checkpointing recomputes a counted forward, torch.func calls the model, or nothing is trained."""
+        """Whether checkpointing recomputes a counted forward, torch.func or an export runs it, or nothing trains."""
         backward = current_backward()
         if backward != -1 and backward == self.state.backward:
             return True
-        return functorch_transform() is not None or not any(map(_requires_grad, parameters_of(self._base)))
+        return (
+            exporting() or functorch_transform() is not None or not any(map(_requires_grad, parameters_of(self._base)))
+        )
 
-    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Make the forecast c, and wait for the gradient of the logits z."""
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Make the forecast c, and wait for the gradient of the logits z; return the output, or one in its place."""
         rng_state, self._rng_state = self._rng_state, None
         if rng_state is None:
-            return
+            return output
         z = self._find_logits(output)
         if not z.requires_grad:
-            return
+            return output
         record = ForwardRecord(z, 1 if self._class_dim is None else self._class_dim)
         if self.labels is not None:
             self.labels.read(record, args, kwargs)
         self.forecaster.predict(args, kwargs, record, rng_state)
         if output is not z:
-            self._await_own_loss(z, record, output)
+            if self._warns_of_choice:
+                self._warn_of_choice(output, z)
+            output = self._await_own_loss(z, record, output)
         z.register_hook(functools.partial(self._add_penalty, record))
         if self._criterion is not None:
             if len(self._records) > MOST_RECORDS:  # the criterion has not been called for long
                 self._records = [reference for reference in self._records if reference() is not None]
             self._records.append(weakref.ref(record))
         self.forwards += 1
+        return output
 
-    def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any) -> None:
+    def _warn_of_choice(self, output: Any, z: Tensor) -> None:
+        taken, *others = candidates(output, z) or [""]
+        if others:
+            self._warns_of_choice = False
+            warn(
+                f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty "
+                f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
+            )
+
+    def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any) -> Any:
         """Prepare for a loss that the model computed itself, perhaps from logits that it converted afterwards."""
         loss = find_loss(output)
         if loss is not None:
-            loss = through_logits(z, loss, output)
+            loss, output = through_logits(z, loss, output)
             note = functools.partial(record.note_loss_scale, loss.output_nr)
             loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         source = conversion_source(z)
         if source is not None:
             source[0].register_prehook(functools.partial(self._add_penalty_at_source, record, source[1]))
+        return output
 
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """Take the labels, and read what the loss is multiplied by off its gradient.
@@ -341,7 +364,7 @@ class Regularizer:
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = {"_records", "_rng_state", "last"}
+        transient = {"_hooks", "_records", "_rng_state", "last"}
         state = StepState(backwards=self.state.backwards, cleared=self.state.cleared)
         return {key: value for key, value in self.__dict__.items() if key not in transient} | {"state": state}
 

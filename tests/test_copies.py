@@ -68,7 +68,7 @@ def test_pickle_and_pickled_model():
     torch.save(model, stream)
     stream.seek(0)
     saved = torch.load(stream, weights_only=False)
-    backward(saved, *one())  # the hook went along and is inert
+    backward(saved, *one())  # no hook of ours went along
     assert optimizer._regularizer.state.backwards == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import itemgetter
 
 import pytest
 import torch
@@ -342,9 +343,10 @@ def test_criterion_on_an_auxiliary_head_is_not_taken_for_the_logits(variant, aux
     model, criterion = TwoHeads(), nn.CrossEntropyLoss()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     if variant == "dcl":
-        optimizer = DCLOptimizer(base, model, criterion=criterion, weight=1.0)
+        optimizer = DCLOptimizer(base, model, criterion=criterion, weight=1.0, logits=itemgetter(0))
     else:
-        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
+        options = {"criterion": criterion, "weight": 1.0, "alpha": 0.6, "logits": itemgetter(0)}
+        optimizer = DCPOptimizer(base, model, CLASSES, **options)
     x, y = next(iter(batches(1)))
     main, side = model(x)
     calls = [lambda: criterion(main, y), lambda: 0.4 * criterion(side, y.flip(0))]

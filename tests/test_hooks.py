@@ -129,7 +129,7 @@ def test_a_name_that_is_none_is_one_that_a_hook_may_set() -> None:
 
 def test_one_warning_names_all_hooks_that_are_not_copied_and_no_other() -> None:
     model = mlp()
-    first = wrap(model)  # its hooks are on the model, and inert ones on the copy
+    first = wrap(model)  # its hooks are on the model, and not on the copy
     model = copy.deepcopy(model)
     for module in (model, model[1]):
         module.register_full_backward_hook(Recorder([]).see)

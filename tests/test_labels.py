@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import itemgetter
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_a_closure_that_sets_labels_after_stale_ones_takes_its_own(left_alone):
 def test_one_criterion_on_two_heads_that_are_processed_first_is_refused_and_the_named_mends_work(mend):
     model, criterion = TwoHeads(), nn.CrossEntropyLoss()
     given = {None: criterion, "own criterion": nn.CrossEntropyLoss(), "set_targets": None}[mend]
-    optimizer = wrap(model, criterion=given)
+    optimizer = wrap(model, criterion=given, logits=itemgetter(0))
     x, y = one()
     if mend == "set_targets":
         optimizer.set_targets(y)

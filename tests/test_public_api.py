@@ -28,12 +28,12 @@ dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage,
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', reduction='mean',
         temperature=None, companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0,
         companion_every=1, companion_device=None, companion_dtype=None, overlap=False, process_group='auto',
-        criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True)
+        criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .companion
     .companion_optimizer
 dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
         reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None, process_group='auto',
-        loss_scale='auto', logits=None, class_dim=None, strict=True)
+        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .prototypes
     .set_targets(self, targets)
 dcl_optim.schedules.RunningAverage()
@@ -104,7 +104,7 @@ dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x
 dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
         per_class=False)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance='mse', *, weight, alpha,
-        criterion=None, labels=None, loss_scale='auto', logits=None, class_dim=None, strict=True)
+        criterion=None, labels=None, loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .add_param_group(self, param_group)
     .alpha
     .defaults

@@ -134,11 +134,16 @@ class Companion(Forecaster):
 
     def _logits(self, arguments: Arguments) -> Tensor:
         args, kwargs = arguments
+        for hook in self._sync.pre_hooks:
+            hook.ignored = True
         try:
             output = self.module(*args, **kwargs)
         except Exception as error:
             _add_note(error, IN_COMPANION)
             raise
+        finally:
+            for hook in self._sync.pre_hooks:
+                hook.ignored = False
         return self._find_logits(output)
 
     def _keep(self, parts: list[Tensor], arguments: Arguments, record: ForwardRecord) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcl_optim._torch import ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
-from dcl_optim.hooks.module_hooks import drop_inert_hooks, is_ours
+from dcl_optim.hooks.module_hooks import is_ours
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
 LIBRARIES = ("torch.", "transformers.")  # transformers collects hidden states by hooks, and some models build on them
@@ -66,15 +66,21 @@ def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
         as_they_are += [value for value in vars(module).values() if isinstance(value, kinds)]
     try:
         copied = copy.deepcopy(model, {id(value): value for value in as_they_are})
+        _check_names(model, copied)
     except Exception as error:
         raise RuntimeError(
             f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
             "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
             "companion="
         ) from error
-    drop_inert_hooks(copied)
     _drop(copied, dropped)
     return copied
+
+
+def _check_names(model: nn.Module, copied: nn.Module) -> None:
+    for (name, _), (found, _) in zip(model.named_parameters(), copied.named_parameters(), strict=False):
+        if found != name:
+            raise ValueError(f"its copy's parameter {name!r} is called {found!r}, as in a Keras model")
 
 
 def _not_copied_hooks(model: nn.Module) -> list[tuple[str, Any]]:
@@ -157,22 +163,24 @@ def has_other_hooks(model: nn.Module, companion: nn.Module) -> bool:
     return False
 
 
-def ignore_inputs_of_pre_hooks(module: nn.Module) -> None:
-    """Let a companion's own forward pre-hooks not change inputs that the model's have changed before."""
+def ignore_inputs_of_pre_hooks(module: nn.Module) -> list[InputsOfScript]:
+    """Let a companion's own forward pre-hooks not change, where ``ignored``, inputs that the model's changed before."""
     table = forward_pre_hooks(module)
-    for key, hook in table.items():
-        table[key] = _InputsInEvaluationOnly(hook)
+    table.update({key: InputsOfScript(hook) for key, hook in table.items()})
+    return list(table.values())
 
 
-class _InputsInEvaluationOnly:
-    """A forward pre-hook whose result counts in evaluation only: in training the inputs are what the model's made."""
+class InputsOfScript:
+    """A forward pre-hook whose result counts where the script calls the companion, not on the model's inputs."""
+
+    ignored = False
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
 
     def __call__(self, module: nn.Module, *inputs: Any) -> Any:
         result = self._hook(module, *inputs)
-        return None if module.training else result
+        return None if self.ignored else result
 
 
 def common_device(module: nn.Module) -> torch.device | None:

@@ -45,8 +45,8 @@ class CompanionSync:
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
         self._started, self._ranks_in_step = False, 1
-        if is_copy and called is self._model:
-            copying.ignore_inputs_of_pre_hooks(companion)
+        own_hooks = is_copy and called is self._model
+        self.pre_hooks = copying.ignore_inputs_of_pre_hooks(companion) if own_hooks else []
         self._known = list(self._model.parameters())
         self._note_parameters()
 

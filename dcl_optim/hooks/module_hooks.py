@@ -1,7 +1,7 @@
 """The forward hooks on the model and the criterion: how an optimizer learns of their calls in an unchanged script.
 
-Hooks hold their listener weakly, and do nothing once the module was copied or pickled (an EMA copy,
-``torch.save(model)``) or the optimizer is gone.
+Hooks hold their listener weakly, and go when the optimizer is gone. A copy or pickle of the module (an EMA copy,
+``torch.save(model)``) has none of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class HookListener(Protocol):
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called."""
 
-    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The model has returned."""
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The model has returned; give what its caller is to get."""
 
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """The criterion has returned a loss that has a gradient."""
@@ -35,7 +35,6 @@ class ModuleHooks:
     """The hooks of one optimizer on a model and a criterion; :meth:`remove` takes them off."""
 
     def __init__(self, listener: HookListener, model: nn.Module, criterion: nn.Module | None) -> None:
-        drop_inert_hooks(model)
         self._listener: Callable[[], HookListener | None] = weakref.ref(listener, lambda _: self.remove())
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self.before_forward, with_kwargs=True),
@@ -43,6 +42,8 @@ class ModuleHooks:
         ]
         if criterion is not None:
             self._handles.append(criterion.register_forward_hook(self.after_criterion, with_kwargs=True))
+        for handle in self._handles:
+            _torch.leave_out_of_copies(handle)
 
     def remove(self) -> None:
         """Take the hooks off; the modules are as they were."""
@@ -59,11 +60,10 @@ class ModuleHooks:
             listener.before_forward(module.training, args, kwargs)
 
     @_torch.outside_compiled_graphs
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the model."""
         listener = self._listener()
-        if listener is not None:
-            listener.after_forward(args, kwargs, output)
+        return None if listener is None else listener.after_forward(args, kwargs, output)
 
     @_torch.outside_compiled_graphs
     def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
@@ -75,21 +75,9 @@ class ModuleHooks:
         targets = args[1] if len(args) > 1 else kwargs.get("target")
         listener.after_criterion((args, kwargs), logits, targets, loss)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
-        return _inert()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_inert, ())
-
 
 def _nothing() -> None:
     return None
-
-
-def _inert() -> ModuleHooks:
-    hooks = ModuleHooks.__new__(ModuleHooks)
-    hooks._listener, hooks._handles = _nothing, []
-    return hooks
 
 
 def is_ours(hook: Any) -> bool:
@@ -104,10 +92,3 @@ def replace_others(model: nn.Module) -> None:
             listener = hook.__self__._listener() if is_ours(hook) else None
             if listener is not None:
                 listener.replaced()
-
-
-def drop_inert_hooks(module: nn.Module) -> None:
-    """Remove what a copied hook left on a copied module."""
-    for table, key, hook in _torch.hooks_of(module):
-        if is_ours(hook) and hook.__self__._listener() is None:
-            _torch.remove_hook(module, table, key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ def find_logits(output: Any) -> Tensor:
     """Find the logits in what a model returned.
 
     A tensor is the logits; otherwise ``output.logits`` (dataclasses, named tuples), ``output["logits"]`` or
-    ``output["out"]`` (mappings), or the first item of a tuple or list.
+    ``output["out"]`` (mappings), or the first item of a tuple or list. Losses are passed over there: 0-dim tensors,
+    and tensors of one dimension where one of more follows.
 
     Args:
         output: what the model's forward returned.
@@ -24,6 +26,8 @@ def find_logits(output: Any) -> Tensor:
     Examples:
         >>> find_logits({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
         torch.Size([2, 3])
+        >>> find_logits((torch.tensor(0.7), torch.zeros(2, 3))).shape
+        torch.Size([2, 3])
     """
     found = output
     if not isinstance(output, Tensor):
@@ -31,36 +35,106 @@ def find_logits(output: Any) -> Tensor:
             found = output.logits
         elif isinstance(output, Mapping):
             found = output.get("logits", output.get("out"))
-        elif isinstance(output, (tuple, list)) and output:
-            found = output[0]
-    if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim == 0:
-        raise TypeError(
+        elif isinstance(output, (tuple, list)):
+            found = _first(output)
+    if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
+        return found
+    raise _no_logits(found, output)
+
+
+def finder(given: Callable[[Any], Any] | None) -> Callable[[Any], Tensor]:
+    """:func:`find_logits`, or the script's own function with a check of what it returns."""
+    return find_logits if given is None else functools.partial(_find_by, given)
+
+
+def _find_by(given: Callable[[Any], Any], output: Any) -> Tensor:
+    found = given(output)
+    if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
+        return found
+    raise _no_logits(found, output)
+
+
+def _first(output: tuple[Any, ...] | list[Any]) -> Any:
+    items = [item for item in output if item is not None and not (isinstance(item, Tensor) and item.ndim == 0)]
+    first = next(iter(items or output), None)
+    if isinstance(first, Tensor) and first.ndim == 1:
+        return next((item for item in items if isinstance(item, Tensor) and item.ndim > 1), first)
+    return first
+
+
+def _no_logits(found: Any, output: Any) -> TypeError:
+    if not isinstance(found, Tensor):
+        return TypeError(
             f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
             "output that returns the logits tensor>"
         )
-    return found
+    if found.ndim == 0:
+        kind, fix = "a scalar (0-dim), as a loss is", "let the model return its logits too, as (logits, loss)"
+    elif found.is_complex():
+        kind, fix = f"complex ({found.dtype})", "let the model return real logits"
+    else:
+        kind, fix = f"of {found.dtype}, as labels are", "let the model return floating-point logits"
+    return TypeError(
+        f"the tensor that the model returned as its logits is {kind}; {fix}, or pass logits= to choose another"
+    )
+
+
+def candidates(output: Any, z: Tensor) -> list[str]:
+    """Name the tensors in a tuple or list that may be the logits, z first; no name decides there.
+
+    Examples:
+        >>> features = torch.ones(2, 8, requires_grad=True)
+        >>> candidates((features, features[:, :3]), features)
+        ['item 0 of shape (2, 8)', 'item 1 of shape (2, 3)']
+    """
+    if not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
+        return []
+    found = [
+        (item is not z, index, f"item {index} of shape {tuple(item.shape)}")
+        for index, item in enumerate(output)
+        if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]
+    ]
+    return [name for _, _, name in sorted(found)]
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Find the loss that a model computed itself: a scalar ``output.loss`` or ``output["loss"]`` with a gradient."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return found if isinstance(found, Tensor) and found.ndim == 0 and found.grad_fn is not None else None
+    """Find the loss that a model computed itself: a scalar with a gradient.
+
+    ``output.loss``, ``output["loss"]``, or the only one in a tuple or list.
+    """
+    if isinstance(output, (tuple, list)) and getattr(output, "loss", None) is None:
+        found = [item for item in output if _is_loss(item)]
+        return found[0] if len(found) == 1 else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if _is_loss(loss) else None
 
 
-def through_logits(z: Tensor, loss: Tensor, output: Any) -> Tensor:
+def _is_loss(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.ndim == 0 and item.grad_fn is not None
+
+
+def through_logits(z: Tensor, loss: Tensor, output: Any) -> tuple[Tensor, Any]:
     """Make the backward of a model's own loss pass through its logits, where one node gives both (a compiled model).
 
     Autograd calls no hook with a gradient for an output of a node that the loss does not come through. The output then
-    gets a loss of the same value that sends zeros to the logits.
+    gets a loss of the same value that sends zeros to the logits; a tuple is replaced by another one.
+
+    Returns:
+        The loss and the output.
     """
     if loss.grad_fn is not z.grad_fn:
-        return loss
+        return loss, output
     linked: Tensor = _Linked.apply(loss, z)
     if isinstance(output, MutableMapping):
         output["loss"] = linked
+    elif isinstance(output, list):
+        output[:] = [linked if item is loss else item for item in output]
+    elif isinstance(output, tuple):
+        make = getattr(output, "_make", type(output))  # of a named tuple
+        output = make(linked if item is loss else item for item in output)
     else:
         output.loss = linked
-    return linked
+    return linked, output
 
 
 class _Linked(torch.autograd.Function):

@@ -67,6 +67,8 @@ def test_a_distilled_model_is_held_to_its_first_head_only() -> None:
     companion.set_distilled_training(True)
     optimizer = DCLOptimizer(adamw(model), model, companion=companion, weight=0.3)
     x, y = next(images(1))
+    with pytest.warns(UserWarning, match="is on item 0 of shape .* not on item 1"):
+        model(x)
 
     def loss_of(output: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(output[0], y) + F.cross_entropy(output[1], y.flip(0))
