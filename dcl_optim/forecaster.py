@@ -45,6 +45,8 @@ class ForwardRecord:
         criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
         model_scale: what the model's own loss was multiplied by, likewise.
         is_criterion_input: whether a criterion was called on the very output.
+        nodes_below: the nodes of autograd that a gradient of the logits goes on to, each with the number of its input;
+            None where the logits are a parameter.
         counted: whether a backward has come.
         added_in: the backward that the penalty was added to last, by autograd's number.
 
@@ -70,6 +72,7 @@ class ForwardRecord:
         self.criterion_targets: Tensor | None = None
         self.classes: Tensor | None = None
         self.all_labelled = False
+        self.nodes_below = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.counted, self.added_in = False, -1
         self.is_criterion_input = False
         self.criterion_scale: tuple[int, Scale] = NO_SCALE

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import gradients_of, parameters_of
 from dcl_optim._rng import RngState
-from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, version_of, warn
+from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, teaches, version_of, warn
 from dcl_optim.distances import Distance, depends_on_class_dim
 from dcl_optim.forecaster import Forecaster, ForwardRecord
 from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
@@ -41,7 +41,7 @@ class StepState:
     observing: bool = True  # whether the forecaster observes forwards; not evaluations inside the base's step
     stepping: bool = False  # whether the base is in its step, without a closure
     cleared: bool = False  # whether `zero_grad` was called since the last training forward or backward
-    backward: int = -1  # the last one that brought a gradient to logits, by autograd's number
+    backward: int = -1  # the last one that brought a gradient to logits, counted or not, by autograd's number
     written: tuple[weakref.ref[Tensor], int] | None = None  # the first gradient after it, and its version, where noted
     penalties: list[Tensor] | None = None  # weighted ones of the evaluation that runs, where LBFGS wants its value
 
@@ -168,6 +168,7 @@ class Regularizer:
             loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         source = conversion_source(z)
         if source is not None:
+            record.nodes_below = source[0].next_functions
             source[0].register_prehook(functools.partial(self._add_penalty_at_source, record, source[1]))
 
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
@@ -205,6 +206,9 @@ class Regularizer:
         """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
         backward = current_backward()
         if gradient is None or not self.attached or record.added_in == backward:
+            return None
+        if not teaches(record.nodes_below, parameters_of(self._base)):  # an attack asks for the gradient of its inputs
+            self.state.backward = backward
             return None
         self.backwards += 1
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
@@ -277,8 +281,11 @@ class Regularizer:
         return next(gradients_of(self._base), None) is not None
 
     def forget_cleared_batches(self) -> None:
-        """Before a step: forget batches whose gradients the script has cleared, which the base does not learn from."""
-        if self.state.backwards and (self.state.cleared or not self.has_gradients()):
+        """Before a step: forget batches whose gradients the script has cleared, which the base does not learn from.
+
+        Gradients that are there after ``zero_grad`` the script has put there itself, as gradient surgery does.
+        """
+        if self.state.backwards and not (self._are_not_all_zero() if self.state.cleared else self.has_gradients()):
             self._forget_step()
 
     def _gradients_are_gone(self) -> bool:
@@ -293,7 +300,10 @@ class Regularizer:
         written, self._notes_gradients = self.state.written, True
         if written is not None and written[0]() is first and written[1] == version_of(first):
             return False
-        return not any(bool(gradient.any()) for gradient in gradients_of(self._base))
+        return not self._are_not_all_zero()
+
+    def _are_not_all_zero(self) -> bool:
+        return any(bool(gradient.any()) for gradient in gradients_of(self._base))
 
     def _were_cleared_since_the_forward(self, backward: int) -> bool:
         """As above, for a backward whose forward began when there were gradients of others."""
