@@ -20,6 +20,7 @@ from dcl_optim.distances import Distance
 __all__ = ["NO_SCALE", "Forecaster", "ForwardRecord", "RngState", "Scale", "check_tensors", "replayed"]
 
 Scale = float | Tensor
+LOOK_EVERY = 100  # steps from one look at a device's values to the next, since a look synchronises
 NO_SCALE: tuple[int, Scale] = (-1, 1.0)  # read in no backward
 
 
@@ -47,6 +48,7 @@ class ForwardRecord:
         is_criterion_input: whether a criterion was called on the very output.
         nodes_below: the nodes of autograd that a gradient of the logits goes on to, each with the number of its input;
             None where the logits are a parameter.
+        finite: whether the penalty and the loss scale of the last backward are finite; on a device a tensor, as a rule.
         counted: whether a backward has come.
         added_in: the backward that the penalty was added to last, by autograd's number.
 
@@ -73,6 +75,7 @@ class ForwardRecord:
         self.classes: Tensor | None = None
         self.all_labelled = False
         self.nodes_below = None if logits.grad_fn is None else logits.grad_fn.next_functions
+        self.finite: bool | Tensor = True
         self.counted, self.added_in = False, -1
         self.is_criterion_input = False
         self.criterion_scale: tuple[int, Scale] = NO_SCALE
@@ -139,7 +142,7 @@ class Forecaster(ABC):
     1. :meth:`before_forward` as the model is called;
     2. :meth:`predict` when it has returned: the forecast for the batch;
     3. :meth:`penalty` at each backward through its logits;
-    4. :meth:`observe` at the first of them.
+    4. :meth:`observe` at the first of them, or :meth:`skip`.
 
     For each optimizer step :meth:`backward` before the base optimizer steps, and :meth:`step` after it. Where gradients
     were cleared without a step (a gradient scaler skipped it), :meth:`forget` comes instead.
@@ -192,7 +195,18 @@ class Forecaster(ABC):
             record: the forward.
             distance: (z, c) -> scalar.
             alpha: this step's, in [0, 1].
-            scale: what the loss was multiplied by, a number or a scalar tensor.
+            scale: what the loss was multiplied by, a number or a scalar tensor. 0 on a device, as a rule, where the
+                penalty or the scale is not finite (``record.finite``): such a batch is not to be learned from.
+        """
+
+    def skip(self, record: ForwardRecord, alpha: float) -> None:  # noqa: B027
+        """Take note of a forward that is not observed, since its penalty or its loss scale is not finite.
+
+        Default: nothing. One that talks to other ranks in its step has to do so all the same.
+
+        Args:
+            record: the forward.
+            alpha: this step's, in [0, 1].
         """
 
     def backward(self) -> None:  # noqa: B027

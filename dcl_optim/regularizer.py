@@ -6,6 +6,7 @@ Apart from optimizer.py, since Lightning runs the optimizer's methods on another
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from dcl_optim._optim import gradients_of, parameters_of
 from dcl_optim._rng import RngState
 from dcl_optim._torch import call_after_backward, current_backward, functorch_transform, teaches, version_of, warn
 from dcl_optim.distances import Distance, depends_on_class_dim
-from dcl_optim.forecaster import Forecaster, ForwardRecord
+from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
 from dcl_optim.hooks.labels import Labels
 from dcl_optim.hooks.loss_scale import LossScale
@@ -43,6 +44,7 @@ class StepState:
     cleared: bool = False  # whether `zero_grad` was called since the last training forward or backward
     backward: int = -1  # the last one that brought a gradient to logits, counted or not, by autograd's number
     written: tuple[weakref.ref[Tensor], int] | None = None  # the first gradient after it, and its version, where noted
+    left_out: bool = False  # whether a batch had no part, since its penalty was not finite
     penalties: list[Tensor] | None = None  # weighted ones of the evaluation that runs, where LBFGS wants its value
 
 
@@ -81,7 +83,7 @@ class Regularizer:
         self._loss_scale, self._find_logits = loss_scale, find_logits
         self._class_dim = 1 if class_dim is None else class_dim
         self._warns_of_class_dim = class_dim is None and depends_on_class_dim(distance)
-        self.superseded = self._notes_gradients = False
+        self.superseded = self._notes_gradients = self._has_told = False
         self.load_steps(0)
         self.attach()
 
@@ -219,8 +221,15 @@ class Regularizer:
         weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
         scale = self._loss_scale.resolve(record, gradient, backward, several=state.backwards > 0)
         value, slope = self.forecaster.penalty(record, self._distance)
+        finite = record.finite = self._are_finite(value, scale)
+        if isinstance(finite, Tensor):  # a batch of a loss scale of 0 has no part in either gradient
+            slope = torch.where(finite, slope, 0.0)
+            scale = torch.where(finite, scale, 0.0) if isinstance(scale, Tensor) else finite.to(value.dtype) * scale
         if state.observing and not record.counted:
-            self.forecaster.observe(record, self._distance, alpha, scale)
+            if finite is False:
+                self.forecaster.skip(record, alpha)
+            else:
+                self.forecaster.observe(record, self._distance, alpha, scale)
         record.counted = True
         state.backwards += 1
         state.backward, state.cleared = backward, False
@@ -228,12 +237,25 @@ class Regularizer:
             # After what DistributedDataParallel has called at the end, which writes to the gradients.
             call_after_backward(functools.partial(call_after_backward, self._note_gradient))
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
+        if finite is False:
+            state.left_out = True
+            return None
         if weight == 0:
             return None
         factor = scale * weight
         if state.penalties is not None:
             state.penalties.append(value * factor)
         return _plus(gradient, record.unrows(slope), factor)
+
+    def _are_finite(self, value: Tensor, scale: Scale) -> bool | Tensor:
+        """Whether the batch takes part: of logits, a forecast or a loss scale that is not finite nothing is to learn.
+
+        All of them are in the value of the penalty and in the scale. On a device this is a tensor, but for one step in
+        ``LOOK_EVERY``, since a look synchronises.
+        """
+        if value.device.type == "cpu" or (self.steps + 1) % LOOK_EVERY == 0:
+            return math.isfinite(value) and math.isfinite(scale)
+        return value * 0.0 * scale == 0.0  # fewer kernels than isfinite
 
     def _add_penalty_at_source(self, record: ForwardRecord, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
@@ -265,6 +287,14 @@ class Regularizer:
 
     def start_new_step(self) -> None:
         """Both networks have stepped."""
+        if self.state.left_out and not self._has_told:
+            self._has_told = True
+            warn(
+                "a step was taken on a batch whose penalty or loss scale is not finite, since the model's logits, the "
+                "forecast or the loss are not: this batch and others like it get no penalty, and neither the companion "
+                "nor the prototypes learn from them. Classes that are masked by logits of minus infinity have to be "
+                "masked alike in all rows"
+            )
         self.state = StepState()
         self.steps += 1
 

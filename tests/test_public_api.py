@@ -123,6 +123,7 @@ dcl_optim.forecaster.Forecaster()
     .predict(self, args, kwargs, record, rng_state)
     .replays_draws = True
     .set_mode(self, mode)
+    .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
 dcl_optim.forecaster.ForwardRecord(logits, class_dim)
@@ -146,6 +147,7 @@ dcl_optim.companion.Companion(model, base, find_logits, *, companion=None, compa
     .observe(self, record, distance, alpha, scale)
     .predict(self, args, kwargs, record, rng_state)
     .set_mode(self, mode)
+    .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
 dcl_optim.overlap.OverlappedCompanion(*args, **options)
@@ -167,6 +169,7 @@ dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, rank
     .predict(self, args, kwargs, record, rng_state)
     .replays_draws = False
     .seen
+    .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
     .values
