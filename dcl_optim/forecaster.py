@@ -44,6 +44,7 @@ class ForwardRecord:
         classes: what a forecaster read off the labels: the class of each row (N,), or its shares in all (N, K).
         all_labelled: whether these are classes, and no row is without one.
         criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
+        has_several_heads: whether these were losses of more tensors, none of them a part of the output, than forwards.
         model_scale: what the model's own loss was multiplied by, likewise.
         is_criterion_input: whether a criterion was called on the very output.
         nodes_below: the nodes of autograd that a gradient of the logits goes on to, each with the number of its input;
@@ -79,6 +80,8 @@ class ForwardRecord:
         self.counted, self.added_in = False, -1
         self.is_criterion_input = False
         self.criterion_scale: tuple[int, Scale] = NO_SCALE
+        self._calls: dict[int, int] = {}  # of the criterion on other tensors, in that backward
+        self.has_several_heads = False
         self.model_scale: tuple[int, Scale] = NO_SCALE
 
     def produced(self, tensor: Any) -> bool:
@@ -100,10 +103,26 @@ class ForwardRecord:
             self.is_criterion_input, self.criterion_targets, self.criterion_scale = True, None, NO_SCALE
         return exact or not self.is_criterion_input
 
-    def add_loss_scale(self, exact: bool, times: Scale, index: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def holds(self, tensor: Any) -> bool:
+        """Whether a tensor is a part of the output of this forward."""
+        output = self._output()
+        if output is None or not isinstance(tensor, Tensor):
+            return False
+        return tensor.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+
+    def add_loss_scale(
+        self,
+        exact: bool,
+        call: tuple[int, int] | None,
+        times: Scale,
+        index: int,
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward.
 
         The loss is output ``index`` of its node; ``times`` are its terms where it is a sum, and this forward's share.
+        ``call`` are, where the criterion got no part of the output, the number of the call and of the forwards that it
+        may be about.
         """
         gradient = gradients[index]
         if gradient is None or (self.is_criterion_input and not exact):
@@ -111,6 +130,11 @@ class ForwardRecord:
         backward, scale = current_backward(), _total(gradient) * times
         if self.criterion_scale[0] == backward:
             scale = self.criterion_scale[1] + scale
+        else:
+            self._calls = {}
+        if call is not None:
+            self._calls[call[0]] = call[1]
+        self.has_several_heads = len(self._calls) > max(self._calls.values(), default=0)
         self.criterion_scale = backward, scale
 
     def note_loss_scale(self, index: int, gradients: tuple[Tensor | None, ...]) -> None:

@@ -41,6 +41,7 @@ class StepState:
     backwards: int = 0  # through the logits of training forwards
     observing: bool = True  # whether the forecaster observes forwards; not evaluations inside the base's step
     stepping: bool = False  # whether the base is in its step, without a closure
+    called: bool = False  # whether the model was called, in either mode
     cleared: bool = False  # whether `zero_grad` was called since the last training forward or backward
     backward: int = -1  # the last one that brought a gradient to logits, counted or not, by autograd's number
     written: tuple[weakref.ref[Tensor], int] | None = None  # the first gradient after it, and its version, where noted
@@ -61,6 +62,8 @@ class Regularizer:
     backwards: int  # through their logits so far
     last: dict[str, Any]  # figures of the last backward, for logs
     _records: list[weakref.ref[ForwardRecord]]  # forwards that a criterion may be called on
+    _criterion_input: Callable[[], Tensor | None]  # what the criterion was called on last
+    _criterion_calls: int  # on one tensor after another
     _rng_state: RngState | None  # before the training forward that is running
 
     def __init__(
@@ -108,7 +111,7 @@ class Regularizer:
 
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop a step that was skipped, and remember the RNG state that the model draws from."""
-        self._rng_state = None
+        self._rng_state, self.state.called = None, True
         if self.labels is not None:
             self.labels.before_forward()
         if not training or not torch.is_grad_enabled():
@@ -194,12 +197,16 @@ class Regularizer:
             )
         terms = terms_of_sum(self._criterion, logits, targets)
         rows = 0 if exact or len(linked) == 1 else sum(len(record.logits) for record in linked)
+        if self._criterion_input() is not logits or logits is None:  # mixed labels have two calls on one tensor
+            self._criterion_calls += 1
+        self._criterion_input = weakref.ref(logits) if isinstance(logits, Tensor) else _nothing
         for record in linked:
             if record.link(exact):
                 if self.labels is not None and not record.counted:
                     self.labels.take(record, targets)
                 share = len(record.logits) / rows if rows else 1.0
-                note = functools.partial(record.add_loss_scale, exact, terms * share, loss.output_nr)
+                call = None if exact or record.holds(logits) else (self._criterion_calls, len(linked))
+                note = functools.partial(record.add_loss_scale, exact, call, terms * share, loss.output_nr)
                 loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
 
     # ---- the backward: grad z + s λ ∂Δ(z, c)/∂z ----------------------------------------------------------------------
@@ -302,6 +309,7 @@ class Regularizer:
         """Forget what has happened, and go on from a number of steps, as after loading a state."""
         self.state = StepState()
         self._records, self._rng_state, self.last = [], None, {}
+        self._criterion_input, self._criterion_calls = _nothing, 0
         self.steps, self.forwards, self.backwards = steps, 0, 0
         if self.labels is not None:
             self.labels.forget()
@@ -359,15 +367,20 @@ class Regularizer:
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = {"_records", "_rng_state", "last"}
+        transient = {"_records", "_rng_state", "last", "_criterion_input"}
         state = StepState(backwards=self.state.backwards, cleared=self.state.cleared)
         return {key: value for key, value in self.__dict__.items() if key not in transient} | {"state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._records, self._rng_state, self.last = [], None, {}
+        self._criterion_input = _nothing
         self.__dict__.update(state)
         if self.attached and "training" in vars(self.model):  # not if the model holds us and is being copied
             self.attach()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _plus(gradient: Tensor, slope: Tensor, factor: float | Tensor) -> Tensor:
