@@ -365,3 +365,17 @@ def test_a_loss_of_some_rows_names_its_cause_and_the_fix_works():
     script.optimizer.step()
     for k in y[mask].unique():
         assert_same(script.optimizer.prototypes[k], z[mask][y[mask] == k].detach().mean(0), atol=1e-12)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_input_that_is_overwritten_before_the_step_names_its_cause():
+    (x, y), (other, _) = batches(2)
+    buffer = x.clone()
+    model = nn.Sequential(nn.Linear(FEATURES, CLASSES).double())
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    F.cross_entropy(model(buffer), y).backward()
+    buffer.copy_(other)
+    with pytest.raises(RuntimeError, match="inplace operation") as found:
+        optimizer.step()
+    assert "dcl_optim's companion" in found.value.__notes__[0]
+    assert "after step(), or give the model a copy" in found.value.__notes__[0]

@@ -25,6 +25,10 @@ from dcl_optim.distributed import Ranks, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 
 _without_what_is_not_finite = functools.partial(torch.nan_to_num_, nan=0.0, posinf=0.0, neginf=0.0)
+WRITTEN_TO = (
+    "This was raised in the backward of dcl_optim's companion, which runs in optimizer.step(): the script has written "
+    "to the batch, or to a tensor that it is a view of, since the forward. Do so after step(), or give the model a copy."
+)
 IN_COMPANION = (
     "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
     "after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
@@ -202,8 +206,13 @@ class Companion(Forecaster):
 
     def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
         for logits, gradient in pending:
-            with inputs.outside_autocast(logits.device.type):
-                logits.backward(gradient)
+            try:
+                with inputs.outside_autocast(logits.device.type):
+                    logits.backward(gradient)
+            except RuntimeError as error:
+                if "inplace operation" in str(error):
+                    _add_note(error, WRITTEN_TO)
+                raise
             if next(gradients_of(self.optimizer), None) is None:
                 raise RuntimeError(
                     "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
