@@ -31,7 +31,7 @@ _fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engin
 _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-def teaches(nodes: Iterable[tuple[Any, int]] | None, parameters: Iterable[Tensor]) -> bool:
+def teaches(nodes: Iterable[tuple[Any, int]] | None, parameters: Callable[[], Iterable[Tensor]]) -> bool:
     """Whether the backward pass that runs now brings gradients through these nodes to any of the parameters.
 
     Not, for example, one that an attack asks for the gradient of the inputs. A pass that fills all leaves does, without
@@ -39,11 +39,14 @@ def teaches(nodes: Iterable[tuple[Any, int]] | None, parameters: Iterable[Tensor
     """
     if nodes is None or current_backward() == -1:  # compiled autograd
         return True
-    if not any(_gets_gradient(node) for node, _ in nodes if node is not None):
+    for node, _ in nodes:
+        if node is not None and _gets_gradient(node):
+            break
+    else:
         return False
     if _fills_all_leaves():
         return True
-    leaves = (torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad)
+    leaves = (torch.autograd.graph.get_gradient_edge(p).node for p in parameters() if p.requires_grad)
     return any(map(_gets_gradient, leaves))
 
 

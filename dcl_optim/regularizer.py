@@ -83,6 +83,7 @@ class Regularizer:
     ) -> None:
         self.model, self._base, self.forecaster, self._distance = model, base, forecaster, distance
         self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
+        self._parameters = functools.partial(parameters_of, base)
         self._loss_scale, self._find_logits = loss_scale, find_logits
         self._class_dim = 1 if class_dim is None else class_dim
         self._warns_of_class_dim = class_dim is None and depends_on_class_dim(distance)
@@ -216,7 +217,7 @@ class Regularizer:
         backward = current_backward()
         if gradient is None or not self.attached or record.added_in == backward:
             return None
-        if not teaches(record.nodes_below, parameters_of(self._base)):  # an attack asks for the gradient of its inputs
+        if not teaches(record.nodes_below, self._parameters):  # an attack asks for the gradient of its inputs
             self.state.backward = backward
             return None
         self.backwards += 1

@@ -378,4 +378,4 @@ def test_an_input_that_is_overwritten_before_the_step_names_its_cause():
     with pytest.raises(RuntimeError, match="inplace operation") as found:
         optimizer.step()
     assert "dcl_optim's companion" in found.value.__notes__[0]
-    assert "after step(), or give the model a copy" in found.value.__notes__[0]
+    assert "after step(), or pass on a copy" in found.value.__notes__[0]

@@ -24,10 +24,10 @@ from dcl_optim.distances import Distance, companion_gradient
 from dcl_optim.distributed import Ranks, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 
-_without_what_is_not_finite = functools.partial(torch.nan_to_num_, nan=0.0, posinf=0.0, neginf=0.0)
+_zero_what_is_not_finite = functools.partial(torch.nan_to_num_, nan=0.0, posinf=0.0, neginf=0.0)
 WRITTEN_TO = (
     "This was raised in the backward of dcl_optim's companion, which runs in optimizer.step(): the script has written "
-    "to the batch, or to a tensor that it is a view of, since the forward. Do so after step(), or give the model a copy."
+    "to the batch, or to a tensor that it is a view of, since the forward. Do so after step(), or pass on a copy."
 )
 IN_COMPANION = (
     "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
@@ -223,7 +223,10 @@ class Companion(Forecaster):
         mean = self._mean
         if mean.count:
             self._run_backward()  # of a base that has evaluated the model once, in its own step
-            self._zero_what_is_not_finite()
+            # A layer that saturates hides an infinity from the logits, and behind logits that are left out 0 · nan is
+            # nan. In float16 the whole step is skipped.
+            if not mean.half:
+                deque(map(_zero_what_is_not_finite, gradients_of(self.optimizer)), maxlen=0)
             overflowed = self._average() if mean.count > 1 or mean.half or self._ranks.count > 1 else False
             if not overflowed:
                 self._optimizer.step()
@@ -231,14 +234,6 @@ class Companion(Forecaster):
         if self._is_lost:
             self._start_anew()
         self._optimizer.note_options()
-
-    def _zero_what_is_not_finite(self) -> None:
-        """A layer that saturates hides an infinity from the logits; 0 · nan is nan behind logits that are left out.
-
-        In float16 the whole step is skipped.
-        """
-        if not self._mean.half:
-            deque(map(_without_what_is_not_finite, gradients_of(self.optimizer)), maxlen=0)
 
     def _start_anew(self) -> None:
         self._is_lost = False
