@@ -24,6 +24,41 @@ from torch.optim import Optimizer
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
+# Whether the node that runs now may run another backward pass: no `inputs` were named for this one, and none is asked
+# for by `autograd.grad`. Torch's reentrant checkpoints ask the same.
+_fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+
+# Whether a node is going to run in the backward pass that runs in this thread. Raises for a leaf that `autograd.grad`
+# was asked for, which has a gradient then.
+_is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def teaches(nodes: Iterable[tuple[Any, int]] | None, parameters: Callable[[], Iterable[Tensor]]) -> bool:
+    """Whether the backward pass that runs now brings gradients through these nodes to any of the parameters.
+
+    Not, for example, one that an attack asks for the gradient of the inputs. A pass that fills all leaves does, without
+    a look at the parameters: those inside reentrant checkpoints have passes of their own.
+    """
+    if nodes is None or current_backward() == -1:  # compiled autograd
+        return True
+    for node, _ in nodes:
+        if node is not None and _gets_gradient(node):
+            break
+    else:
+        return False
+    if _fills_all_leaves():
+        return True
+    leaves = (torch.autograd.graph.get_gradient_edge(p).node for p in parameters() if p.requires_grad)
+    return any(map(_gets_gradient, leaves))
+
+
+def _gets_gradient(node: Any) -> bool:
+    try:
+        return _is_going_to_run(node)
+    except RuntimeError:  # a leaf whose gradient is asked for
+        return True
+
+
 # Calls a function back when the backward pass that runs now has ended (public since torch 2.13).
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 

@@ -21,6 +21,7 @@ from dcl_optim.distances import Distance
 __all__ = ["NO_SCALE", "Forecaster", "ForwardRecord", "RngState", "Scale", "check_tensors", "replayed"]
 
 Scale = float | Tensor
+LOOK_EVERY = 100  # steps from one look at a device's values to the next, since a look synchronises
 NO_SCALE: tuple[int, Scale] = (-1, 1.0)  # read in no backward
 
 
@@ -46,8 +47,12 @@ class ForwardRecord:
         classes: what a forecaster read off the labels: the class of each row (N,), or its shares in all (N, K).
         all_labelled: whether these are classes, and no row is without one.
         criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
+        has_several_heads: whether these were losses of more tensors, none of them a part of the output, than forwards.
         model_scale: what the model's own loss was multiplied by, likewise.
         is_criterion_input: whether a criterion was called on the very output.
+        nodes_below: the nodes of autograd that a gradient of the logits goes on to, each with the number of its input;
+            None where the logits are a parameter.
+        finite: whether the penalty and the loss scale of the last backward are finite; on a device a tensor, as a rule.
         counted: whether a backward has come.
         added_in: the backward that the penalty was added to last, by autograd's number.
 
@@ -74,9 +79,13 @@ class ForwardRecord:
         self.read_labels: tuple[Tensor, bool] | None = None
         self.classes: Tensor | None = None
         self.all_labelled = False
+        self.nodes_below = None if logits.grad_fn is None else logits.grad_fn.next_functions
+        self.finite: bool | Tensor = True
         self.counted, self.added_in = False, -1
         self.is_criterion_input = False
         self.criterion_scale: tuple[int, Scale] = NO_SCALE
+        self._calls: dict[int, int] = {}  # of the criterion on other tensors, in that backward
+        self.has_several_heads = False
         self.model_scale: tuple[int, Scale] = NO_SCALE
 
     def produced(self, tensor: Any) -> bool:
@@ -98,10 +107,26 @@ class ForwardRecord:
             self.is_criterion_input, self.criterion_targets, self.criterion_scale = True, None, NO_SCALE
         return exact or not self.is_criterion_input
 
-    def add_loss_scale(self, exact: bool, times: Scale, index: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def holds(self, tensor: Any) -> bool:
+        """Whether a tensor is a part of the output of this forward."""
+        output = self._output()
+        if output is None or not isinstance(tensor, Tensor):
+            return False
+        return tensor.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+
+    def add_loss_scale(
+        self,
+        exact: bool,
+        call: tuple[int, int] | None,
+        times: Scale,
+        index: int,
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
         """Called by autograd with the gradient of a criterion's loss: what it was multiplied by, before backward.
 
         The loss is output ``index`` of its node; ``times`` are its terms where it is a sum, and this forward's share.
+        ``call`` are, where the criterion got no part of the output, the number of the call and of the forwards that it
+        may be about.
         """
         gradient = gradients[index]
         if gradient is None or (self.is_criterion_input and not exact):
@@ -109,6 +134,11 @@ class ForwardRecord:
         backward, scale = current_backward(), _total(gradient) * times
         if self.criterion_scale[0] == backward:
             scale = self.criterion_scale[1] + scale
+        else:
+            self._calls = {}
+        if call is not None:
+            self._calls[call[0]] = call[1]
+        self.has_several_heads = len(self._calls) > max(self._calls.values(), default=0)
         self.criterion_scale = backward, scale
 
     def note_loss_scale(self, index: int, gradients: tuple[Tensor | None, ...]) -> None:
@@ -151,7 +181,7 @@ class Forecaster(ABC):
     1. :meth:`before_forward` as the model is called;
     2. :meth:`predict` when it has returned: the forecast for the batch;
     3. :meth:`penalty` at each backward through its logits;
-    4. :meth:`observe` at the first of them.
+    4. :meth:`observe` at the first of them, or :meth:`skip`.
 
     For each optimizer step :meth:`backward` before the base optimizer steps, and :meth:`step` after it. Where gradients
     were cleared without a step (a gradient scaler skipped it), :meth:`forget` comes instead.
@@ -204,7 +234,18 @@ class Forecaster(ABC):
             record: the forward.
             distance: (z, c) -> scalar.
             alpha: this step's, in [0, 1].
-            scale: what the loss was multiplied by, a number or a scalar tensor.
+            scale: what the loss was multiplied by, a number or a scalar tensor. 0 on a device, as a rule, where the
+                penalty or the scale is not finite (``record.finite``): such a batch is not to be learned from.
+        """
+
+    def skip(self, record: ForwardRecord, alpha: float) -> None:  # noqa: B027
+        """Take note of a forward that is not observed, since its penalty or its loss scale is not finite.
+
+        Default: nothing. One that talks to other ranks in its step has to do so all the same.
+
+        Args:
+            record: the forward.
+            alpha: this step's, in [0, 1].
         """
 
     def backward(self) -> None:  # noqa: B027

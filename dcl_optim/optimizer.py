@@ -199,6 +199,11 @@ class ForecastOptimizer(OptimizerWrapper):
             return
         if not (self._strict and regularizer.attached):
             return
+        if regularizer.steps and not regularizer.state.called and not regularizer.state.cleared:
+            raise RuntimeError(
+                f"{self._name}.step was called again, with the gradients of the last step still there: the wrapped "
+                "model was not called since. Call step once for each backward; pass strict=False to allow such steps"
+            )
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
             "model since the last step, so nothing was regularised. Usual reasons: the model was in eval mode (pass "

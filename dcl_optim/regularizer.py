@@ -6,6 +6,7 @@ Apart from optimizer.py, since Lightning runs the optimizer's methods on another
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +20,18 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import gradients_of, parameters_of
 from dcl_optim._rng import RngState
-from dcl_optim._torch import call_after_backward, current_backward, exporting, functorch_transform, version_of, warn
+from dcl_optim._torch import (
+    call_after_backward,
+    current_backward,
+    exporting,
+    functorch_transform,
+    teaches,
+    version_of,
+    warn,
+)
 from dcl_optim._validation import PRIVATE, is_private
 from dcl_optim.distances import Distance, depends_on_class_dim
-from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
+from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 from dcl_optim.hooks import outputs
 from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
 from dcl_optim.hooks.cross_entropy import find_class_dim, may_be_read, read_cross_entropy
@@ -33,7 +42,6 @@ from dcl_optim.hooks.outputs import candidates, conversion_source, find_loss, th
 from dcl_optim.schedules import Checked
 
 _requires_grad = attrgetter("requires_grad")
-STEPS_PER_LOOK = 100  # on a device, where a look at values synchronises
 MOST_RECORDS = 64  # of forwards, before those that are gone are looked for
 
 
@@ -44,9 +52,11 @@ class StepState:
     backwards: int = 0  # through the logits of training forwards
     observing: bool = True  # whether the forecaster observes forwards; not evaluations inside the base's step
     stepping: bool = False  # whether the base is in its step, without a closure
+    called: bool = False  # whether the model was called, in either mode
     cleared: bool = False  # whether `zero_grad` was called since the last training forward or backward
-    backward: int = -1  # the last one that brought a gradient to logits, by autograd's number
+    backward: int = -1  # the last one that brought a gradient to logits, counted or not, by autograd's number
     written: tuple[weakref.ref[Tensor], int] | None = None  # the first gradient after it, and its version, where noted
+    left_out: bool = False  # whether a batch had no part, since its penalty was not finite
     penalties: list[Tensor] | None = None  # weighted ones of the evaluation that runs, where LBFGS wants its value
 
 
@@ -63,6 +73,8 @@ class Regularizer:
     backwards: int  # through their logits so far
     last: dict[str, Any]  # figures of the last backward, for logs
     _records: list[weakref.ref[ForwardRecord]]  # forwards that a criterion may be called on
+    _criterion_input: Callable[[], Tensor | None]  # what the criterion was called on last
+    _criterion_calls: int  # on one tensor after another
     _rng_state: RngState | None  # before the training forward that is running
     _hooks: ModuleHooks | None = None
 
@@ -84,10 +96,11 @@ class Regularizer:
     ) -> None:
         self.model, self._base, self.forecaster, self._distance = model, base, forecaster, distance
         self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
+        self._parameters = functools.partial(parameters_of, base)
         self._loss_scale, self._find_logits, self._count_eval = loss_scale, find_logits, count_eval
         self._class_dim = class_dim  # None until it is found
         self._warns_of_choice = find_logits is outputs.find_logits
-        self.superseded = self._notes_gradients = False
+        self.superseded = self._notes_gradients = self._has_told = False
         self.load_steps(0)
         self.attach()
 
@@ -113,7 +126,7 @@ class Regularizer:
 
     def before_forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop a step that was skipped, and remember the RNG state that the model draws from."""
-        self._rng_state = None
+        self._rng_state, self.state.called = None, True
         if self.labels is not None:
             self.labels.before_forward()
         if not (training or self._count_eval) or not torch.is_grad_enabled():
@@ -181,6 +194,7 @@ class Regularizer:
             loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         source = conversion_source(z)
         if source is not None:
+            record.nodes_below = source[0].next_functions
             source[0].register_prehook(functools.partial(self._add_penalty_at_source, record, source[1]))
         return output
 
@@ -205,12 +219,16 @@ class Regularizer:
             )
         terms = terms_of_sum(self._criterion, logits, targets)
         rows = 0 if exact or len(linked) == 1 else sum(len(record.logits) for record in linked)
+        if self._criterion_input() is not logits or logits is None:  # mixed labels have two calls on one tensor
+            self._criterion_calls += 1
+        self._criterion_input = weakref.ref(logits) if isinstance(logits, Tensor) else _nothing
         for record in linked:
             if record.link(exact):
                 if self.labels is not None and not record.counted:
                     self.labels.take(record, targets)
                 share = len(record.logits) / rows if rows else 1.0
-                note = functools.partial(record.add_loss_scale, exact, terms * share, loss.output_nr)
+                call = None if exact or record.holds(logits) else (self._criterion_calls, len(linked))
+                note = functools.partial(record.add_loss_scale, exact, call, terms * share, loss.output_nr)
                 loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
 
     # ---- the backward: grad z + s λ ∂Δ(z, c)/∂z ----------------------------------------------------------------------
@@ -219,6 +237,9 @@ class Regularizer:
         """Called by autograd with the loss's gradient of the logits: add the penalty's (Equation 2)."""
         backward = current_backward()
         if gradient is None or not self.attached or record.added_in == backward:
+            return None
+        if not teaches(record.nodes_below, self._parameters):  # an attack asks for the gradient of its inputs
+            self.state.backward = backward
             return None
         self.backwards += 1
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
@@ -230,8 +251,15 @@ class Regularizer:
         scale = self._read(record, gradient, backward)
         value, slope = self.forecaster.penalty(record, self._distance)
         record.added_in = backward
+        finite = record.finite = self._are_finite(value, scale)
+        if isinstance(finite, Tensor):  # a batch of a loss scale of 0 has no part in either gradient
+            slope = torch.where(finite, slope, 0.0)
+            scale = torch.where(finite, scale, 0.0) if isinstance(scale, Tensor) else finite.to(value.dtype) * scale
         if state.observing and not record.counted:
-            self.forecaster.observe(record, self._distance, alpha, scale)
+            if finite is False:
+                self.forecaster.skip(record, alpha)
+            else:
+                self.forecaster.observe(record, self._distance, alpha, scale)
         record.counted = True
         state.backwards += 1
         state.backward, state.cleared = backward, False
@@ -239,6 +267,9 @@ class Regularizer:
             # After what DistributedDataParallel has called at the end, which writes to the gradients.
             call_after_backward(functools.partial(call_after_backward, self._note_gradient))
         self.last = {"penalty": value, "weight": weight, "alpha": alpha, "loss_scale": scale}
+        if finite is False:
+            state.left_out = True
+            return None
         if weight == 0:
             return None
         factor = scale * weight
@@ -256,7 +287,7 @@ class Regularizer:
             reading = read_cross_entropy(record.logits, record.rows(gradient))
         scale = self._loss_scale.resolve(record, gradient, reading, backward, several=self.state.backwards > 0)
         if labels is not None and reading is not None:
-            look = gradient.device.type == "cpu" or self.steps % STEPS_PER_LOOK == 0
+            look = gradient.device.type == "cpu" or (self.steps + 1) % LOOK_EVERY == 0
             labels.take_read(record, reading, gradient, look)
         return scale
 
@@ -275,6 +306,15 @@ class Regularizer:
                     )
         if self._class_dim is not None and self._class_dim != record.class_dim:
             record.lay_out(self._class_dim)
+    def _are_finite(self, value: Tensor, scale: Scale) -> bool | Tensor:
+        """Whether the batch takes part: of logits, a forecast or a loss scale that is not finite nothing is to learn.
+
+        All of them are in the value of the penalty and in the scale. On a device this is a tensor, but for one step in
+        ``LOOK_EVERY``, since a look synchronises.
+        """
+        if value.device.type == "cpu" or (self.steps + 1) % LOOK_EVERY == 0:
+            return math.isfinite(value) and math.isfinite(scale)
+        return value * 0.0 * scale == 0.0  # fewer kernels than isfinite
 
     def _add_penalty_at_source(self, record: ForwardRecord, index: int, gradients: tuple[Tensor, ...]) -> Any:
         """As :meth:`_add_penalty`, for a loss that the model took from its logits before it converted them."""
@@ -306,6 +346,14 @@ class Regularizer:
 
     def start_new_step(self) -> None:
         """Both networks have stepped."""
+        if self.state.left_out and not self._has_told:
+            self._has_told = True
+            warn(
+                "a step was taken on a batch whose penalty or loss scale is not finite, since the model's logits, the "
+                "forecast or the loss are not: this batch and others like it get no penalty, and neither the companion "
+                "nor the prototypes learn from them. Classes that are masked by logits of minus infinity have to be "
+                "masked alike in all rows"
+            )
         self.state = StepState()
         self.steps += 1
 
@@ -313,6 +361,7 @@ class Regularizer:
         """Forget what has happened, and go on from a number of steps, as after loading a state."""
         self.state = StepState()
         self._records, self._rng_state, self.last = [], None, {}
+        self._criterion_input, self._criterion_calls = _nothing, 0
         self.steps, self.forwards, self.backwards = steps, 0, 0
         if self.labels is not None:
             self.labels.forget()
@@ -322,8 +371,11 @@ class Regularizer:
         return next(gradients_of(self._base), None) is not None
 
     def forget_cleared_batches(self) -> None:
-        """Before a step: forget batches whose gradients the script has cleared, which the base does not learn from."""
-        if self.state.backwards and (self.state.cleared or not self.has_gradients()):
+        """Before a step: forget batches whose gradients the script has cleared, which the base does not learn from.
+
+        Gradients that are there after ``zero_grad`` the script has put there itself, as gradient surgery does.
+        """
+        if self.state.backwards and not (self._are_not_all_zero() if self.state.cleared else self.has_gradients()):
             self._forget_step()
 
     def _gradients_are_gone(self) -> bool:
@@ -338,7 +390,10 @@ class Regularizer:
         written, self._notes_gradients = self.state.written, True
         if written is not None and written[0]() is first and written[1] == version_of(first):
             return False
-        return not any(bool(gradient.any()) for gradient in gradients_of(self._base))
+        return not self._are_not_all_zero()
+
+    def _are_not_all_zero(self) -> bool:
+        return any(bool(gradient.any()) for gradient in gradients_of(self._base))
 
     def _were_cleared_since_the_forward(self, backward: int) -> bool:
         """As above, for a backward whose forward began when there were gradients of others."""
@@ -370,9 +425,14 @@ class Regularizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._records, self._rng_state, self.last = [], None, {}
+        self._criterion_input = _nothing
         self.__dict__.update(state)
         if self.attached and "training" in vars(self.model):  # not if the model holds us and is being copied
             self.attach()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _plus(gradient: Tensor, slope: Tensor, factor: float | Tensor) -> Tensor:

@@ -331,3 +331,51 @@ def test_an_error_in_the_companions_forward_says_where_it_is_from():
     with pytest.raises(torch.OutOfMemoryError) as caught:
         script.attempt(x, y, seed=0)
     assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_stepping_twice_names_its_cause(variant):
+    script = Script(variant, "plain")
+    (x, y), other = batches(2)
+    script.attempt(x, y, seed=0)
+    before = script.snapshot()
+    with pytest.raises(RuntimeError, match=r"step was called again.*Call step once for each backward"):
+        script.optimizer.step()
+    assert_same(script.snapshot(), before)
+    script.attempt(*other, seed=1)
+    script.model.eval()
+    script.closure(*other)
+    with pytest.raises(RuntimeError, match=r"step found gradients.*the model was in eval mode"):
+        script.optimizer.step()
+
+
+def test_a_loss_of_some_rows_names_its_cause_and_the_fix_works():
+    script = Script("dcp", "plain", dropout=0.0)
+    x, y = next(iter(batches(1)))
+    mask = torch.arange(len(x)) < 10
+    script.optimizer.zero_grad()
+    with pytest.raises(
+        ValueError, match=r"10 labels, and the model gave 16 rows.*set_targets with a label for each row"
+    ):
+        script.criterion(script.model(x)[mask], y[mask]).backward()
+    script.optimizer.zero_grad()
+    script.optimizer.set_targets(y.where(mask, -100))
+    z = script.model(x)
+    script.criterion(z[mask], y[mask]).backward()
+    script.optimizer.step()
+    for k in y[mask].unique():
+        assert_same(script.optimizer.prototypes[k], z[mask][y[mask] == k].detach().mean(0), atol=1e-12)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_input_that_is_overwritten_before_the_step_names_its_cause():
+    (x, y), (other, _) = batches(2)
+    buffer = x.clone()
+    model = nn.Sequential(nn.Linear(FEATURES, CLASSES).double())
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    F.cross_entropy(model(buffer), y).backward()
+    buffer.copy_(other)
+    with pytest.raises(RuntimeError, match="inplace operation") as found:
+        optimizer.step()
+    assert "dcl_optim's companion" in found.value.__notes__[0]
+    assert "after step(), or pass on a copy" in found.value.__notes__[0]

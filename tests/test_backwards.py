@@ -103,10 +103,11 @@ def test_gradients_that_the_script_asks_for_carry_the_penalty(factor, retain):
     x, y = one()
     z = model(x)
     loss = factor * F.cross_entropy(z, y)
-    (gradient,) = torch.autograd.grad(loss, z, retain_graph=retain)
-    leaf = z.detach().requires_grad_()
-    (of_loss,) = torch.autograd.grad(factor * F.cross_entropy(leaf, y), leaf)
-    assert_same(gradient, of_loss + factor * penalty_gradient(z, optimizer.companion(x)), rtol=1e-9, atol=1e-12)
+    gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=retain)
+    plain = mlp()
+    z = plain(x)
+    by_hand = F.cross_entropy(z, y) + 2.0 * F.mse_loss(z, optimizer.companion(x).detach())
+    assert_same(gradients, torch.autograd.grad(factor * by_hand, [*plain.parameters()]), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("wrapper", ["dcl", "dcl criterion", "dcp"])
@@ -152,6 +153,173 @@ def test_a_backward_that_ends_before_the_logits_leaves_no_factor_to_the_next(cri
     loss.backward()
     assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
     assert optimizer._regularizer.state.backwards == 1
+
+
+@pytest.mark.parametrize("clears", ["before", "after", "zeros after"])
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_gradient_surgery_carries_the_penalty_in_each_gradient(variant, clears):
+    """PCGrad and its like ask for a gradient of each loss, and make of them the one that is stepped."""
+    x, y = one()
+    other = (y + 1) % CLASSES
+    found = []
+    for asks in (False, True):
+        model = mlp()
+        if variant == "dcl":
+            optimizer: Any = DCLOptimizer(sgd(model), model, weight=2.0, companion=lambda: mlp(seed=1))
+        else:
+            optimizer = DCPOptimizer(sgd(model), model, CLASSES, weight=2.0)
+        for _ in range(3):
+            if variant == "dcp":
+                optimizer.set_targets(y)
+            if not asks or clears == "before":
+                optimizer.zero_grad()
+            z, parameters = model(x), [*model.parameters()]
+            losses = [2 * F.cross_entropy(z, y), 0.5 * F.cross_entropy(z, other)]
+            if asks:
+                gradients = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+                if clears != "before":
+                    optimizer.zero_grad(set_to_none=clears == "after")
+                for parameter, *parts in zip(parameters, *gradients, strict=True):
+                    parameter.grad = sum(parts)
+            else:
+                for loss in losses:
+                    loss.backward(retain_graph=True)
+            optimizer.step()
+        assert optimizer.penalty > 0
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*found, rtol=1e-9, atol=1e-12)
+
+
+# ---- gradients that reach no parameter: attacks ----------------------------------------------------------------------
+
+
+def by_grad(loss: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, x)[0]
+
+
+def by_inputs(loss: Tensor, x: Tensor) -> Tensor:
+    loss.backward(inputs=[x])
+    assert x.grad is not None
+    return x.grad
+
+
+def by_frozen(loss: Tensor, x: Tensor) -> Tensor:
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tensor], Tensor], steps: int = 2) -> Tensor:
+    """Projected gradient descent on the inputs, through the model as it trains."""
+    trained, batch = [p for p in model.parameters() if p.requires_grad], x
+    for _ in range(steps):
+        batch = batch.detach().clone().requires_grad_()
+        for parameter in trained:
+            parameter.requires_grad_(how is not by_frozen)
+        gradient = how(F.cross_entropy(model(batch), y), batch)
+        for parameter in trained:
+            parameter.requires_grad_()
+        batch = batch + 0.1 * gradient.sign() + 0.01 * gradient
+    return batch.detach()
+
+
+@pytest.mark.filterwarnings("ignore:overlap=True")
+@pytest.mark.parametrize("how", [by_grad, by_inputs, by_frozen])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("wrapper", ["dcl", "dcl criterion", "dcl overlap", "dcp"])
+def test_an_attack_sees_the_scripts_loss_and_teaches_nothing(wrapper, when, how):
+    """As if a copy of the model, which has no penalty, had been attacked: to the last bit."""
+    found = []
+    for on_model in (True, False):
+        model, criterion = mlp(), nn.CrossEntropyLoss()
+        optimizer = WRAPPERS[wrapper](model, criterion)
+        for x, y in batches(4):
+
+            def attack(x: Tensor = x, y: Tensor = y) -> Tensor:
+                return attacked(model if on_model else copy.deepcopy(model), x, y, how)  # noqa: B023
+
+            optimizer.zero_grad()
+            if when == "before":
+                criterion(model(attack()), y).backward()
+            else:
+                criterion(model(x), y).backward()
+                adversarial = attack()
+                if when == "between":
+                    criterion(model(adversarial), y).backward()
+            optimizer.step()
+        assert optimizer.penalty > 0
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*found)
+
+
+def test_an_attack_on_an_output_that_is_trained_on_afterwards():
+    """One forward serves both."""
+    x, y = one()
+    gradients = []
+    for attacks in (False, True):
+        model, optimizer = held_apart()
+        before = copy.deepcopy(optimizer.companion.state_dict())
+        x = x.detach().requires_grad_()
+        loss = F.cross_entropy(model(x), y)
+        if attacks:
+            (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+            of_loss = torch.autograd.grad(F.cross_entropy(mlp()(x), y), x)[0]
+            assert torch.equal(found, of_loss)
+            assert optimizer._regularizer.state.backwards == 0
+        loss.backward(inputs=[*model.parameters()])
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        optimizer.step()
+        assert not torch.equal(optimizer.companion[0].weight, before["0.weight"])
+        gradients.append([*optimizer.companion.parameters()])
+    assert_same(gradients[:2], gradients[2:])
+
+
+def test_a_closure_that_attacks_and_leaves_its_backward_to_the_optimizer():
+    x, y = one()
+    found = []
+    for attacks in (False, True):
+        model, optimizer = held_apart()
+
+        def closure(model: nn.Module = model, attacks: bool = attacks) -> Tensor:
+            adversarial = attacked(model if attacks else mlp(), x, y, by_grad)
+            return F.cross_entropy(model(adversarial), y)
+
+        optimizer.step(closure)
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_all_parameters_behind_checkpoints(reentrant):
+    """A reentrant checkpoint gives them their gradients in a backward of its own, inside of the one that is counted."""
+
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    found = []
+    for kind in (nn.Sequential, Checkpointed):
+        model = kind(*mlp())
+        optimizer = DCLOptimizer(sgd(model), model, weight=2.0, companion=lambda: mlp(seed=1))
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.requires_grad_()), y).backward()
+            optimizer.step()
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["model in a checkpoint", "attack alone"])
+def test_an_attack_through_a_checkpointed_model_recomputes_no_training_forward(outside):
+    x, y = one()
+    model, optimizer = held_apart()
+    x = x.requires_grad_()
+    z = checkpoint(model, x, use_reentrant=False) if outside else model(x)
+    torch.autograd.grad(F.cross_entropy(z, y), x)
+    assert optimizer._regularizer.forwards == 1
+    assert optimizer._regularizer.state.backwards == 0
 
 
 # ---- several backwards that all add to the parameters' gradients -----------------------------------------------------
@@ -348,13 +516,12 @@ def test_a_graph_kept_over_several_steps_carries_the_penalty_in_each_and_is_lear
     companions = []
     for _ in range(3):
         optimizer.zero_grad()
-        (gradient,) = torch.autograd.grad(F.cross_entropy(z, y), z, retain_graph=True)
         leaf = kept.clone().requires_grad_()
         (of_loss,) = torch.autograd.grad(F.cross_entropy(leaf, y), leaf)
-        assert_same(gradient, of_loss + penalty_gradient(kept, c), rtol=1e-9, atol=1e-12)
         parameter = model[-1].bias  # what lies behind a weight autograd refuses, since the step has changed that
         F.cross_entropy(z, y).backward(retain_graph=True, inputs=[parameter])
-        assert_same(parameter.grad, gradient.sum(0), rtol=1e-9, atol=1e-12)
+        expected = (of_loss + penalty_gradient(kept, c)).sum(0)
+        assert_same(parameter.grad, expected, rtol=1e-9, atol=1e-12)
         before = parameter.detach().clone()
         optimizer.step()
         assert not torch.equal(parameter, before)

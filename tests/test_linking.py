@@ -177,3 +177,73 @@ def test_two_empty_batches_are_two_forwards():
     criterion(second, B[1][:0])
     assert [reference().is_criterion_input for reference in optimizer._regularizer._records] == [False, True]
     del first
+
+
+class Segmenter(nn.Module):
+    """A model with an auxiliary head, whose outputs the script resizes or casts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.main, self.aux = nn.Conv2d(3, CLASSES, 1), nn.Conv2d(3, CLASSES, 1)
+
+    def forward(self, x):
+        return {"out": self.main(x), "aux": self.aux(x)}
+
+
+PROCESSED = {
+    "resized": lambda z: F.interpolate(z, size=(8, 8), mode="bilinear"),
+    "cast": lambda z: z.double(),
+    "resized and cast": lambda z: F.interpolate(z.double(), size=(8, 8), mode="bilinear"),
+}
+
+
+@pytest.mark.parametrize("order", [("out", "aux"), ("aux", "out")])
+@pytest.mark.parametrize("how", PROCESSED)
+def test_processed_logits_of_two_heads_are_refused_with_a_mend_that_works(how, order):
+    """torchvision's reference for segmentation, where the script resizes: the factor was read as 1.4 for 1."""
+    process, x, y = PROCESSED[how], torch.randn(2, 3, 4, 4), torch.randint(CLASSES, (2, 8, 8))
+    y = y[:, :4, :4] if how == "cast" else y
+
+    def loss_of(criterion, of_main):
+        outputs = model(x)
+        losses = {name: (of_main if name == "out" else criterion)(process(outputs[name]), y) for name in order}
+        return losses["out"] + 0.4 * losses["aux"]
+
+    criterion = nn.CrossEntropyLoss()
+    model = Segmenter()
+    optimizer = DCLOptimizer(sgd(model), model, criterion=criterion)
+    with pytest.raises(RuntimeError, match="criterion= a loss module that only the main head's calls"):
+        loss_of(criterion, criterion).backward()
+    main = nn.CrossEntropyLoss()
+    optimizer = DCLOptimizer(sgd(model), model, criterion=main)
+    optimizer.zero_grad()
+    loss_of(criterion, main).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
+    optimizer.step()
+
+
+def test_a_processed_auxiliary_output_leaves_the_main_one_its_factor():
+    criterion, model = nn.CrossEntropyLoss(), Segmenter()
+    optimizer = DCLOptimizer(sgd(model), model, criterion=criterion)
+    outputs, y = model(torch.randn(2, 3, 4, 4)), torch.randint(CLASSES, (2, 4, 4))
+    others = [criterion(outputs["aux"].double(), y) for _ in range(2)]
+    (0.3 * criterion(outputs["out"], y) + 0.4 * sum(others)).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("part", ["mixed labels", "slices", "one for a log"])
+def test_several_calls_on_processed_logits_of_one_head_are_its_own(part):
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer = wrapped(criterion)
+    z, y = model(A[0]), A[1]
+    if part == "mixed labels":
+        converted = z.float()
+        loss, expected = 0.3 * criterion(converted, y) + 0.7 * criterion(converted, y.flip(0)), 1.0
+    elif part == "slices":  # each row of either half has twice the weight that it has in a mean of all rows
+        loss, expected = criterion(z[:6], y[:6]) + criterion(z[6:], y[6:]), 2.0
+    else:
+        loss, expected = 0.3 * criterion(z.float(), y), 0.3
+        criterion(z.float().clone(), y)
+    loss.backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(expected)

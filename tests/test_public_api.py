@@ -133,6 +133,7 @@ dcl_optim.forecaster.Forecaster()
     .predict(self, args, kwargs, record, rng_state)
     .replays_draws = True
     .set_mode(self, mode)
+    .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
 dcl_optim.forecaster.ForwardRecord(logits, class_dim)
@@ -157,6 +158,7 @@ dcl_optim.companion.Companion(model, base, find_logits, *, companion=None, compa
     .observe(self, record, distance, alpha, scale)
     .predict(self, args, kwargs, record, rng_state)
     .set_mode(self, mode)
+    .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
 dcl_optim.overlap.OverlappedCompanion(*args, **options)
@@ -178,6 +180,7 @@ dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, rank
     .predict(self, args, kwargs, record, rng_state)
     .replays_draws = False
     .seen
+    .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
     .values

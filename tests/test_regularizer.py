@@ -203,6 +203,7 @@ def test_penalty_reaches_the_step_whoever_calls_backward():
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:a step was taken on a batch whose penalty")
 def test_non_finite_values_behave_as_in_plain_torch_and_show_in_the_logs():
     model, alone = mlp(), mlp()
     optimizer, base = wrap(model), sgd(alone)

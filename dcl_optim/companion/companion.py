@@ -2,6 +2,8 @@ r"""The companion network: its forecast of a batch, and its step towards :math:`
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch.optim import Optimizer
 
 from dcl_optim._optim import all_or_nothing, gradients_of
 from dcl_optim._rng import RngState, on_device, replayed
+from dcl_optim._torch import warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.inputs import Arguments
@@ -19,8 +22,13 @@ from dcl_optim.companion.sync import CompanionSync
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, companion_gradient
 from dcl_optim.distributed import Ranks, refuse_flat_shards, unwrapped
-from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
+from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 
+_zero_what_is_not_finite = functools.partial(torch.nan_to_num_, nan=0.0, posinf=0.0, neginf=0.0)
+WRITTEN_TO = (
+    "This was raised in the backward of dcl_optim's companion, which runs in optimizer.step(): the script has written "
+    "to the batch, or to a tensor that it is a view of, since the forward. Do so after step(), or pass on a copy."
+)
 IN_COMPANION = (
     "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
     "after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
@@ -89,6 +97,8 @@ class Companion(Forecaster):
         self._sync = CompanionSync(model, self.module, self._optimizer, is_copy, self._ranks, device, dtype)
         self.optimizer = self._optimizer.optimizer
         self._learns = True  # whether the companion learns from this batch
+        self._looks = False  # whether a device may be looked at in this step
+        self._is_lost = False  # whether its logits were not finite where the model's were
         self._reset()
 
     def _reset(self) -> None:
@@ -100,7 +110,7 @@ class Companion(Forecaster):
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         if self._pending:
             self._run_backward()
-        self._learns = step % self._every == 0
+        self._learns, self._looks = step % self._every == 0, step % LOOK_EVERY == 0
         self._ranks.find()
         self._sync.follow()
 
@@ -177,8 +187,19 @@ class Companion(Forecaster):
             return
         z = record.logits if self._fraction == 1 else record.logits[: len(c)]
         gradient = companion_gradient(distance, z.to(c.device), c, alpha)
+        if isinstance(record.finite, Tensor):
+            gradient = torch.where(record.finite.to(c.device), gradient, 0.0)
         gradient = self._mean.weigh(gradient, scale, half=c.dtype == torch.float16)
         self._pending.append((c, gradient.to(c.dtype)))
+
+    def skip(self, record: ForwardRecord, alpha: float) -> None:
+        c, record.companion_logits = record.companion_logits, None
+        if c is None:
+            return
+        assert record.forecast is not None
+        self._is_lost |= bool((record.logits.isfinite() & ~record.forecast.isfinite()).any())
+        if self._ranks.count > 1:  # the others wait for this one's share in the mean
+            self._mean.count += 1
 
     def backward(self) -> None:
         self._optimizer.follow_options()
@@ -190,8 +211,13 @@ class Companion(Forecaster):
 
     def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
         for logits, gradient in pending:
-            with inputs.outside_autocast(logits.device.type):
-                logits.backward(gradient)
+            try:
+                with inputs.outside_autocast(logits.device.type):
+                    logits.backward(gradient)
+            except RuntimeError as error:
+                if "inplace operation" in str(error):
+                    _add_note(error, WRITTEN_TO)
+                raise
             if next(gradients_of(self.optimizer), None) is None:
                 raise RuntimeError(
                     "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
@@ -202,11 +228,26 @@ class Companion(Forecaster):
         mean = self._mean
         if mean.count:
             self._run_backward()  # of a base that has evaluated the model once, in its own step
+            # A layer that saturates hides an infinity from the logits, and behind logits that are left out 0 · nan is
+            # nan. In float16 the whole step is skipped.
+            if not mean.half:
+                deque(map(_zero_what_is_not_finite, gradients_of(self.optimizer)), maxlen=0)
             overflowed = self._average() if mean.count > 1 or mean.half or self._ranks.count > 1 else False
             if not overflowed:
                 self._optimizer.step()
             self.forget()
+        if self._is_lost:
+            self._start_anew()
         self._optimizer.note_options()
+
+    def _start_anew(self) -> None:
+        self._is_lost = False
+        is_copy = self._sync.copy_anew()
+        warn(
+            "the companion's logits were not finite where the model's are, as after a learning rate too high for it or "
+            "a state that held nan: "
+            + ("it is a copy of the model again" if is_copy else "load weights into optimizer.companion, or wrap again")
+        )
 
     def _average(self) -> bool:
         """Make the mean over the forwards of the step and over the ranks; say whether it has overflowed."""
@@ -214,7 +255,14 @@ class Companion(Forecaster):
             self._optimizer.fill_gradients()
         gradients = list(gradients_of(self.optimizer))
         self._mean.divide(gradients)
-        self._ranks.average(gradients)
+        if self._ranks.count > 1 and (self._looks or gradients[0].device.type == "cpu"):
+            like = gradients[0]
+            # The ranks start anew together, or none does.
+            lost = torch.full((1,), float(self._is_lost), dtype=like.dtype, device=like.device)
+            self._ranks.average([*gradients, lost])
+            self._is_lost = bool(lost > 0)
+        else:
+            self._ranks.average(gradients)
         return self._mean.has_overflowed(gradients)
 
     def forget(self) -> None:

@@ -208,6 +208,14 @@ class CompanionOptimizer:
         numbers = _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
         self.optimizer.load_state_dict(numbers)
 
+    def clear_state(self) -> None:
+        """Give the optimizer the state that it began with."""
+        state = self.optimizer.state
+        state.clear()
+        if not self._is_given:
+            groups = [self._options(i) | {"params": g["params"]} for i, g in enumerate(self.optimizer.param_groups)]
+            state.update(second(self.base, groups).state)
+
     def cast_state(self) -> None:
         """Bring the state to the parameters' device and dtype."""
         self.optimizer.load_state_dict(self.optimizer.state_dict())

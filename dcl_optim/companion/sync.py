@@ -158,6 +158,16 @@ class CompanionSync:
         self._ranks.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
         self._ranks.broadcast(self._companion.buffers())
 
+    def copy_anew(self) -> bool:
+        """Give a copy the model's values again, and its optimizer a new state; False for what is no copy."""
+        if self._is_copy:
+            pairs = zip(_tensors_of(self._model), _tensors_of(self._companion), strict=True)
+            for theirs, ours in pairs:
+                if ours is not theirs:
+                    ours.data.copy_(theirs.data)
+            self._optimizer.clear_state()
+        return self._is_copy
+
     def own_state(self) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model."""
         if any(map(_requires_grad, self._shared)):
@@ -169,6 +179,10 @@ class CompanionSync:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_started": False}  # torch leaves the compiled call out of copies
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _refuse(added: dict[str, nn.Parameter]) -> None:

@@ -29,6 +29,12 @@ UNREADABLE = (
     "is added with factor 1; pass criterion=<the loss module>, or loss_scale=<number, GradScaler or callable> (1 if "
     "there is no factor), to the optimizer"
 )
+SEVERAL_HEADS = (
+    "the criterion was called on several tensors for one forward, none of which is the output of the model as it "
+    "returned it (logits that were resized or cast, of the main head and of others?), so nothing says which loss is "
+    "the main head's, nor what it is multiplied by. Pass as criterion= a loss module that only the main head's calls, "
+    "or call it on the model's output as it is, or leave criterion= out and pass loss_scale= (1 if there is no factor)"
+)
 
 
 class LossScale:
@@ -73,10 +79,15 @@ class LossScale:
 
         A gradient that cannot be read is worth a warning where a wrong s would matter: with float16 logits, and where
         this is not the first backward since the last step (``several``).
+
+        Raises:
+            RuntimeError: the criterion's losses are of several heads, and which is the main one's is unknown.
         """
         if self.source != "auto":
             return self._given(gradient)
         if reading is None or record.criterion_scale[0] == backward:
+            if record.has_several_heads:
+                raise RuntimeError(SEVERAL_HEADS)
             return record.criterion_scale[1]
         if record.model_scale[0] == backward:
             return choose(reading.has_scale, reading.scale, record.model_scale[1])

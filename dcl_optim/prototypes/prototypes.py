@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim import distances
+from dcl_optim._torch import warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import Ranks
@@ -57,7 +58,7 @@ class Prototypes(Forecaster):
 
     def __init__(self, num_classes: int | None, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
         self._given, self._per_class, self._ignore_index, self._ranks = num_classes, per_class, ignore_index, ranks
-        self._has_checked_shares = False
+        self._has_checked_shares = self._has_told = False
         self._difference: Tensor | None = None  # z - p of the penalty that was computed last, with hard labels
         self._create(num_classes or 0, like)
         self.forget()
@@ -189,14 +190,20 @@ class Prototypes(Forecaster):
         z, classes = record.logits.to(self._rows.dtype), self._classes_of(record)
         if classes.ndim == 2:
             classes, shares = self._columns(classes.to(z.dtype))
+            known = self._finite_rows(z.abs(), record.finite)
+            if known is not None:
+                z, shares = z.masked_fill(~known[:, None], 0.0), shares * known[:, None]
             numbers = shares.sum(0)
             differences = (shares.T @ z).addcmul_(numbers[:, None], self._rows.index_select(0, classes), value=-1.0)
         else:
-            known, numbers = self._difference, z.new_ones(len(classes))
-            differences = distances.difference(z, self._rows.index_select(0, classes)) if known is None else known
+            found, numbers = self._difference, z.new_ones(len(classes))
+            differences = distances.difference(z, self._rows.index_select(0, classes)) if found is None else found
             if not record.all_labelled:
                 labelled = classes < self._num_classes
                 differences, numbers = differences.masked_fill(~labelled[:, None], 0.0), labelled.to(z.dtype)
+            known = None if self._all_seen and record.finite is True else self._finite_rows(differences, record.finite)
+            if known is not None:
+                differences, numbers = differences.masked_fill(~known[:, None], 0.0), numbers * known
         self._difference = None
         if self._counts is None:
             self._counts = z.new_zeros(self._num_classes + 1)
@@ -207,6 +214,23 @@ class Prototypes(Forecaster):
             self._sum_by_class()
         else:  # of the classes a copy: the script may write the next batch's labels into that tensor before the step
             self._kept.append((classes.clone(), differences))
+
+    def skip(self, record: ForwardRecord, alpha: float) -> None:
+        self._alpha, self._difference = alpha, None
+        if self._counts is None and self._ranks.count > 1:  # the others wait for this one's share in the sums
+            self._counts = self._rows.new_zeros(self._num_classes + 1)
+
+    def _finite_rows(self, rows: Tensor, finite: bool | Tensor) -> Tensor | None:
+        """Which rows can be learned from, (N,) bool; None for all. Minus infinity is what a masked class starts at.
+
+        The penalty speaks for the rows of classes that have a prototype alone.
+        """
+        if isinstance(finite, Tensor):
+            return (rows.sum(1) < torch.inf) & finite
+        if rows.sum() < torch.inf:
+            return None
+        self._left_out = True
+        return rows.sum(1) < torch.inf
 
     def _sum_by_class(self) -> Tensor:
         """Add the differences that are kept to one sum for each class."""
@@ -221,6 +245,9 @@ class Prototypes(Forecaster):
         counts = self._counts
         if counts is None:
             return
+        if self._left_out and not self._has_told:
+            self._has_told = True
+            warn("rows of logits that are not finite have no part in the prototypes")
         if self._ranks.count > 1:
             self._ranks.add_up(counts)
             self._ranks.add_up(self._sum_by_class())
@@ -237,7 +264,7 @@ class Prototypes(Forecaster):
 
     def forget(self) -> None:
         self._kept, self._num_kept, self._sums, self._counts = [], 0, None, None
-        self._difference, self._alpha = None, 0.0
+        self._difference, self._alpha, self._left_out = None, 0.0, False
 
     def _follow_place(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""
@@ -277,6 +304,11 @@ class Prototypes(Forecaster):
         else:
             classes = state["seen"].nonzero().flatten().to(device)
             rows = state["values"].to(device)[classes]
+        finite = rows.sum(1) < torch.inf  # a state of an earlier version may hold nan
+        if not finite.all():
+            lost = classes[~finite].tolist()
+            warn(f"the prototypes of classes {lost[:5]} are not finite in this state: they start anew, as if not seen")
+            classes, rows = classes[finite], rows[finite]
         if rows.shape[1] != self._num_classes:
             self._create(rows.shape[1], self._rows)
         self._rows = torch.zeros_like(self._rows).index_copy_(0, classes, rows.to(self._rows.dtype))

@@ -42,6 +42,12 @@ def to_classes(
             f"labels of the logits' shape {tuple(record.shape)}"
         )
     if targets.numel() != rows:
+        if record.targets is None:  # of the criterion: graph networks take their loss over some of the nodes
+            raise ValueError(
+                f"the criterion was given {targets.numel()} labels, and the model gave {rows} rows of logits. For a "
+                "loss of some of the rows (a mask of nodes) call set_targets with a label for each row before the "
+                "forward, ignore_index (-100) where a row has no part in the loss; see class_dim= too"
+            )
         raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
     flat = targets.ndim == 1 and targets.dtype == torch.int64
     return _checked(targets if flat else targets.detach().reshape(-1).long(), num_classes, ignore_index)
