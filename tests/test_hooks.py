@@ -24,6 +24,7 @@ def wrap_and_hear(model: nn.Module, **options: Any) -> tuple[Any, str]:
     """Wrap a model; return what its one warning says of the hooks."""
     with pytest.warns(UserWarning, match=r"does not copy these hooks.*register it on optimizer\.companion") as caught:
         optimizer = wrap(model, **options)
+        optimizer.companion  # noqa: B018 - makes the copy, as the first forward would
     assert len(caught) == 1
     return optimizer, str(caught[0].message)
 

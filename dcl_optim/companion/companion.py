@@ -9,18 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import all_or_nothing, gradients_of
+from dcl_optim import _rng
+from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, on_device, replayed
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.inputs import Arguments
-from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
+from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, check_for_copy
 from dcl_optim.companion.sync import CompanionSync
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, companion_gradient
 from dcl_optim.distributed import Ranks, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
 
+NOT_MADE = {"made": False}  # the state of a copy before its first forward
 IN_COMPANION = (
     "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
     "after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
@@ -34,11 +36,14 @@ class Companion(Forecaster):
     :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forwards
     since the last step on their mean, weighed by the size of what each loss was multiplied by.
 
+    A copy is made when the first training forward begins, so that it starts where the model does whatever a script does
+    to the model before; ``module``, ``optimizer`` and :meth:`load_state_dict` make it earlier.
+
     Args:
         model: the model.
         base: its optimizer.
         find_logits: function of a module's output that gives the logits.
-        companion: None (a copy of the model), a module, or a callable without arguments that builds one.
+        companion: None (a copy of the model), a module, or a callable without arguments that builds one at once.
         companion_optimizer: None (a second one of the base's class), an optimizer, or a callable that builds one.
         lr_scale: the companion's learning rate divided by the base's.
         fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1].
@@ -47,14 +52,10 @@ class Companion(Forecaster):
         dtype: what it computes in; None for the model's dtype.
         process_group: as in :class:`~dcl_optim.DCLOptimizer`.
 
-    Attributes:
-        module: the companion as a module.
-        optimizer: its optimizer.
-
     Raises:
         ValueError: the companion shares trained parameters with the model, or has none.
         TypeError: a companion, an optimizer or a group that is none.
-        RuntimeError: the model cannot be copied.
+        RuntimeError: the model cannot be copied; most such models are found out at the first forward only.
 
     Examples:
         >>> from dcl_optim.hooks.outputs import find_logits
@@ -79,17 +80,52 @@ class Companion(Forecaster):
         dtype: torch.dtype | None = None,
         process_group: Any = "auto",
     ) -> None:
-        self._find_logits, self._fraction, self._every = find_logits, fraction, every
+        self._model, self._base, self._find_logits = model, base, find_logits
+        self._given, self._given_optimizer = companion, companion_optimizer
+        self._lr_scale, self._fraction, self._every = lr_scale, fraction, every
         self._device, self._dtype = device, dtype
         refuse_flat_shards(model)
         self._ranks = Ranks(model, process_group)
-        own, is_copy = unwrapped(model), companion is None
-        self.module = copying.build(own, companion, device, dtype)
-        self._optimizer = CompanionOptimizer(base, own, self.module, lr_scale, companion_optimizer, is_copy)
-        self._sync = CompanionSync(model, self.module, self._optimizer, is_copy, self._ranks, device, dtype)
-        self.optimizer = self._optimizer.optimizer
+        self._made = False
+        self._wrapped_with = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+        self._mode: str | None = None  # that the base was switched to, if it has one
         self._learns = True  # whether the companion learns from this batch
         self._reset()
+        if companion is None:
+            copying.check_model(model)
+            check_for_copy(base, model, companion_optimizer)
+        else:
+            self._make()
+
+    def _make(self) -> None:
+        """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
+        own, is_copy = unwrapped(self._model), self._given is None
+        rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
+        with replayed(rng_state), torch.inference_mode(False):
+            self._module = copying.build(own, self._given, self._device, self._dtype)
+            self._optimizer = CompanionOptimizer(
+                self._base, own, self._module, self._lr_scale, self._given_optimizer, is_copy, self._wrapped_with
+            )
+        self._sync = CompanionSync(
+            self._model, self._module, self._optimizer, is_copy, self._ranks, self._device, self._dtype
+        )
+        self._made = True
+        if self._mode is not None:
+            self.set_mode(self._mode)
+
+    @property
+    def module(self) -> nn.Module:
+        """The companion as a module."""
+        if not self._made:
+            self._make()
+        return self._module
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The companion's optimizer."""
+        if not self._made:
+            self._make()
+        return self._optimizer.optimizer
 
     def _reset(self) -> None:
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward has not run, and their gradients
@@ -102,6 +138,8 @@ class Companion(Forecaster):
             self._run_backward()
         self._learns = step % self._every == 0
         self._ranks.find()
+        if not self._made:
+            self._make()
         self._sync.follow()
 
     def predict(
@@ -135,7 +173,7 @@ class Companion(Forecaster):
     def _logits(self, arguments: Arguments) -> Tensor:
         args, kwargs = arguments
         try:
-            output = self.module(*args, **kwargs)
+            output = self._module(*args, **kwargs)
         except Exception as error:
             _add_note(error, IN_COMPANION)
             raise
@@ -176,8 +214,9 @@ class Companion(Forecaster):
         self._pending.append((c, gradient.to(c.dtype)))
 
     def backward(self) -> None:
-        self._optimizer.follow_options()
-        self._run_backward()
+        if self._made:
+            self._optimizer.follow_options()
+            self._run_backward()
 
     def _run_backward(self) -> None:
         pending, self._pending = self._pending, []
@@ -187,7 +226,7 @@ class Companion(Forecaster):
         for logits, gradient in pending:
             with inputs.outside_autocast(logits.device.type):
                 logits.backward(gradient)
-            if next(gradients_of(self.optimizer), None) is None:
+            if next(gradients_of(self._optimizer.optimizer), None) is None:
                 raise RuntimeError(
                     "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
                     "forward was replaced by a function that holds it?); pass companion="
@@ -201,52 +240,87 @@ class Companion(Forecaster):
             if not overflowed:
                 self._optimizer.step()
             self.forget()
-        self._optimizer.note_options()
+        if self._made:
+            self._optimizer.note_options()
 
     def _average(self) -> bool:
         """Make the mean over the forwards of the step and over the ranks; say whether it has overflowed."""
         if self._ranks.count > 1:  # every rank must bring the same tensors to the reduction
             self._optimizer.fill_gradients()
-        gradients = list(gradients_of(self.optimizer))
+        gradients = list(gradients_of(self._optimizer.optimizer))
         self._mean.divide(gradients)
         self._ranks.average(gradients)
         return self._mean.has_overflowed(gradients)
 
     def forget(self) -> None:
         self._reset()
-        self.optimizer.zero_grad()
+        if self._made:
+            self._optimizer.optimizer.zero_grad()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
     def base_changed(self) -> None:
-        self._sync.follow_base()
+        if self._made:
+            self._sync.follow_base()
 
     def set_mode(self, mode: str) -> None:
-        if hasattr(self.optimizer, mode):
+        self._mode = mode
+        if self._made and hasattr(self.optimizer, mode):
             getattr(self.optimizer, mode)()
 
     def create_state(self) -> None:
+        optimizer = self.optimizer
         self._optimizer.follow_options()  # the learning rate is 0 for now
-        if not self.optimizer.state:
+        if not optimizer.state:
             self._optimizer.fill_gradients()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         self._optimizer.note_options()
 
     def state_dict(self) -> dict[str, Any]:
+        if not self._made:
+            return dict(NOT_MADE)
         self._optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
         return {"model": self._sync.own_state(), "optimizer": self._optimizer.state_dict()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        check_tensors(state.get("model", {}), self._sync.own_state(), "companion")
-        self._optimizer.check_state(state.get("optimizer", {}))
+        if state == NOT_MADE and self._given is None:
+            return
+        was_made = self._made
+        try:
+            if not was_made:
+                self._make()
+            check_tensors(state.get("model", {}), self._sync.own_state(), "companion")
+            self._optimizer.check_state(state.get("optimizer", {}))
+        except Exception:
+            self._made = was_made
+            raise
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state == NOT_MADE:
+            self.reset()
+            return
         with all_or_nothing(self.optimizer):
             self._optimizer.load_state_dict(state["optimizer"])
-            self.module.load_state_dict(state["model"], strict=False)
+            self._module.load_state_dict(state["model"], strict=False)
         self.forget()
         self._optimizer.note_options()
+
+    def reset(self) -> None:
+        """Drop the companion: the next training forward begins with a new one, as the first did.
+
+        Raises:
+            RuntimeError: the companion was given as a module, of which there is no second.
+        """
+        if isinstance(self._given, nn.Module):
+            raise RuntimeError(
+                "the companion was given as a module, which cannot be made anew: load the weights that it is to have "
+                "into optimizer.companion, or wrap the model again"
+            )
+        self.forget()
+        self._made = False
+        if self._given is not None:
+            self._make()
 
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()  # graphs cannot be copied

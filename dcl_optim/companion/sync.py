@@ -112,7 +112,7 @@ class CompanionSync:
         held = {id(parameter) for parameter in parameters_of(self._optimizer.optimizer)}
         elsewhere = [pair for pair in pairs if id(pair[1]) not in held]
         self._trained_elsewhere = ([theirs for theirs, _ in elsewhere], [ours for _, ours in elsewhere])
-        self._trained = [True] * len(elsewhere)  # of those whether they have trained until the last forward
+        self._trained = [theirs.requires_grad for theirs, _ in elsewhere]  # until the last forward
 
     def _follow_elsewhere(self) -> None:
         """Take over the values of parameters that an optimizer of the script's own trains, and not the wrapped one."""

@@ -1,0 +1,296 @@
+"""The companion is copied when the first training forward begins, and that forward is held to what must be true of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer
+from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, sgd, train, wrap
+
+DATA = list(batches(5))
+
+
+# ---- what a script does between wrapping and the first forward -------------------------------------------------------
+
+
+def load_weights(model: nn.Sequential, optimizer: Any) -> None:
+    """As every ``--resume`` that loads weights only."""
+    model.load_state_dict(mlp(seed=7).state_dict())
+
+
+def initialise(model: nn.Sequential, optimizer: Any) -> None:
+    torch.manual_seed(3)
+    model.apply(lambda layer: nn.init.xavier_uniform_(layer.weight) if isinstance(layer, nn.Linear) else None)
+
+
+def to_float32(model: nn.Sequential, optimizer: Any) -> None:
+    model.float()
+
+
+def patch_forward(model: nn.Sequential, optimizer: Any) -> None:
+    """By a function that takes the module, as Accelerate does."""
+    inner = type(model).forward
+    model.forward = (lambda self, x: inner(self, x) * 2).__get__(model)
+
+
+def parametrise(model: nn.Sequential, optimizer: Any) -> None:
+    """The parameter stays the very object that the base optimizer has."""
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+
+
+def set_attribute(model: nn.Sequential, optimizer: Any) -> None:
+    model[1] = nn.Softsign()
+
+
+def register_hook(model: nn.Sequential, optimizer: Any) -> None:
+    model[0].register_forward_hook(lambda module, inputs, output: output * 3)
+
+
+def register_pre_hook_on_the_model(model: nn.Sequential, optimizer: Any) -> None:
+    model.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 3,))
+
+
+def unfreeze(model: nn.Sequential, optimizer: Any) -> None:
+    model[2].requires_grad_(True)
+
+
+def freeze(model: nn.Sequential, optimizer: Any) -> None:
+    model[0].requires_grad_(False)
+
+
+def add_layer(model: nn.Sequential, optimizer: Any) -> None:
+    torch.manual_seed(4)
+    model.append(nn.Linear(CLASSES, CLASSES).double())
+    optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.3})
+
+
+def evaluate(model: nn.Sequential, optimizer: Any) -> None:
+    """With gradients on, as those do who look at the first loss."""
+    model.eval()
+    F.cross_entropy(model(DATA[0][0]), DATA[0][1]).backward()
+    optimizer.zero_grad()
+    model.train()
+
+
+def save_and_load(model: nn.Sequential, optimizer: Any) -> None:
+    """As Accelerate's ``prepare`` does to move the state, before the weights are there."""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    load_weights(model, optimizer)
+
+
+def a_step_of_nothing(model: nn.Sequential, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    optimizer.step()
+    load_weights(model, optimizer)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+BETWEEN = [
+    load_weights, initialise, to_float32, patch_forward, parametrise, set_attribute, register_hook,
+    register_pre_hook_on_the_model, unfreeze, freeze, add_layer, evaluate, save_and_load, a_step_of_nothing,
+]  # fmt: skip
+
+
+def run(change: Callable[[Any, Any], None], wrapped_first: bool, **options: Any) -> Any:
+    model = mlp()
+    if change is unfreeze:
+        model[2].requires_grad_(False)
+    base = sgd(model)
+    if wrapped_first:
+        optimizer = DCLOptimizer(base, model, weight=1.0, **options)
+        change(model, optimizer)
+    else:
+        change(model, base)
+        optimizer = DCLOptimizer(base, model, weight=1.0, **options)
+    train(model, optimizer, [(x.to(model[0].bias.dtype), y) for x, y in DATA])
+    assert optimizer.penalty > 0
+    return model, optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=["serial", "overlap"])
+@pytest.mark.parametrize("change", BETWEEN)
+def test_what_is_done_after_wrapping_is_as_if_it_had_been_done_before(change: Any, options: dict[str, Any]) -> None:
+    if options and change is register_pre_hook_on_the_model:
+        pytest.skip("overlap=True refuses a pre-hook that comes after ours")
+    (model, optimizer), (expected, other) = run(change, True, **options), run(change, False, **options)
+    assert_same(model, expected)
+    assert_same(optimizer.companion, other.companion)
+    assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("how", ["companion", "companion_optimizer", "state"])
+def test_the_copy_is_made_earlier_where_it_is_asked_for(how: str) -> None:
+    model = mlp()
+    optimizer = wrap(model)
+    if how == "state":
+        trained = wrap(mlp(seed=2))
+        train(trained.model, trained, DATA)
+        optimizer.load_state_dict(trained.state_dict())
+        expected = copy.deepcopy(trained.companion)
+    else:
+        getattr(optimizer, how)
+        expected = copy.deepcopy(model)
+    load_weights(model, optimizer)
+    assert_same(optimizer.companion, expected)
+
+
+def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
+    class Drawing(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr)
+            torch.rand(3)
+
+    states, models = [], []
+    for weight in (0.0, None):
+        model = dropout_net()
+        torch.manual_seed(5)
+        base = Drawing(model.parameters())
+        train(model, base if weight is None else DCLOptimizer(base, model, weight=weight), DATA)
+        states.append(torch.get_rng_state())
+        models.append(model)
+    assert_same(*models)
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_of_an_optimizer_before_its_first_forward_makes_its_own_companion(copied: Any) -> None:
+    model = batch_norm_net()
+    both = (model, wrap(model))
+    twin, twin_optimizer = copied(both)
+    train(*both, DATA)
+    train(twin, twin_optimizer, DATA)
+    assert_same(twin, model)
+    assert_same(twin_optimizer.companion, both[1].companion)
+    assert twin_optimizer.companion is not both[1].companion
+
+
+def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly() -> None:
+    model = mlp()
+    optimizer = wrap(model)
+    stream = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), stream)
+    stream.seek(0)
+    weights, state = torch.load(stream, weights_only=True)
+    train(model, optimizer, DATA)
+    again = mlp(seed=8)
+    other = wrap(again)
+    train(again, other, DATA[:1])  # it has a companion by now
+    again.load_state_dict(weights)
+    other.load_state_dict(state)
+    train(again, other, DATA)
+    assert_same(again, model)
+    assert_same(other.companion, optimizer.companion)
+
+
+def test_a_state_that_is_refused_makes_no_copy() -> None:
+    model, wide = mlp(), mlp(width=13)
+    optimizer, other = wrap(model), wrap(wide)
+    assert other.companion is not None
+    with pytest.raises(ValueError, match="state of the companion has shape"):
+        optimizer.load_state_dict(other.state_dict())
+    load_weights(model, optimizer)
+    assert_same(optimizer.companion, model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_a_copy_that_is_asked_for_inside_a_mode_trains_all_the_same(mode: Any) -> None:
+    model, expected = mlp(), mlp()
+    optimizer, other = wrap(model), wrap(expected)
+    with mode():
+        assert optimizer.companion is not None
+    train(model, optimizer, DATA)
+    train(expected, other, DATA)
+    assert_same(model, expected)
+    assert_same(optimizer.companion, other.companion)
+
+
+class Remembering(nn.Module):
+    """Keeps what it has computed, as feature extractors and the older spectral norm do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.kept: Any = None
+        self.all: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.net[0](x)
+        self.all = [self.kept]
+        return self.net[2](self.net[1](self.kept))
+
+
+@pytest.mark.parametrize("build", [Remembering, lambda: nn.utils.spectral_norm(mlp()[2])])
+def test_tensors_that_an_evaluation_has_left_on_the_model_do_not_prevent_the_copy(build: Any) -> None:
+    model = build()
+    optimizer = wrap(model)
+    width = 12 if isinstance(model, nn.Linear) else FEATURES
+    x, y = torch.randn(8, width, dtype=torch.float64), torch.arange(8) % CLASSES
+    model.eval()(x)
+    train(model.train(), optimizer, [(x, y)] * 3)
+    assert optimizer.penalty > 0
+
+
+def test_the_optimizers_mode_is_the_companions_from_its_start() -> None:
+    from schedulefree import SGDScheduleFree
+
+    found = []
+    for companion in (None, mlp()):
+        model = mlp()
+        optimizer = DCLOptimizer(SGDScheduleFree(model.parameters(), lr=0.1), model, companion=companion, weight=1.0)
+        optimizer.train()
+        train(model, optimizer, DATA)
+        optimizer.eval()
+        found.append((model, optimizer.companion))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+
+
+def test_a_hook_of_the_model_itself_behind_ours_is_not_the_forecasts() -> None:
+    """It changes the logits behind the penalty, whether the copy is there or not."""
+    model, expected = mlp(), mlp()
+    optimizer, other = wrap(model), wrap(expected)
+    assert other.companion is not None
+    for net in (model, expected):
+        net.register_forward_hook(lambda module, inputs, output: output * 3)
+    train(model, optimizer, DATA)
+    train(expected, other, DATA)
+    assert_same(model, expected)
+    assert_same(optimizer.companion, other.companion)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot train the companion"),
+        (lambda model: NeedsMore(model.parameters(), extra=1), "a second NeedsMore for the companion could not be"),
+    ],
+)
+def test_what_cannot_train_a_companion_is_refused_at_wrapping(base: Any, message: str) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=rf"{message}.*companion_optimizer="):
+        DCLOptimizer(base(model), model)
+    assert not model._forward_hooks
+
+
+class NeedsMore(torch.optim.SGD):
+    def __init__(self, params: Any, extra: int) -> None:
+        super().__init__(params, lr=0.1)
+
+
+def test_a_model_without_trained_parameters_is_refused_at_wrapping() -> None:
+    model = mlp().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter to train"):
+        wrap(model)
