@@ -294,3 +294,98 @@ def test_a_model_without_trained_parameters_is_refused_at_wrapping() -> None:
     model = mlp().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter to train"):
         wrap(model)
+
+
+# ---- inputs that the forward changes ---------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Writes to its input before its first layer, which is then computed from what was written."""
+
+    def __init__(self, change: Callable[[Tensor], Any], from_step: int = 0) -> None:
+        super().__init__()
+        self.net, self._change = mlp(), change
+        self._left = from_step
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._left -= 1
+        if self._left < 0:
+            self._change(x)
+        return self.net(x)
+
+
+class Popping(nn.Module):
+    """Takes the labels out of its batch, as models with a loss of their own do."""
+
+    def __init__(self, pops: bool = True) -> None:
+        super().__init__()
+        self.net, self._pops = mlp(), pops
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        y = batch.pop("labels") if self._pops else batch["labels"]
+        x = batch["inputs"].pop() if self._pops else batch["inputs"][-1]
+        logits = self.net(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits, y)}
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "sub_": lambda x: x.sub_(0.5),
+    "relu_": lambda x: F.relu(x, inplace=True),
+    "item": lambda x: x.__setitem__((slice(None), 0), 3.0),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"companion_fraction": 0.5}], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_got_them(
+    change: str, options: dict[str, Any]
+) -> None:
+    model, expected = Centred(CHANGES[change]), mlp()
+    optimizer, other = wrap(model, **options), wrap(expected, **options)
+    train(model, optimizer, [(x.clone(), y) for x, y in DATA])
+    edited = [(x.clone(), y) for x, y in DATA]
+    for x, _ in edited:
+        CHANGES[change](x)
+    train(expected, other, edited)
+    assert_same(model.net, expected)
+    assert_same(optimizer.companion.net, other.companion)
+
+
+def test_an_input_with_a_graph_may_be_edited_in_place() -> None:
+    """As where the body is another module, and the head that is wrapped begins with an in-place ReLU."""
+    found = []
+    for inplace in (True, False):
+        torch.manual_seed(0)
+        body, head = nn.Linear(FEATURES, 12).double(), nn.Sequential(nn.ReLU(inplace), nn.Linear(12, CLASSES)).double()
+        optimizer = wrap(head)
+        for x, y in DATA:
+            optimizer.zero_grad()
+            F.cross_entropy(head(body(x)), y).backward()
+            optimizer.step()
+        assert optimizer.penalty > 0
+        found.append((head, optimizer.companion, body.weight.grad))
+    for first, second in zip(*found, strict=True):
+        assert_same(first, second)
+
+
+def test_an_edit_that_begins_later_is_an_error_that_names_the_fix() -> None:
+    model = Centred(CHANGES["sub_"], from_step=2)
+    optimizer = wrap(model)
+    train(model, optimizer, [(x.clone(), y) for x, y in DATA[:2]])
+    with pytest.raises(RuntimeError, match=r"written to one of its inputs.*dcl_optim.*x = x\.clone\(\)"):
+        model(DATA[2][0].clone())
+
+
+def test_what_the_forward_takes_out_of_its_batch_is_there_for_the_companion() -> None:
+    found = []
+    for pops in (True, False):
+        model = Popping(pops)
+        optimizer = wrap(model)
+        for x, y in DATA:
+            optimizer.zero_grad()
+            model({"labels": y, "inputs": [x]})["loss"].backward()
+            optimizer.step()
+        assert optimizer.penalty > 0
+        found.append((model, optimizer.companion))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])

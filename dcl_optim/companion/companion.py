@@ -90,6 +90,8 @@ class Companion(Forecaster):
         self._wrapped_with = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
         self._mode: str | None = None  # that the base was switched to, if it has one
         self._learns = True  # whether the companion learns from this batch
+        self._kept: inputs.Kept | None = None  # the arguments of the forward that runs
+        self._writes: bool | None = None  # whether the model's forward writes to its inputs; None until its first
         self._reset()
         if companion is None:
             copying.check_model(model)
@@ -141,17 +143,30 @@ class Companion(Forecaster):
         if not self._made:
             self._make()
         self._sync.follow()
+        self._kept = inputs.Kept(args, kwargs, clones=self._writes is not False)
 
     def predict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
+        arguments = self._as_given(args, kwargs)
         with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
-            forecast = self._forecast((args, kwargs), record.shape[0])
-        self._keep(forecast, (args, kwargs), record)
+            forecast = self._forecast(arguments, record.shape[0])
+        self._keep(forecast, arguments, record)
+
+    def _as_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments as the model got them.
+
+        Raises:
+            RuntimeError: the model has written to them, which it had not done in its first forward.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None or not kept.are_of(args, kwargs):
+            return inputs.detached((args, kwargs))
+        self._writes = kept.use_clones_if_written() or bool(self._writes)
+        return kept.arguments
 
     def _forecast(self, arguments: Arguments, batch: int) -> list[Tensor]:
         """The companion's logits: of the whole batch, or of the rows that it learns from and then of the others."""
-        arguments = inputs.detached(arguments)
         if self._device is not None or self._dtype is not None:
             arguments = inputs.to_place(arguments, self._device, self._dtype)
         if not self._learns:
@@ -162,9 +177,10 @@ class Companion(Forecaster):
             return [self._logits(arguments)]
         # A graph for the rows that are learned from only: this is where a fraction saves its time.
         try:
-            first = self._logits(inputs.part(arguments, batch, slice(0, learned)))
+            writes = bool(self._writes)
+            first = self._logits(inputs.part(arguments, batch, slice(0, learned), writes))
             with torch.no_grad():
-                rest = self._logits(inputs.part(arguments, batch, slice(learned, None)))
+                rest = self._logits(inputs.part(arguments, batch, slice(learned, None), writes))
         except Exception as error:
             _add_note(error, self._of_fraction(arguments, batch))
             raise
@@ -324,7 +340,7 @@ class Companion(Forecaster):
 
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()  # graphs cannot be copied
-        return self.__dict__
+        return self.__dict__ | {"_kept": None}
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -53,7 +53,8 @@ class OverlappedCompanion(Companion):
         self._inputs = _fingerprint(args, kwargs)
         tensors = tensors_of((args, kwargs))
         batch = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
-        work = functools.partial(self._forecast, (args, kwargs), batch)
+        assert self._kept is not None
+        work = functools.partial(self._forecast, self._kept.arguments, batch)
         if self._in_thread:
             self._forecast_to_come = self._executor.start(work)
         else:
@@ -93,8 +94,9 @@ class OverlappedCompanion(Companion):
             self._require_same_inputs(args, kwargs)
         else:
             self._note_draws(rng_state)
+            arguments = self._as_given(args, kwargs)
             with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
-                forecast = self._forecast((args, kwargs), record.shape[0])
+                forecast = self._forecast(arguments, record.shape[0])
                 self._note_draws(rng_state)
         self._require_no_recomputation(forecast[0])
         self._keep(forecast, (args, kwargs), record)
