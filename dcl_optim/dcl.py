@@ -185,6 +185,17 @@ class DCLOptimizer(ForecastOptimizer):
         r"""The companion :math:`\omega` as a module; evaluate it as any other."""
         return self.forecaster.module
 
+    def reset_companion(self) -> None:
+        """Start the companion anew: a copy of the model as it is when its next training forward begins.
+
+        For weights that are loaded into the model in the middle of a run. Its optimizer's state is new, too; what the
+        companion was to learn from this step is dropped. A ``companion=`` callable is called again.
+
+        Raises:
+            RuntimeError: ``companion`` was given as a module.
+        """
+        self.forecaster.reset()
+
     @property
     def companion_optimizer(self) -> Optimizer:
         """The companion's optimizer."""

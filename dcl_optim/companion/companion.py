@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, on_device, replayed
+from dcl_optim._torch import warn
 from dcl_optim._validation import check_tensors
-from dcl_optim.companion import copying, inputs
+from dcl_optim.companion import checks, copying, inputs
 from dcl_optim.companion.inputs import Arguments
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, check_for_copy
 from dcl_optim.companion.sync import CompanionSync
@@ -86,10 +87,12 @@ class Companion(Forecaster):
         self._device, self._dtype = device, dtype
         refuse_flat_shards(model)
         self._ranks = Ranks(model, process_group)
-        self._made = False
+        self._made = self._loaded_since = False
         self._wrapped_with = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
         self._mode: str | None = None  # that the base was switched to, if it has one
         self._learns = True  # whether the companion learns from this batch
+        self._own_frozen: set[str] = set()  # frozen parameters that the model's forward writes to
+        self._says_loads = True  # whether the user is still to be told of weights that were loaded in the run
         self._kept: inputs.Kept | None = None  # the arguments of the forward that runs
         self._writes: bool | None = None  # whether the model's forward writes to its inputs; None until its first
         self._reset()
@@ -111,7 +114,8 @@ class Companion(Forecaster):
         self._sync = CompanionSync(
             self._model, self._module, self._optimizer, is_copy, self._ranks, self._device, self._dtype
         )
-        self._made = True
+        self._made, self._has_forecast, self._loaded_since = True, False, False
+        self._starts_equal = is_copy and self._device is None and self._dtype is None
         if self._mode is not None:
             self.set_mode(self._mode)
 
@@ -142,13 +146,19 @@ class Companion(Forecaster):
         self._ranks.find()
         if not self._made:
             self._make()
+        elif self._loaded_since:
+            self._tell_of_loaded_weights()
         self._sync.follow()
+        if not self._has_forecast:
+            self._watched_until = step + 1  # a moving average may move only once the model has stepped
+        self._sync.watch(closely=step <= self._watched_until)
         self._kept = inputs.Kept(args, kwargs, clones=self._writes is not False)
 
     def predict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
         arguments = self._as_given(args, kwargs)
+        self._keep_what_is_written()
         with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
             forecast = self._forecast(arguments, record.shape[0])
         self._keep(forecast, arguments, record)
@@ -210,6 +220,44 @@ class Companion(Forecaster):
         record.companion_logits = c if self._learns else None
         forecast = c.detach() if len(parts) == 1 else torch.cat([c.detach(), record.rows(parts[1])])
         record.forecast = forecast.to(record.logits.device)
+        if not self._has_forecast:
+            self._end_first_forward(record)
+
+    # ---- the first forward -------------------------------------------------------------------------------------------
+
+    def _keep_what_is_written(self) -> None:
+        """Have frozen parameters of its own that the model's forward has written to, as a queue or a moving average."""
+        written = self._sync.written()
+        if written:
+            self._own_frozen |= set(written)
+            self._sync.unshare(written)
+            # What they were before is gone: the first forecast is the model's, of which there is nothing to learn.
+            self._learns &= self._has_forecast or not self._starts_equal
+
+    def _end_first_forward(self, record: ForwardRecord) -> None:
+        self._has_forecast = True
+        self._sync.note_grown()
+        if not self._starts_equal:
+            return
+        if self._own_frozen:
+            self._sync.take_values(self._own_frozen)  # which are those after one forward, for both
+            record.forecast = record.logits
+        elif self._fraction == 1 and record.forecast is not None:
+            checks.require_equal(record.logits, record.forecast, self._module)
+
+    def model_loaded(self) -> None:
+        self._loaded_since = self._made and self._has_forecast and not isinstance(self._given, nn.Module)
+
+    def _tell_of_loaded_weights(self) -> None:
+        self._loaded_since = False
+        if self._says_loads:
+            self._says_loads = False
+            warn(
+                "weights were loaded into the model since its last training forward, and the companion stays where it "
+                "was: if these are others than before, the penalty pulls the model back. Call "
+                "optimizer.reset_companion() after loading, for a companion that is copied from the model anew, or "
+                "load the optimizer's state of the same moment too"
+            )
 
     def _of_fraction(self, arguments: Arguments, batch: int) -> str:
         return (
@@ -297,7 +345,8 @@ class Companion(Forecaster):
         if not self._made:
             return dict(NOT_MADE)
         self._optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
-        return {"model": self._sync.own_state(), "optimizer": self._optimizer.state_dict()}
+        state = {"model": self._sync.own_state(), "optimizer": self._optimizer.state_dict()}
+        return state | {"own_frozen": sorted(self._own_frozen)} if self._own_frozen else state
 
     def check_state(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE and self._given is None:
@@ -306,21 +355,39 @@ class Companion(Forecaster):
         try:
             if not was_made:
                 self._make()
-            check_tensors(state.get("model", {}), self._sync.own_state(), "companion")
+            model = state.get("model", {})
+            expected = self._sync.own_state(self._sync.shared_in(model))
+            self._require_unfrozen(sorted(expected.keys() - model.keys()))
+            check_tensors(model, expected, "companion")
             self._optimizer.check_state(state.get("optimizer", {}))
         except Exception:
             self._made = was_made
             raise
 
+    def _require_unfrozen(self, missing: list[str]) -> None:
+        """Raise ValueError, with the fix, for a state of when some of the model's parameters were frozen."""
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        if missing and self._given is None and all(name in parameters for name in missing):
+            raise ValueError(
+                f"the state of the companion does not fit: missing {missing[:5]}; if these were frozen when it was "
+                "saved, freeze them again, call reset_companion(), load, and unfreeze them"
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE:
             self.reset()
             return
+        # Layers that were unfrozen and frozen again, which go on training; parameters that the forward writes to, not.
+        unshared, self._own_frozen = self._sync.shared_in(state["model"]), set(state.get("own_frozen", ()))
+        for names, trained in ((self._own_frozen & set(unshared), False), (set(unshared) - self._own_frozen, True)):
+            if names:
+                self._sync.unshare(names, trained)
         with all_or_nothing(self.optimizer):
             self._optimizer.load_state_dict(state["optimizer"])
             self._module.load_state_dict(state["model"], strict=False)
         self.forget()
         self._optimizer.note_options()
+        self._has_forecast = self._starts_equal = self._loaded_since = False
 
     def reset(self) -> None:
         """Drop the companion: the next training forward begins with a new one, as the first did.
@@ -334,7 +401,8 @@ class Companion(Forecaster):
                 "into optimizer.companion, or wrap the model again"
             )
         self.forget()
-        self._made = False
+        self._made = self._loaded_since = False
+        self._own_frozen = set()
         if self._given is not None:
             self._make()
 

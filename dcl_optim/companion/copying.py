@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._torch import ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
+from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
 from dcl_optim.distributed import is_fully_sharded
 from dcl_optim.hooks.module_hooks import drop_inert_hooks, is_ours
 
@@ -102,7 +102,7 @@ def _computed(model: nn.Module) -> Iterator[Tensor]:
 
 def _drop_later_hooks(copied: nn.Module) -> None:
     """Remove forward hooks of the model itself that come after ours: they change the logits behind the penalty."""
-    found = [(table, key, hook) for table, key, hook in hooks_of(copied, ("_forward_hooks",))]
+    found = list(hooks_of(copied, AFTER_FORWARD))
     ours = [index for index, (_, _, hook) in enumerate(found) if is_ours(hook)]
     for table, key, _ in found[ours[-1] + 1 :] if ours else []:
         remove_hook(copied, table, key)
@@ -217,13 +217,12 @@ def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | No
     return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
 
 
-def copy_unfrozen(model: nn.Module, companion: nn.Module) -> None:
-    """Replace parameters that the companion still shares although the model trains them now."""
+def unshare(companion: nn.Module, parameters: dict[int, bool]) -> None:
+    """Replace parameters that the companion shares, by id, by copies; the values say whether these are trained."""
     copies: dict[int, nn.Parameter] = {}
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     for module in companion.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in trained:
+            if id(parameter) in parameters:
                 if id(parameter) not in copies:
-                    copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameters[id(parameter)])
                 setattr(module, name, copies[id(parameter)])

@@ -48,7 +48,7 @@ class OverlappedCompanion(Companion):
         self._run_backward()  # reads the weights that the script's changes are going to be written to
         super().before_forward(args, kwargs, rng_state, step)
         self._choose_executor()
-        if self._executor is None or (self._in_thread and not self._suits_a_thread()):
+        if self._executor is None or not self._has_forecast or (self._in_thread and not self._suits_a_thread()):
             return
         self._inputs = _fingerprint(args, kwargs)
         tensors = tensors_of((args, kwargs))
@@ -95,6 +95,7 @@ class OverlappedCompanion(Companion):
         else:
             self._note_draws(rng_state)
             arguments = self._as_given(args, kwargs)
+            self._keep_what_is_written()
             with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
                 forecast = self._forecast(arguments, record.shape[0])
                 self._note_draws(rng_state)
