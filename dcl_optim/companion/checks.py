@@ -16,16 +16,17 @@ def require_equal(logits: Tensor, forecast: Tensor, companion: nn.Module) -> Non
     if logits.device.type == "meta" or is_sharded(logits):
         return
     both_nan = logits.isnan() & forecast.isnan()
-    difference = (logits - forecast).masked_fill((logits == forecast) | both_nan, 0).double().norm()
-    size = logits.masked_fill(~logits.isfinite(), 0).double().norm()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    difference = (logits - forecast).masked_fill((logits == forecast) | both_nan, 0).to(wide).norm()
+    size = logits.masked_fill(~logits.isfinite(), 0).to(wide).norm()
     apart, allowed = torch.stack([difference, size]).tolist()
     if apart <= allowed * _tolerance(logits, companion):
         return
     warn(
         "the first forecast of dcl_optim's companion, a copy of the model, is not what the model gave for the same "
         f"input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away. Whatever makes the "
-        "difference is in the penalty. Usual reasons: inputs that the forward changes inside an object that is no tuple, "
-        "list, dict or dataclass (clone them first); hooks of the model that are not copied (register them on "
+        "difference is in the penalty. Usual reasons: inputs that the forward changes inside an object that is no "
+        "tuple, list, dict or dataclass (clone them first); hooks of the model that are not copied (register them on "
         "optimizer.companion too); state outside of modules, which both networks change; random draws from outside of "
         "torch's generators; weights that were loaded or changed since optimizer.companion was asked for (call "
         "optimizer.reset_companion())"
