@@ -243,7 +243,7 @@ def test_tensors_that_an_evaluation_has_left_on_the_model_do_not_prevent_the_cop
 
 
 def test_the_optimizers_mode_is_the_companions_from_its_start() -> None:
-    from schedulefree import SGDScheduleFree
+    SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree
 
     found = []
     for companion in (None, mlp()):
