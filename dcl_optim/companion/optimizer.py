@@ -259,11 +259,12 @@ def check_for_copy(base: Optimizer, model: nn.Module, given: Optimizer | MakeOpt
     if not any(parameter.requires_grad and id(parameter) in theirs for parameter in parameters_of(base)):
         raise ValueError(NOTHING_TO_TRAIN)
     if given is None:
-        inner, settings = _recipe(base)
-        try:
-            inspect.signature(type(inner).__init__).bind(inner, [], **settings)
-        except TypeError as error:
-            raise ValueError(NO_SECOND.format(type(inner).__name__, error)) from error
+        # A trial with parameters of one element, which costs nothing; the draws of some constructors are undone.
+        options = [{key: value for key, value in group.items() if key not in NO_OPTIONS} for group in base.param_groups]
+        parameters = [{"params": list(map(_of_one_element, group["params"]))} for group in base.param_groups]
+        groups = [one | other for one, other in zip(options, parameters, strict=True)]
+        with _rng.replayed(_rng.capture(next(parameters_of(base)).device)):
+            second(base, groups)
     elif isinstance(given, Optimizer):
         raise ValueError(
             "companion_optimizer holds none of the companion's parameters, since a copy of the model is made later: "
@@ -271,6 +272,11 @@ def check_for_copy(base: Optimizer, model: nn.Module, given: Optimizer | MakeOpt
         )
     elif not callable(given):
         raise TypeError(NO_OPTIMIZER.format(given))
+
+
+def _of_one_element(parameter: Tensor) -> nn.Parameter:
+    values = torch.zeros([1] * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def _recipe(base: Optimizer) -> tuple[Optimizer, dict[str, Any]]:
