@@ -151,14 +151,16 @@ class Companion(Forecaster):
         self._sync.follow()
         if not self._has_forecast:
             self._watched_until = step + 1  # a moving average may move only once the model has stepped
-        self._sync.watch(closely=step <= self._watched_until)
+        if step <= self._watched_until or self._sync.shared:
+            self._sync.watch(closely=step <= self._watched_until)
         self._kept = inputs.Kept(args, kwargs, clones=self._writes is not False)
 
     def predict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
     ) -> None:
         arguments = self._as_given(args, kwargs)
-        self._keep_what_is_written()
+        if self._sync.shared:
+            self._keep_what_is_written()
         with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
             forecast = self._forecast(arguments, record.shape[0])
         self._keep(forecast, arguments, record)

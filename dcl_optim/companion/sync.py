@@ -69,7 +69,7 @@ class CompanionSync:
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
             for theirs, ours in zip(self._theirs, self._ours, strict=True):
                 ours.training = theirs.training
-        if any(map(_requires_grad, self._shared)):
+        if any(map(_requires_grad, self.shared)):
             self.follow_parameters()
         self._follow_place()
         if self._trained_elsewhere[0]:
@@ -86,19 +86,19 @@ class CompanionSync:
         Args:
             closely: also what it writes through ``.data``, which a look at all values shows; and which containers grow.
         """
-        self.watches_values = closely and bool(self._shared)
-        if self._is_copy and (closely or self._shared):
-            self._marks = _marks(self._shared, closely)
+        self.watches_values = closely and bool(self.shared)
+        if self._is_copy and (closely or self.shared):
+            self._marks = _marks(self.shared, closely)
             self._sizes = _sizes(self._companion) if closely else {}
 
     def written(self) -> list[str]:
         """After the model's forward: the names of the shared parameters that it has written to."""
-        if not self._is_copy or not self._shared:
+        if not self._is_copy or not self.shared:
             return []
-        before, now = self._marks, _marks(self._shared, len(self._marks) == 3)
+        before, now = self._marks, _marks(self.shared, len(self._marks) == 3)
         if now == before:
             return []
-        changed = {id(p) for p, *pairs in zip(self._shared, *map(zip, before, now), strict=True) if _differ(pairs)}
+        changed = {id(p) for p, *pairs in zip(self.shared, *map(zip, before, now), strict=True) if _differ(pairs)}
         return [name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in changed]
 
     def unshare(self, names: Iterable[str], trained: bool = False) -> None:
@@ -140,14 +140,14 @@ class CompanionSync:
     def follow_parameters(self) -> None:
         """Take over parameters that the model trains now; a model with new ones is refused."""
         _refuse(self._unknown())
-        copying.unshare(self._companion, {id(p): True for p in self._shared if p.requires_grad})
+        copying.unshare(self._companion, {id(p): True for p in self.shared if p.requires_grad})
         copying.move(self._companion, self._device, self._dtype)
         self._optimizer.follow_parameters()
         self._note_parameters()
 
     def _note_parameters(self) -> None:
         theirs = {id(parameter) for parameter in self._model.parameters()}
-        self._shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
+        self.shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
         if not self._is_copy:
             places = (copying.common_device(self._model), copying.common_device(self._companion))
             first = (next(self._model.parameters()), next(self._companion.parameters()))
@@ -211,16 +211,16 @@ class CompanionSync:
 
     def own_state(self, unshared: Iterable[str] = ()) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model, but for those of some names."""
-        if any(map(_requires_grad, self._shared)):
+        if any(map(_requires_grad, self.shared)):
             self.follow_parameters()
-        shared = {id(parameter) for parameter in self._shared}
+        shared = {id(parameter) for parameter in self.shared}
         named = dict(self._companion.named_parameters(remove_duplicate=False))
         state = self._companion.state_dict()
         return {n: t for n, t in state.items() if n not in named or n in unshared or id(named[n]) not in shared}
 
     def shared_in(self, names: Iterable[str]) -> list[str]:
         """Those of some names whose parameter the companion shares."""
-        shared = {id(parameter) for parameter in self._shared}
+        shared = {id(parameter) for parameter in self.shared}
         named = dict(self._companion.named_parameters(remove_duplicate=False))
         return [name for name in names if name in named and id(named[name]) in shared]
 

@@ -48,7 +48,9 @@ class OverlappedCompanion(Companion):
         self._run_backward()  # reads the weights that the script's changes are going to be written to
         super().before_forward(args, kwargs, rng_state, step)
         self._choose_executor()
-        if not self._has_forecast or self._sync.watches_values:  # both would write to what they share
+        if not self._has_forecast or (
+            self._sync.watches_values and self._sync.shared
+        ):  # both would write to what they share
             return
         if self._executor is None or (self._in_thread and not self._suits_a_thread()):
             return
