@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -79,9 +80,21 @@ saved_tensors_hooks: Callable[[], Any] = functools.partial(_top_hooks, False)
 functorch_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
+_version = attrgetter("_version")
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to in place; 0 for an inference tensor, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The same of many, without a line of Python for each."""
+    tensors = list(tensors)
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # an inference tensor among them
+        return list(map(version_of, tensors))
 
 
 # ---- the stack -------------------------------------------------------------------------------------------------------
@@ -116,6 +129,8 @@ def warn(message: str) -> None:
 outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+AFTER_FORWARD = FORWARD_HOOKS[1:]
+LOAD_HOOKS = ("_load_state_dict_post_hooks",)
 ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 

@@ -61,9 +61,12 @@ def check_labels(targets: Any) -> None:
 def check_device(name: str, value: Any) -> torch.device | None:
     """Demand a device, and give it as its tensors do: with an index, where its kind has one."""
     try:
-        return None if value is None else torch.empty(0, device=torch.device(value)).device
+        device = None if value is None else torch.empty(0, device=torch.device(value)).device
     except (AssertionError, RuntimeError, TypeError) as error:
         raise ValueError(f"{name}={value!r} is no device here: {str(error).splitlines()[0]}") from error
+    if device is not None and device.type == "meta":
+        raise ValueError(f"{name}={value!r} holds no values, so nothing can be computed there; pass a real device")
+    return device
 
 
 def check_dtype(name: str, value: Any) -> None:

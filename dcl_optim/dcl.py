@@ -30,9 +30,10 @@ class DCLOptimizer(ForecastOptimizer):
         \omega_{t+1} = \text{companion step with }
         \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
 
-    one forward and backward of each network (Algorithm 1, Equations 2 and 4). The companion starts as a copy of the
-    model and has its own batch-norm statistics; it sees the same input in the same mode and replays the same random
-    draws (dropout), and leaves the RNG state as if it had not run.
+    one forward and backward of each network (Algorithm 1, Equations 2 and 4). The companion is a copy of the model,
+    made when its first training forward begins (earlier by :attr:`companion` or ``load_state_dict``). It has its own
+    batch-norm statistics; it sees the same input in the same mode and replays the same random draws (dropout), and
+    leaves the RNG state as if it had not run.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
@@ -49,7 +50,8 @@ class DCLOptimizer(ForecastOptimizer):
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
         companion: None for a copy of the model, which shares its frozen parameters and gets those of its hooks that
             work on their arguments alone (a warning names the others); a module of any architecture with the same
-            output shape, which is moved to the model's device; or a callable without arguments that builds one.
+            output shape, which is moved to the model's device; or a callable without arguments that builds one, at
+            once.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
             parameters. The latter two are left alone.
@@ -91,11 +93,12 @@ class DCLOptimizer(ForecastOptimizer):
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
             ``maximize=True``.
         TypeError: an argument of the wrong type.
-        RuntimeError: the model cannot be copied; in ``step``: see ``strict``.
+        RuntimeError: the model cannot be copied (mostly at its first training forward); in ``step``: see ``strict``.
 
     Warns:
-        UserWarning: hooks of the model that the companion does not get; see also ``overlap``, ``logits``,
-            ``class_dim``.
+        UserWarning: at the first training forward: hooks of the model that the companion does not get, and a forecast
+            that is not the model's; weights that were loaded in the run; a companion that is not finite; see also
+            ``overlap``, ``logits``, ``class_dim``.
 
     Examples:
         >>> import torch
@@ -187,8 +190,19 @@ class DCLOptimizer(ForecastOptimizer):
 
     @property
     def companion(self) -> nn.Module:
-        r"""The companion :math:`\omega` as a module; evaluate it as any other."""
+        r"""The companion :math:`\omega` as a module; evaluate it as any other. Made by this, if not before."""
         return self.forecaster.module
+
+    def reset_companion(self) -> None:
+        """Start the companion anew: a copy of the model as it is when its next training forward begins.
+
+        For weights that are loaded into the model in the middle of a run. Its optimizer's state is new, too; what the
+        companion was to learn from this step is dropped. A ``companion=`` callable is called again.
+
+        Raises:
+            RuntimeError: ``companion`` was given as a module.
+        """
+        self.forecaster.reset()
 
     @property
     def companion_optimizer(self) -> Optimizer:

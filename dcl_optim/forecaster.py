@@ -265,6 +265,9 @@ class Forecaster(ABC):
     def close(self) -> None:  # noqa: B027
         """Stop what runs concurrently with the caller; a later forward may start it again. Default: nothing."""
 
+    def model_loaded(self) -> None:  # noqa: B027
+        """Take note that a state was loaded into the model, or into what holds it. Default: nothing."""
+
     def base_changed(self) -> None:  # noqa: B027
         """Follow a change of the base optimizer's parameter groups. Default: nothing."""
 

@@ -116,6 +116,10 @@ class Regularizer:
         self.forecaster.close()
         self.attached = self.superseded = False
 
+    def model_loaded(self) -> None:
+        """A state was loaded into the model."""
+        self.forecaster.model_loaded()
+
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
         self.detach()

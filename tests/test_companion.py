@@ -146,8 +146,9 @@ def test_base_class_that_cannot_be_built_again():
 def test_model_that_cannot_be_copied():
     model = torch.nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, CLASSES)).double()
     model.uncopyable = (i for i in range(3))
+    uncopied = wrap(model)
     with pytest.raises(RuntimeError, match=r"could not be made as a copy.*pass it as companion="):
-        wrap(model)
+        train(model, uncopied, batches(1))
     optimizer = wrap(model, companion=small())
     train(model, optimizer, batches(2))
 

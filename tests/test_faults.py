@@ -178,11 +178,12 @@ def change_input(model: ZeroHead, held: Any, read: Callable[[Any], Any]) -> None
 
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize(("change", "place"), [(change_output, "encoder"), (change_input, "head")])
-def test_a_hook_that_the_companion_goes_without_is_named_at_wrapping(change, place, held):
+def test_a_hook_that_the_companion_goes_without_is_named_with_the_copy(change, place, held):
     model = ZeroHead()
     change(model, *HELD[held])
+    optimizer = DCLOptimizer(sgd(model), model, weight=WEIGHT, alpha=ALPHA)
     with pytest.warns(UserWarning, match="hook") as caught:
-        optimizer = DCLOptimizer(sgd(model), model, weight=WEIGHT, alpha=ALPHA)
+        assert optimizer.companion is not None  # which makes the copy
     assert [place in str(warning.message) for warning in caught] == [True]
     x, y = one()
     F.cross_entropy(model(x), y).backward()  # no second warning: the first logits agree
@@ -547,13 +548,15 @@ def test_the_warning_of_a_missing_class_dim_points_into_the_script():
     assert [file for file, _ in lines_warned_of(script)] == [__file__]
 
 
-def test_the_warning_of_a_hook_points_at_the_wrapping():
+def test_the_warning_of_a_hook_points_at_the_first_forward():
     def script() -> None:
         model = ZeroHead()
         change_output(model, *HELD["list"])
-        DCLOptimizer(sgd(model), model, weight=WEIGHT, alpha=ALPHA)
+        optimizer = DCLOptimizer(sgd(model), model, weight=WEIGHT, alpha=ALPHA)
+        model(one()[0])
+        optimizer.detach()
 
-    assert lines_warned_of(script) == [(__file__, "DCLOptimizer(sgd(model), model, weight=WEIGHT, alpha=ALPHA)")]
+    assert lines_warned_of(script) == [(__file__, "model(one()[0])")]
 
 
 # ---- copies of dense logits ------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance
         criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .companion
     .companion_optimizer
+    .reset_companion(self)
 dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
         reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None, process_group='auto',
         loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
@@ -127,6 +128,7 @@ dcl_optim.forecaster.Forecaster()
     .create_state(self)
     .forget(self)
     .load_state_dict(self, state)
+    .model_loaded(self)
     .observe(self, record, distance, alpha, scale)
     .pause(self)
     .penalty(self, record, distance)
@@ -137,7 +139,8 @@ dcl_optim.forecaster.Forecaster()
     .state_dict(self)
     .step(self)
 dcl_optim.forecaster.ForwardRecord(logits, class_dim)
-    .add_loss_scale(self, exact, times, index, gradients)
+    .add_loss_scale(self, exact, call, times, index, gradients)
+    .holds(self, tensor)
     .lay_out(self, class_dim)
     .link(self, exact)
     .note_loss_scale(self, index, gradients)
@@ -155,8 +158,12 @@ dcl_optim.companion.Companion(model, base, find_logits, *, companion=None, compa
     .create_state(self)
     .forget(self)
     .load_state_dict(self, state)
+    .model_loaded(self)
+    .module
     .observe(self, record, distance, alpha, scale)
+    .optimizer
     .predict(self, args, kwargs, record, rng_state)
+    .reset(self)
     .set_mode(self, mode)
     .skip(self, record, alpha)
     .state_dict(self)

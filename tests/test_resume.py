@@ -109,6 +109,7 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     dcl, dcp = dcl_and_other()
     wide = mlp(width=13)
     other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, weight=1.0)
+    assert dcl.companion is not other_shape.companion  # a state without one fits everywhere
     three = mlp()
     fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3, weight=1.0, alpha=0.6)
     dcl.base.param_groups[0]["lr"] = 0.123

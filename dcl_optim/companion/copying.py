@@ -5,20 +5,33 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._torch import ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
+from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
+from dcl_optim.distributed import is_fully_sharded
 from dcl_optim.hooks.module_hooks import is_ours
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
 LIBRARIES = ("torch.", "transformers.")  # transformers collects hidden states by hooks, and some models build on them
+
+
+CANNOT_COPY = (
+    "the companion could not be made as a copy of the model ({}); build a second model yourself, load the first one's "
+    "state_dict into it (shard it in the same way if the model is sharded) and pass it as companion="
+)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is known to allow no copy."""
+    if is_fully_sharded(model):
+        raise RuntimeError(CANNOT_COPY.format("fully_shard does not support deepcopy"))
 
 
 def build(
@@ -64,15 +77,14 @@ def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
         hooks = [hook for _, _, hook in hooks_of(module, ALL_HOOKS)]
         as_they_are += [hook for hook in hooks if isinstance(_split_partial(hook)[0], FunctionType)]
         as_they_are += [value for value in vars(module).values() if isinstance(value, kinds)]
+    memo = {id(value): value for value in as_they_are}
+    memo |= {id(tensor): tensor.detach().clone() for tensor in _computed(model)}
     try:
-        copied = copy.deepcopy(model, {id(value): value for value in as_they_are})
+        copied = copy.deepcopy(model, memo)
         _check_names(model, copied)
     except Exception as error:
-        raise RuntimeError(
-            f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
-            "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
-            "companion="
-        ) from error
+        raise RuntimeError(CANNOT_COPY.format(error)) from error
+    _drop_later_hooks(model, copied)
     _drop(copied, dropped)
     return copied
 
@@ -81,6 +93,27 @@ def _check_names(model: nn.Module, copied: nn.Module) -> None:
     for (name, _), (found, _) in zip(model.named_parameters(), copied.named_parameters(), strict=False):
         if found != name:
             raise ValueError(f"its copy's parameter {name!r} is called {found!r}, as in a Keras model")
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors with a graph that an earlier forward has left in attributes, of which torch allows no deep copy."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            items = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            if name != "_parameters":
+                yield from (item for item in items if isinstance(item, Tensor) and item.grad_fn is not None)
+
+
+def _drop_later_hooks(model: nn.Module, copied: nn.Module) -> None:
+    """Remove forward hooks of the model itself that come after ours: they change the logits behind the penalty."""
+    found = list(hooks_of(model, AFTER_FORWARD))
+    ours = [index for index, (_, _, hook) in enumerate(found) if is_ours(hook)]
+    later = {key for _, key, _ in found[ours[-1] + 1 :]} if ours else set()
+    for table, key, _ in list(hooks_of(copied, AFTER_FORWARD)):
+        if key in later:
+            remove_hook(copied, table, key)
 
 
 def _not_copied_hooks(model: nn.Module) -> list[tuple[str, Any]]:
@@ -194,13 +227,12 @@ def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | No
     return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
 
 
-def copy_unfrozen(model: nn.Module, companion: nn.Module) -> None:
-    """Replace parameters that the companion still shares although the model trains them now."""
+def unshare(companion: nn.Module, parameters: dict[int, bool]) -> None:
+    """Replace parameters that the companion shares, by id, by copies; the values say whether these are trained."""
     copies: dict[int, nn.Parameter] = {}
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     for module in companion.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in trained:
+            if id(parameter) in parameters:
                 if id(parameter) not in copies:
-                    copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                    copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameters[id(parameter)])
                 setattr(module, name, copies[id(parameter)])

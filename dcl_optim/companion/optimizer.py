@@ -23,6 +23,9 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
 FORMER_NAMES = "names_in_companion"  # what the groups of checkpoints before the second edition hold too
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
+NO_SECOND = "a second {} for the companion could not be built ({}); " + PASS_ANOTHER
+NO_OPTIMIZER = "companion_optimizer must be an optimizer, a callable that builds one, or None, got {!r}"
+NOTHING_TO_TRAIN = "companion has no parameter to train: none has requires_grad=True and is in the optimizer"
 
 
 class CompanionOptimizer:
@@ -32,7 +35,8 @@ class CompanionOptimizer:
     companion's parameter of the same name where it trains one, an empty placeholder otherwise (a frozen parameter that
     is shared, a parameter that is not the model's). So what is unfrozen later finds its place, and a checkpoint does
     not depend on when that was. Parameters of another architecture, whose names the model does not know, come after
-    those of the first group. An optimizer that was given, or built by a callable that was, is left alone.
+    those of the first group. An optimizer that was given, or built by a callable that was, is left alone; what was
+    unfrozen since wrapping, whose parameters then trained are named in ``first``, is a further group of it.
     """
 
     def __init__(
@@ -43,30 +47,37 @@ class CompanionOptimizer:
         lr_scale: float,
         given: Optimizer | MakeOptimizer | None,
         is_copy: bool,
+        first: list[str],
     ) -> None:
         self.base, self._model, self._companion = base, model, companion
         self._lr_scale, self._is_given, self._is_copy = lr_scale, given is not None, is_copy
         self._placeholders: dict[int, nn.Parameter] = {}  # by the base's parameter
         self._seen: list[dict[str, Any]] = []  # the base's options after its last step
         self._versions: list[dict[str, int]] = []  # how often those that are tensors had been written to
-        self.optimizer = self._build(given)
+        self.optimizer = self._build(given, set(first))
         self._draws_nothing = is_torchs_own(self.optimizer)
 
-    def _build(self, given: Optimizer | MakeOptimizer | None) -> Optimizer:
+    def _build(self, given: Optimizer | MakeOptimizer | None, first: set[str]) -> Optimizer:
         groups = self._slots()
         trained = [p for group in groups for p in group if p.requires_grad]
         if not trained:
-            raise ValueError("companion has no parameter to train: none has requires_grad=True and is in the optimizer")
+            raise ValueError(NOTHING_TO_TRAIN)
         if given is None:
             self.note_options()
             return second(self.base, [self._options(i) | {"params": group} for i, group in enumerate(groups)])
+        later: list[nn.Parameter] = []
+        if self._is_copy:  # also in a resumed script, which makes its copy at another time, the groups are these
+            names = {id(p): name for name, p in self._companion.named_parameters()}
+            at_wrapping = [p for p in trained if names[id(p)] in first]
+            if at_wrapping:
+                later, trained = [p for p in trained if names[id(p)] not in first], at_wrapping
         built = given if isinstance(given, Optimizer) or not callable(given) else given(trained)
         if not isinstance(built, Optimizer):
-            raise TypeError(
-                f"companion_optimizer must be an optimizer, a callable that builds one, or None, got {built!r}"
-            )
+            raise TypeError(NO_OPTIMIZER.format(built))
         if built is given and not {id(p) for p in trained} & {id(p) for p in parameters_of(built)}:
             raise ValueError("companion_optimizer holds none of the companion's parameters")
+        if later:
+            built.add_param_group({"params": later})
         return built
 
     def _slots(self) -> list[list[nn.Parameter]]:
@@ -208,14 +219,6 @@ class CompanionOptimizer:
         numbers = _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
         self.optimizer.load_state_dict(numbers)
 
-    def clear_state(self) -> None:
-        """Give the optimizer the state that it began with."""
-        state = self.optimizer.state
-        state.clear()
-        if not self._is_given:
-            groups = [self._options(i) | {"params": g["params"]} for i, g in enumerate(self.optimizer.param_groups)]
-            state.update(second(self.base, groups).state)
-
     def cast_state(self) -> None:
         """Bring the state to the parameters' device and dtype."""
         self.optimizer.load_state_dict(self.optimizer.state_dict())
@@ -250,8 +253,34 @@ def _is_setting(value: Any) -> bool:
     return inspect.isroutine(value) or inspect.isclass(value)
 
 
-def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Build an optimizer of the base's class and settings over other groups."""
+def check_for_copy(base: Optimizer, model: nn.Module, given: Optimizer | MakeOptimizer | None) -> None:
+    """Refuse, before there is a copy of the model, what cannot train one."""
+    theirs = set(map(id, model.parameters()))
+    if not any(parameter.requires_grad and id(parameter) in theirs for parameter in parameters_of(base)):
+        raise ValueError(NOTHING_TO_TRAIN)
+    if given is None:
+        # A trial with parameters of one element, which costs nothing; the draws of some constructors are undone.
+        options = [{key: value for key, value in group.items() if key not in NO_OPTIONS} for group in base.param_groups]
+        parameters = [{"params": list(map(_of_one_element, group["params"]))} for group in base.param_groups]
+        groups = [one | other for one, other in zip(options, parameters, strict=True)]
+        with _rng.replayed(_rng.capture(next(parameters_of(base)).device)):
+            second(base, groups)
+    elif isinstance(given, Optimizer):
+        raise ValueError(
+            "companion_optimizer holds none of the companion's parameters, since a copy of the model is made later: "
+            "pass a callable that builds the optimizer from parameters, or companion= too"
+        )
+    elif not callable(given):
+        raise TypeError(NO_OPTIMIZER.format(given))
+
+
+def _of_one_element(parameter: Tensor) -> nn.Parameter:
+    values = torch.zeros([1] * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _recipe(base: Optimizer) -> tuple[Optimizer, dict[str, Any]]:
+    """The optimizer to build a second one of, and the arguments for its constructor."""
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS cannot train the companion: it evaluates its objective again and again, and the companion has one "
@@ -263,9 +292,13 @@ def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
         raise ValueError(f"{type(base).__name__} steps with a closure only, and the companion has none; {PASS_ANOTHER}")
     accepted = inspect.signature(type(base).__init__).parameters
     known = {key: value for key, value in vars(base).items() if _is_setting(value)} | base.defaults
+    return base, {key: value for key, value in known.items() if key in accepted}
+
+
+def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Build an optimizer of the base's class and settings over other groups."""
+    base, settings = _recipe(base)
     try:
-        return type(base)(groups, **{key: value for key, value in known.items() if key in accepted})
+        return type(base)(groups, **settings)
     except Exception as error:
-        raise ValueError(
-            f"a second {type(base).__name__} for the companion could not be built ({error}); {PASS_ANOTHER}"
-        ) from error
+        raise ValueError(NO_SECOND.format(type(base).__name__, error)) from error

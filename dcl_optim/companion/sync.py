@@ -5,6 +5,7 @@ Apart from companion.py, which is Algorithm 1: this is what scripts and librarie
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from itertools import compress
 from operator import attrgetter, or_
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dcl_optim._optim import parameters_of
-from dcl_optim._torch import compile_context, compile_with
+from dcl_optim._torch import compile_context, compile_with, versions_of
 from dcl_optim.companion import copying
 from dcl_optim.companion.optimizer import CompanionOptimizer
 from dcl_optim.distributed import Ranks, layers, unwrapped
@@ -45,6 +46,9 @@ class CompanionSync:
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
         self._started, self._ranks_in_step = False, 1
+        self.watches_values = False  # whether the forward that runs is watched closely
+        self._marks: list[Any] = []  # of the shared parameters, before the model's forward
+        self._filled: list[tuple[nn.Module, nn.Module, str]] = []  # containers that a forward fills
         own_hooks = is_copy and called is self._model
         self.pre_hooks = copying.ignore_inputs_of_pre_hooks(companion) if own_hooks else []
         self._known = list(self._model.parameters())
@@ -65,11 +69,58 @@ class CompanionSync:
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
             for theirs, ours in zip(self._theirs, self._ours, strict=True):
                 ours.training = theirs.training
-        if any(map(_requires_grad, self._shared)):
+        if any(map(_requires_grad, self.shared)):
             self.follow_parameters()
         self._follow_place()
         if self._trained_elsewhere[0]:
             self._follow_elsewhere()
+        for theirs, ours, name in self._filled:
+            if not vars(theirs).get(name, True):  # the script has cleared it
+                vars(ours)[name].clear()
+
+    # ---- what the forward writes to ----------------------------------------------------------------------------------
+
+    def watch(self, closely: bool) -> None:
+        """Before the model's forward: note what shows that it writes to shared parameters.
+
+        Args:
+            closely: also what it writes through ``.data``, which a look at all values shows; and which containers grow.
+        """
+        self.watches_values = closely and bool(self.shared)
+        if self._is_copy and (closely or self.shared):
+            self._marks = _marks(self.shared, closely)
+            self._sizes = _sizes(self._companion) if closely else {}
+
+    def written(self) -> list[str]:
+        """After the model's forward: the names of the shared parameters that it has written to."""
+        if not self._is_copy or not self.shared:
+            return []
+        before, now = self._marks, _marks(self.shared, len(self._marks) == 3)
+        if now == before:
+            return []
+        changed = {id(p) for p, *pairs in zip(self.shared, *map(zip, before, now), strict=True) if _differ(pairs)}
+        return [name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in changed]
+
+    def unshare(self, names: Iterable[str], trained: bool = False) -> None:
+        """Give the companion parameters of its own, with the values of those that it has shared by these names."""
+        named = dict(self._companion.named_parameters(remove_duplicate=False))
+        copying.unshare(self._companion, {id(named[name]): trained for name in names})
+        self._optimizer.follow_parameters()
+        self._note_parameters()
+
+    def take_values(self, names: Iterable[str]) -> None:
+        """Give parameters the values that they have in the model."""
+        ours = dict(self._companion.named_parameters(remove_duplicate=False))
+        theirs = dict(self._model.named_parameters(remove_duplicate=False))
+        for name in names:
+            ours[name].data.copy_(theirs[name].data)
+
+    def note_grown(self) -> None:
+        """After the companion's first forward: note the containers that it has filled."""
+        if self._is_copy:
+            now = _sizes(self._companion)
+            grown = [key for key, size in now.items() if size > self._sizes.get(key, size)]
+            self._filled = [(self._theirs[index], self._ours[index], name) for index, name in grown]
 
     def follow_base(self) -> None:
         """Take over parameters that the base trains now; new ones of the model are refused."""
@@ -89,14 +140,14 @@ class CompanionSync:
     def follow_parameters(self) -> None:
         """Take over parameters that the model trains now; a model with new ones is refused."""
         _refuse(self._unknown())
-        copying.copy_unfrozen(self._model, self._companion)
+        copying.unshare(self._companion, {id(p): True for p in self.shared if p.requires_grad})
         copying.move(self._companion, self._device, self._dtype)
         self._optimizer.follow_parameters()
         self._note_parameters()
 
     def _note_parameters(self) -> None:
         theirs = {id(parameter) for parameter in self._model.parameters()}
-        self._shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
+        self.shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
         if not self._is_copy:
             places = (copying.common_device(self._model), copying.common_device(self._companion))
             first = (next(self._model.parameters()), next(self._companion.parameters()))
@@ -112,7 +163,7 @@ class CompanionSync:
         held = {id(parameter) for parameter in parameters_of(self._optimizer.optimizer)}
         elsewhere = [pair for pair in pairs if id(pair[1]) not in held]
         self._trained_elsewhere = ([theirs for theirs, _ in elsewhere], [ours for _, ours in elsewhere])
-        self._trained = [True] * len(elsewhere)  # of those whether they have trained until the last forward
+        self._trained = [theirs.requires_grad for theirs, _ in elsewhere]  # until the last forward
 
     def _follow_elsewhere(self) -> None:
         """Take over the values of parameters that an optimizer of the script's own trains, and not the wrapped one."""
@@ -158,31 +209,58 @@ class CompanionSync:
         self._ranks.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
         self._ranks.broadcast(self._companion.buffers())
 
-    def copy_anew(self) -> bool:
-        """Give a copy the model's values again, and its optimizer a new state; False for what is no copy."""
-        if self._is_copy:
-            pairs = zip(_tensors_of(self._model), _tensors_of(self._companion), strict=True)
-            for theirs, ours in pairs:
-                if ours is not theirs:
-                    ours.data.copy_(theirs.data)
-            self._optimizer.clear_state()
-        return self._is_copy
-
-    def own_state(self) -> dict[str, Tensor]:
-        """The companion's tensors without those that it shares with the model."""
-        if any(map(_requires_grad, self._shared)):
+    def own_state(self, unshared: Iterable[str] = ()) -> dict[str, Tensor]:
+        """The companion's tensors without those that it shares with the model, but for those of some names."""
+        if any(map(_requires_grad, self.shared)):
             self.follow_parameters()
-        shared = {id(parameter) for parameter in self._shared}
+        shared = {id(parameter) for parameter in self.shared}
         named = dict(self._companion.named_parameters(remove_duplicate=False))
         state = self._companion.state_dict()
-        return {name: t for name, t in state.items() if name not in named or id(named[name]) not in shared}
+        return {n: t for n, t in state.items() if n not in named or n in unshared or id(named[n]) not in shared}
+
+    def shared_in(self, names: Iterable[str]) -> list[str]:
+        """Those of some names whose parameter the companion shares."""
+        shared = {id(parameter) for parameter in self.shared}
+        named = dict(self._companion.named_parameters(remove_duplicate=False))
+        return [name for name in names if name in named and id(named[name]) in shared]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_started": False}  # torch leaves the compiled call out of copies
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+CONTAINERS = (list, dict, set, deque)
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
+
+
+def _sizes(module: nn.Module) -> dict[tuple[int, str], int]:
+    """How much is in the containers that are attributes of modules."""
+    found = {}
+    for index, inner in enumerate(module.modules()):
+        values = vars(inner).items()
+        found.update({(index, name): len(value) for name, value in values if isinstance(value, CONTAINERS)})
+    return found
+
+
+def _marks(parameters: list[nn.Parameter], closely: bool) -> list[Any]:
+    """How often each was written to, and where it lies; ``closely`` a sum of its bits, too."""
+    try:
+        addresses = list(map(Tensor.data_ptr, parameters))
+    except RuntimeError:  # of a class of its own, which lies nowhere
+        addresses = [0] * len(parameters)
+    marks = [versions_of(parameters), addresses]
+    return [*marks, list(map(_sum_of_bits, parameters))] if closely else marks
+
+
+def _sum_of_bits(parameter: nn.Parameter) -> int:
+    integers = INTEGERS.get(parameter.element_size())
+    if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or integers is None:
+        return 0
+    parts = parameter.detach().view(integers).flatten().split(1 << 22)  # little memory
+    return int(sum(part.long().square().sum() for part in parts))  # squares, since roundings up and down would cancel
+
+
+def _differ(pairs: Iterable[tuple[Any, Any]]) -> bool:
+    return any(before != now for before, now in pairs)
 
 
 def _refuse(added: dict[str, nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dcl_optim import _torch
+from dcl_optim.distributed import unwrapped
 
 
 class HookListener(Protocol):
@@ -27,6 +28,9 @@ class HookListener(Protocol):
     def after_criterion(self, arguments: Any, logits: Any, targets: Any, loss: Tensor) -> None:
         """The criterion has returned a loss that has a gradient."""
 
+    def model_loaded(self) -> None:
+        """A state was loaded into the model."""
+
     def replaced(self) -> None:
         """Another optimizer wraps the model."""
 
@@ -39,6 +43,7 @@ class ModuleHooks:
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self.before_forward, with_kwargs=True),
             model.register_forward_hook(self.after_forward, with_kwargs=True),
+            unwrapped(model).register_load_state_dict_post_hook(self.after_load),
         ]
         if criterion is not None:
             self._handles.append(criterion.register_forward_hook(self.after_criterion, with_kwargs=True))
@@ -64,6 +69,12 @@ class ModuleHooks:
         """Forward hook of the model."""
         listener = self._listener()
         return None if listener is None else listener.after_forward(args, kwargs, output)
+
+    def after_load(self, module: nn.Module, keys: Any) -> None:
+        """Hook of the model's ``load_state_dict``."""
+        listener = self._listener()
+        if listener is not None:
+            listener.model_loaded()
 
     @_torch.outside_compiled_graphs
     def after_criterion(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:

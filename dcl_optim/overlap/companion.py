@@ -48,12 +48,17 @@ class OverlappedCompanion(Companion):
         self._run_backward()  # reads the weights that the script's changes are going to be written to
         super().before_forward(args, kwargs, rng_state, step)
         self._choose_executor()
+        if not self._has_forecast or (
+            self._sync.watches_values and self._sync.shared
+        ):  # both would write to what they share
+            return
         if self._executor is None or (self._in_thread and not self._suits_a_thread()):
             return
         self._inputs = _fingerprint(args, kwargs)
         tensors = tensors_of((args, kwargs))
         batch = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
-        work = functools.partial(self._forecast, (args, kwargs), batch)
+        assert self._kept is not None
+        work = functools.partial(self._forecast, self._kept.arguments, batch)
         if self._in_thread:
             self._forecast_to_come = self._executor.start(work)
         else:
@@ -93,8 +98,10 @@ class OverlappedCompanion(Companion):
             self._require_same_inputs(args, kwargs)
         else:
             self._note_draws(rng_state)
+            arguments = self._as_given(args, kwargs)
+            self._keep_what_is_written()
             with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
-                forecast = self._forecast((args, kwargs), record.shape[0])
+                forecast = self._forecast(arguments, record.shape[0])
                 self._note_draws(rng_state)
         self._require_no_recomputation(forecast[0])
         self._keep(forecast, (args, kwargs), record)

@@ -95,6 +95,7 @@ def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
 def test_the_saved_state_of_every_method_holds_what_trains(method):
     model = adapted(method)
     optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
+    assert optimizer.companion is not None  # before it is made there is nothing to save
     saved = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]["model"]
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     others = {name for name in saved if name not in trained}

@@ -228,6 +228,7 @@ def test_a_refused_state_leaves_the_inner_optimizer_bound_to_the_outer_ones_grou
     model = mlp()
     base = sam(model)
     optimizer = DCLOptimizer(base, model)
+    assert optimizer.companion is not None  # before it is made there is nothing to save
     state = copy.deepcopy(optimizer.state_dict())
     state["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["state"] = None
     before = base.param_groups, base.state, base.base_optimizer.param_groups, base.base_optimizer.state
