@@ -55,6 +55,7 @@ class OverlappedCompanion(Companion):
         batch = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
         work = functools.partial(self._forecast, (args, kwargs), batch)
         if self._in_thread:
+            self._forecast_to_come = list  # of an interrupt inside `start`, for the next forward to wait for
             self._forecast_to_come = self._executor.start(work)
         else:
             with replayed(on_device(rng_state, self._place)):
