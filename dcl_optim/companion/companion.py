@@ -88,6 +88,7 @@ class Companion(Forecaster):
         self._optimizer = CompanionOptimizer(base, own, self.module, lr_scale, companion_optimizer, is_copy)
         self._sync = CompanionSync(model, self.module, self._optimizer, is_copy, self._ranks, device, dtype)
         self.optimizer = self._optimizer.optimizer
+        self._cuts_rows = False  # whether the parts of a batch are known to be rows of it
         self._learns = True  # whether the companion learns from this batch
         self._reset()
 
@@ -127,10 +128,33 @@ class Companion(Forecaster):
             first = self._logits(inputs.part(arguments, batch, slice(0, learned)))
             with torch.no_grad():
                 rest = self._logits(inputs.part(arguments, batch, slice(learned, None)))
+            if not self._cuts_rows:
+                self._require_rows(arguments, batch, learned)
         except Exception as error:
             _add_note(error, self._of_fraction(arguments, batch))
             raise
         return [first, rest]
+
+    def _require_rows(self, arguments: Arguments, batch: int, learned: int) -> None:
+        """Raise ValueError if the dimension that is cut is none of independent samples, as time is; checked once.
+
+        In evaluation mode, in which neither batch norm nor dropout makes a part another one than the rows of the whole.
+        """
+        parts = [inputs.part(arguments, batch, rows) for rows in (slice(0, learned), slice(learned, None))]
+        with torch.no_grad(), copying.evaluating(self.module):
+            whole, *pieces = [self._logits(each) for each in (arguments, *parts)]
+        together = torch.cat(pieces)
+        if together.shape == whole.shape and not whole.is_meta:  # other shapes are refused with the forecast
+            error = (together - whole).nan_to_num().abs().max()  # -inf of masked classes in both
+            half = next(self.module.parameters()).dtype.itemsize < 4 or torch.is_autocast_enabled(whole.device.type)
+            rounding = 0.05 if half else 0.005  # a kernel for fewer rows sums in another order, or in TF32
+            if error > rounding * whole.nan_to_num(neginf=0.0, posinf=0.0).abs().max():
+                raise ValueError(
+                    f"companion_fraction={self._fraction}: the companion's logits for a part of the batch are not "
+                    "those rows of the whole batch's, so the first dimension of the inputs is none of independent "
+                    "samples (time, or a graph's nodes); pass companion_fraction=1"
+                )
+        self._cuts_rows = True
 
     def _logits(self, arguments: Arguments) -> Tensor:
         args, kwargs = arguments

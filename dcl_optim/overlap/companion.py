@@ -40,6 +40,8 @@ class OverlappedCompanion(Companion):
         self._forecast_to_come: Callable[[], list[Tensor]] | None = None
         self._backward_to_come: list[Callable[[], None]] = []
         self._inputs: list[tuple[int, int]] = []
+        self._place_of_batch: int | None = None  # the first input that is as long as the logits, known from a forward
+        self._batch = 0  # the samples of the forecast to come, where it is cut
 
     # ---- the forward -------------------------------------------------------------------------------------------------
 
@@ -50,9 +52,13 @@ class OverlappedCompanion(Companion):
         self._choose_executor()
         if self._executor is None or (self._in_thread and not self._suits_a_thread()):
             return
-        self._inputs = _fingerprint(args, kwargs)
-        tensors = tensors_of((args, kwargs))
-        batch = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        tensors, place = tensors_of((args, kwargs)), self._place_of_batch
+        batch = 0  # which a fraction alone asks for
+        if self._fraction != 1:
+            if place is None or place >= len(tensors) or not tensors[place].ndim:
+                return  # serially: the logits are going to say
+            batch = len(tensors[place])
+        self._inputs, self._batch = _fingerprint(args, kwargs), batch
         work = functools.partial(self._forecast, (args, kwargs), batch)
         if self._in_thread:
             self._forecast_to_come = list  # of an interrupt inside `start`, for the next forward to wait for
@@ -92,11 +98,18 @@ class OverlappedCompanion(Companion):
             forecast = to_come()
             self._note_draws(rng_state)
             self._require_same_inputs(args, kwargs)
+            if self._batch not in (0, record.shape[0]):
+                raise ValueError(
+                    f"overlap=True: of a batch of {record.shape[0]} samples the companion has cut {self._batch}, since "
+                    "the inputs come in another order than at first; pass overlap=False or companion_fraction=1"
+                )
         else:
             self._note_draws(rng_state)
             with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
                 forecast = self._forecast((args, kwargs), record.shape[0])
                 self._note_draws(rng_state)
+            lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors_of((args, kwargs))]
+            self._place_of_batch = lengths.index(record.shape[0]) if record.shape[0] in lengths else None
         self._require_no_recomputation(forecast[0])
         self._keep(forecast, (args, kwargs), record)
 
