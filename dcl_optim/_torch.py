@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import sys
 import warnings
@@ -256,6 +257,11 @@ def thread_has_modes() -> bool:
     if any(not (isinstance(mode, DeviceContext) and mode.device.type == "cpu") for mode in functions):
         return True
     return bool(_get_current_dispatch_mode_stack())
+
+
+# Starts a thread in a single call of C. In threading.Thread.start an exception out of a signal handler can leave a lock
+# locked, or become another one.
+start_new_thread: Callable[[Callable[[], Any], tuple[()]], int] = _thread.start_new_thread
 
 
 # ---- torch.optim -----------------------------------------------------------------------------------------------------

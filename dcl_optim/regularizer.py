@@ -310,6 +310,7 @@ class Regularizer:
                     )
         if self._class_dim is not None and self._class_dim != record.class_dim:
             record.lay_out(self._class_dim)
+
     def _are_finite(self, value: Tensor, scale: Scale) -> bool | Tensor:
         """Whether the batch takes part: of logits, a forecast or a loss scale that is not finite nothing is to learn.
 

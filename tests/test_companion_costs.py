@@ -10,7 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import distances, reference
-from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, wrap
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    MODELS,
+    assert_same,
+    backward,
+    batch_norm_net,
+    batches,
+    mlp,
+    sgd,
+    train,
+    wrap,
+)
 
 
 def flat(module: nn.Module) -> torch.Tensor:
@@ -50,7 +62,7 @@ def test_the_rows_that_the_companion_learns_from_are_the_nearest_number(fraction
     seen = []
     optimizer.companion.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     train(model, optimizer, batches(1))
-    assert seen == rows
+    assert seen[: len(rows)] == rows  # and then a check, at the first forecast
 
 
 def test_a_skipped_step_does_not_count():
@@ -196,3 +208,75 @@ def test_a_companion_on_a_second_gpu_replays_the_draws_of_the_first():
 def test_bad_values(options, error, message):
     with pytest.raises(error, match=message):
         wrap(mlp(), **options)
+
+
+# ---- a part of the batch: which dimension is the batch? --------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Takes (time, batch, features); gives logits for each moment, or batch first for the last one."""
+
+    def __init__(self, last: bool, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.dropout = nn.RNN(FEATURES, 12), nn.Dropout(dropout)
+        self.head, self.last = nn.Linear(12, CLASSES), last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.head(self.dropout(self.rnn(x)[0]))
+        return z[-1] if self.last else z
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("samples", [8, 12], ids=["as many samples as moments", "more samples"])
+@pytest.mark.filterwarnings("ignore:overlap=True. the model or its companion draws")
+@pytest.mark.parametrize(("last", "dropout"), [(False, 0.0), (False, 0.3), (True, 0.0)])
+def test_a_part_of_a_batch_that_has_the_time_first_is_refused(last, dropout, samples, overlap):
+    model = Recurrent(last, dropout)
+    before = copy.deepcopy(model)
+    optimizer = wrap(model, companion_fraction=0.5, class_dim=-1, overlap=overlap)
+    with pytest.raises(ValueError, match="pass companion_fraction=1"):
+        model(torch.randn(8, samples, FEATURES))
+    assert_same(model, before)
+    assert_same(optimizer.companion, before)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_part_of_the_batch_with_inputs_of_other_lengths_first(overlap):
+    """Neither the table nor the scale, which come first, is as long as the batch, whose size changes."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, table, scale, x):
+            return self.net(x) * scale * table.sum()
+
+    model, plain = Scaled(), mlp()
+    rows = []
+    optimizer, expected = wrap(model, companion_fraction=0.25, overlap=overlap), wrap(plain, companion_fraction=0.25)
+    optimizer.companion.net.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    table, scale = torch.full((4,), 0.25, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    data = [*batches(2), *batches(2, size=12)]
+    for x, y in data:
+        optimizer.zero_grad()
+        F.cross_entropy(model(table, scale, x), y).backward()
+        optimizer.step()
+    train(plain, expected, data)
+    assert_same(model.net, plain)
+    assert_same(optimizer.companion.net, expected.companion)
+    assert rows == [4, 12, 16, 4, 12, 4, 12, 3, 9, 3, 9], "after the first forecast comes the check"
+
+
+def test_the_check_of_a_part_leaves_no_trace():
+    model = batch_norm_net()
+    model[1].eval()
+    optimizer = wrap(model, companion_fraction=0.5)
+    calls = []
+    optimizer.companion.register_forward_hook(lambda module, *_: calls.append([m.training for m in module.modules()]))
+    train(model, optimizer, batches(1))
+    modes = [True, True, False, True, True]
+    assert calls == [modes] * 2 + [[False] * 5] * 3
+    train(model, optimizer, batches(1))
+    assert calls[5:] == [modes] * 2

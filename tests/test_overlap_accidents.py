@@ -7,6 +7,8 @@ the batch.
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 import traceback
 
@@ -171,3 +173,61 @@ def micro_batch(model, x, y):
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(model(x), y)
     loss.backward()
+
+
+# ---- in a forked child ----------------------------------------------------------------------------------------------
+
+
+def in_a_fork(function):
+    """Call a function in a child that this process forks; raise what it has raised."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signal.alarm(30)  # of a child that hangs
+            function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_child_trains_on_and_so_does_its_parent():
+    """The worker's thread stays with the parent."""
+
+    def go_on():
+        train(model, optimizer, batches(3, seed=7))
+        assert_same(snapshot(optimizer), expected)
+
+    model, calm = mlp(), mlp()
+    optimizer, serial = wrap(model, overlap=True), wrap(calm)
+    train(model, optimizer, batches(3))
+    train(calm, serial, batches(3))
+    train(calm, serial, batches(3, seed=7))
+    expected = snapshot(serial)
+    in_a_fork(go_on)
+    go_on()
+
+
+def test_a_process_that_is_forked_within_a_step_says_so_and_can_begin_anew():
+    def go_on():
+        with pytest.raises(RuntimeError, match="this process was forked in the middle of a training step"):
+            optimizer.step()
+        train(model, optimizer, batches(2))
+        optimizer.detach()
+
+    def wait(*_):
+        if os.getpid() == parent:
+            gate.wait(20)
+
+    model = mlp()
+    optimizer = wrap(model, overlap=True)
+    train(model, optimizer, batches(2))
+    gate, parent = threading.Event(), os.getpid()
+    optimizer.companion.register_full_backward_pre_hook(wait)
+    F.cross_entropy(model(one()[0]), one()[1]).backward()
+    in_a_fork(go_on)
+    gate.set()
+    optimizer.step()

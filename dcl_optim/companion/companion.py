@@ -97,6 +97,7 @@ class Companion(Forecaster):
         self._made = self._loaded_since = False
         self._wrapped_with = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
         self._mode: str | None = None  # that the base was switched to, if it has one
+        self._cuts_rows = False  # whether the parts of a batch are known to be rows of it
         self._learns = True  # whether the companion learns from this batch
         self._looks = False  # whether a device may be looked at in this step
         self._is_lost = False  # whether its logits were not finite where the model's were
@@ -202,10 +203,33 @@ class Companion(Forecaster):
             first = self._logits(inputs.part(arguments, batch, slice(0, learned), writes))
             with torch.no_grad():
                 rest = self._logits(inputs.part(arguments, batch, slice(learned, None), writes))
+            if not self._cuts_rows:
+                self._require_rows(arguments, batch, learned, writes)
         except Exception as error:
             _add_note(error, self._of_fraction(arguments, batch))
             raise
         return [first, rest]
+
+    def _require_rows(self, arguments: Arguments, batch: int, learned: int, writes: bool) -> None:
+        """Raise ValueError if the dimension that is cut is none of independent samples, as time is; checked once.
+
+        In evaluation mode, in which neither batch norm nor dropout makes a part another one than the rows of the whole.
+        """
+        rows = (slice(None), slice(0, learned), slice(learned, None))
+        with torch.no_grad(), copying.evaluating(self._module):
+            whole, *pieces = [self._logits(inputs.part(arguments, batch, part, writes)) for part in rows]
+        together = torch.cat(pieces)
+        if together.shape == whole.shape and not whole.is_meta:  # other shapes are refused with the forecast
+            error = (together - whole).nan_to_num().abs().max()  # -inf of masked classes in both
+            half = next(self._module.parameters()).dtype.itemsize < 4 or torch.is_autocast_enabled(whole.device.type)
+            rounding = 0.05 if half else 0.005  # a kernel for fewer rows sums in another order, or in TF32
+            if error > rounding * whole.nan_to_num(neginf=0.0, posinf=0.0).abs().max():
+                raise ValueError(
+                    f"companion_fraction={self._fraction}: the companion's logits for a part of the batch are not "
+                    "those rows of the whole batch's, so the first dimension of the inputs is none of independent "
+                    "samples (time, or a graph's nodes); pass companion_fraction=1"
+                )
+        self._cuts_rows = True
 
     def _logits(self, arguments: Arguments) -> Tensor:
         args, kwargs = arguments

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -236,3 +237,16 @@ def unshare(companion: nn.Module, parameters: dict[int, bool]) -> None:
                 if id(parameter) not in copies:
                     copies[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameters[id(parameter)])
                 setattr(module, name, copies[id(parameter)])
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and each layer back into its own mode afterwards."""
+    training = [layer for layer in module.modules() if layer.training]
+    for layer in training:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in training:
+            layer.training = True

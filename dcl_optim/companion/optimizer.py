@@ -126,14 +126,14 @@ class CompanionOptimizer:
 
     def note_options(self) -> None:
         """Remember the base's options: what differs from them at the next step is the script's doing."""
-        self._seen = list(map(dict, self.base.param_groups))
-        self._versions = []
-        for group in self._seen:
+        seen, all_versions = list(map(dict, self.base.param_groups)), []
+        for group in seen:
             versions = {}
             for key, value in group.items():
                 if isinstance(value, Tensor):
                     versions[key] = version_of(value)
-            self._versions.append(versions)
+            all_versions.append(versions)
+        self._seen, self._versions = seen, all_versions  # both or, after Ctrl-C, neither
 
     def follow_parameters(self) -> None:
         """Train the parameters that the companion has gained, each in its counterpart's slot."""

@@ -40,6 +40,8 @@ class OverlappedCompanion(Companion):
         self._forecast_to_come: Callable[[], list[Tensor]] | None = None
         self._backward_to_come: list[Callable[[], None]] = []
         self._inputs: list[tuple[int, int]] = []
+        self._place_of_batch: int | None = None  # the first input that is as long as the logits, known from a forward
+        self._batch = 0  # the samples of the forecast to come, where it is cut
 
     # ---- the forward -------------------------------------------------------------------------------------------------
 
@@ -48,18 +50,22 @@ class OverlappedCompanion(Companion):
         self._run_backward()  # reads the weights that the script's changes are going to be written to
         super().before_forward(args, kwargs, rng_state, step)
         self._choose_executor()
-        if not self._has_forecast or (
-            self._sync.watches_values and self._sync.shared
-        ):  # both would write to what they share
+        writes_may_show = self._sync.watches_values and bool(self._sync.shared)
+        if not self._has_forecast or writes_may_show:  # both would write to what they share
             return
         if self._executor is None or (self._in_thread and not self._suits_a_thread()):
             return
-        self._inputs = _fingerprint(args, kwargs)
-        tensors = tensors_of((args, kwargs))
-        batch = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+        tensors, place = tensors_of((args, kwargs)), self._place_of_batch
+        batch = 0  # which a fraction alone asks for
+        if self._fraction != 1:
+            if place is None or place >= len(tensors) or not tensors[place].ndim:
+                return  # serially: the logits are going to say
+            batch = len(tensors[place])
+        self._inputs, self._batch = _fingerprint(args, kwargs), batch
         assert self._kept is not None
         work = functools.partial(self._forecast, self._kept.arguments, batch)
         if self._in_thread:
+            self._forecast_to_come = list  # of an interrupt inside `start`, for the next forward to wait for
             self._forecast_to_come = self._executor.start(work)
         else:
             with replayed(on_device(rng_state, self._place)):
@@ -96,6 +102,11 @@ class OverlappedCompanion(Companion):
             forecast = to_come()
             self._note_draws(rng_state)
             self._require_same_inputs(args, kwargs)
+            if self._batch not in (0, record.shape[0]):
+                raise ValueError(
+                    f"overlap=True: of a batch of {record.shape[0]} samples the companion has cut {self._batch}, since "
+                    "the inputs come in another order than at first; pass overlap=False or companion_fraction=1"
+                )
         else:
             self._note_draws(rng_state)
             arguments = self._as_given(args, kwargs)
@@ -103,6 +114,8 @@ class OverlappedCompanion(Companion):
             with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
                 forecast = self._forecast(arguments, record.shape[0])
                 self._note_draws(rng_state)
+            lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors_of((args, kwargs))]
+            self._place_of_batch = lengths.index(record.shape[0]) if record.shape[0] in lengths else None
         self._require_no_recomputation(forecast[0])
         self._keep(forecast, (args, kwargs), record)
 
