@@ -39,6 +39,13 @@ class Reading(NamedTuple):
         labels: the label of each row (N,), K for a row without one.
         readable: whether this is the gradient of one of the three forms.
         all_labelled: whether each row is known to have a label, without synchronising a device.
+
+    Examples:
+        >>> z = torch.tensor([[0.0, 2.0], [1.0, 0.5], [3.0, 0.0]], requires_grad=True)
+        >>> loss = torch.nn.functional.cross_entropy(z, torch.tensor([1, -100, 0]))  # the second row is ignored
+        >>> reading = read_cross_entropy(z.detach(), torch.autograd.grad(loss, z)[0])
+        >>> reading.labels, reading.readable, reading.all_labelled
+        (tensor([1, 2, 0]), True, False)
     """
 
     scale: Scale
@@ -74,7 +81,8 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     least, labels = g.min(1)
-    if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows:  # reading this elsewhere would synchronise
+    # One entry below zero in each row; to read this elsewhere would synchronise the device.
+    if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows and float(least.max()) < 0:
         slope, fits = _common_line(p, g, labels[:, None], least)
         if fits and rows * (classes - 1) > 1 and (classes > 2 or _mostly_right(p, labels)):
             return Reading(slope * rows, True, labels, True, True)
