@@ -134,4 +134,4 @@ def test_an_interrupt_anywhere_neither_deadlocks_nor_loses_work(name: str, kind:
     assert number > 10
     for thread in set(worker_threads()) - before:
         thread.join(timeout=20)
-    assert set(worker_threads()) == before
+    assert set(worker_threads()) <= before

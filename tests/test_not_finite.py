@@ -233,7 +233,7 @@ def test_a_companion_that_is_not_finite_is_copied_anew(where, base):
     *data, last = batches(6)
     script.train(data[:3])
     lose(script, where)
-    with pytest.warns(UserWarning, match="it is a copy of the model again"):
+    with pytest.warns(UserWarning, match="it is made anew"):
         script.train(data[3:4])
     assert_same(script.optimizer.companion.state_dict(), script.model.state_dict())
     script.train([*data[4:], last])
@@ -243,7 +243,7 @@ def test_a_companion_that_is_not_finite_is_copied_anew(where, base):
 
 @pytest.mark.filterwarnings(STEPPED)
 def test_a_companion_of_the_scripts_own_is_left_to_the_script():
-    script = Script("dcl", companion=lambda: mlp(seed=1, dtype=torch.float32))
+    script = Script("dcl", companion=mlp(seed=1, dtype=torch.float32))
     lose(script, "weights")
     with pytest.warns(UserWarning, match="load weights into optimizer.companion"):
         script.train(batches(1))
@@ -328,7 +328,7 @@ def test_on_a_gpu_a_companion_that_is_not_finite_is_found_once_in_a_hundred_step
     data = list(batches(LOOK_EVERY - 3))
     script.train(data[:-1])
     assert all(bool(p.isfinite().all()) for p in script.model.parameters())
-    with pytest.warns(UserWarning, match="it is a copy of the model again"):
+    with pytest.warns(UserWarning, match="it is made anew"):
         script.train(data[-1:])
     script.require_finite()
 
