@@ -49,6 +49,7 @@ class ForwardRecord:
         criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
         has_several_heads: whether these were losses of more tensors, none of them a part of the output, than forwards.
         model_scale: what the model's own loss was multiplied by, likewise.
+        loss_hides_gradient: whether that loss sends no gradient to the logits: a compiled model gives both in one node.
         is_criterion_input: whether a criterion was called on the very output.
         nodes_below: the nodes of autograd that a gradient of the logits goes on to, each with the number of its input;
             None where the logits are a parameter.
@@ -87,6 +88,7 @@ class ForwardRecord:
         self._calls: dict[int, int] = {}  # of the criterion on other tensors, in that backward
         self.has_several_heads = False
         self.model_scale: tuple[int, Scale] = NO_SCALE
+        self.loss_hides_gradient = False
 
     def produced(self, tensor: Any) -> bool:
         """Whether a tensor is the very output of this forward, or a view of all its rows."""

@@ -35,7 +35,7 @@ from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 from dcl_optim.hooks import outputs
 from dcl_optim.hooks.criterion import linked_forwards, terms_of_sum
 from dcl_optim.hooks.cross_entropy import find_class_dim, may_be_read, read_cross_entropy
-from dcl_optim.hooks.labels import Labels
+from dcl_optim.hooks.labels import HIDDEN, Labels
 from dcl_optim.hooks.loss_scale import LossScale
 from dcl_optim.hooks.module_hooks import ModuleHooks, replace_others
 from dcl_optim.hooks.outputs import candidates, conversion_source, find_loss, through_logits
@@ -193,7 +193,8 @@ class Regularizer:
         """Prepare for a loss that the model computed itself, perhaps from logits that it converted afterwards."""
         loss = find_loss(output)
         if loss is not None:
-            loss, output = through_logits(z, loss, output)
+            own, (loss, output) = loss, through_logits(z, loss, output)
+            record.loss_hides_gradient = loss is not own
             note = functools.partial(record.note_loss_scale, loss.output_nr)
             loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         source = conversion_source(z)
@@ -283,9 +284,12 @@ class Regularizer:
 
     def _read(self, record: ForwardRecord, gradient: Tensor, backward: int) -> Scale:
         """Read what the script did not say off the loss's gradient: class dimension, labels; give the loss scale."""
+        is_hidden = record.loss_hides_gradient and record.model_scale[0] == backward
         if len(record.shape) > 2:
-            self._settle_class_dim(record, gradient)
+            self._settle_class_dim(record, gradient, is_hidden)
         labels = self.labels if self.labels is not None and self.labels.are_missing(record) else None
+        if is_hidden and labels is not None:
+            raise RuntimeError(HIDDEN)
         reading = None
         if labels is not None or self._loss_scale.reads(record, backward):
             reading = read_cross_entropy(record.logits, record.rows(gradient))
@@ -295,12 +299,12 @@ class Regularizer:
             labels.take_read(record, reading, gradient, look)
         return scale
 
-    def _settle_class_dim(self, record: ForwardRecord, gradient: Tensor) -> None:
+    def _settle_class_dim(self, record: ForwardRecord, gradient: Tensor, is_hidden: bool) -> None:
         """Find the dimension of the classes, at the first gradient that tells."""
         if self._class_dim is None:
             z = record.unrows(record.logits)
             self._class_dim = find_class_dim(z, gradient)
-            if self._class_dim is None and may_be_read(z, gradient):
+            if self._class_dim is None and (is_hidden or may_be_read(z, gradient)):
                 self._class_dim = 1
                 if depends_on_class_dim(self._distance):
                     warn(

@@ -165,6 +165,31 @@ def test_nanogpts_loop(variant, backend):
         assert_same(optimizer.prototypes, prototypes, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_labels_hidden_in_a_compiled_models_own_loss_are_refused_at_the_first_backward():
+    """All its rows had no gradient, as ignored ones have, so that nothing was regularised without a word."""
+    model = GPT()
+    optimizer = DCPOptimizer(sgd(model), model)
+    compiled = torch.compile(model, backend="aot_eager")
+    x, y = next(texts(1))
+    with pytest.raises(RuntimeError, match=r"compiled.*cannot be read.*targets=.*class_dim=-1.*set_targets"):
+        compiled(idx=x, targets=y)[1].backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.forecaster.seen.any()
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_class_dimension_hidden_in_a_compiled_models_own_loss_is_asked_for():
+    model = GPT()
+    optimizer = DCLOptimizer(sgd(model), model, distance="kl")
+    x, y = next(texts(1))
+    with pytest.warns(UserWarning, match=r"class_dim was not given, and cannot be read"):
+        torch.compile(model, backend="aot_eager")(idx=x, targets=y)[1].backward()
+    optimizer.step()
+
+
 class Named(NamedTuple):
     scores: Tensor
     cost: Tensor

@@ -21,6 +21,11 @@ FIXES = (
     "before the forward. DCPOptimizer is for softmax classifiers: models with sigmoid outputs (binary, multi-label) "
     "and regression take DCLOptimizer, which needs no labels"
 )
+HIDDEN = (
+    "the model computes its own loss and is compiled, so the gradient that its logits get from the loss stays inside "
+    "the compiled backward, and the labels cannot be read off it: pass targets=<the model's keyword with the labels>, "
+    "and class_dim=-1 where the logits are (batch, time, classes), or call set_targets(labels) before the forward"
+)
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
 
