@@ -434,6 +434,23 @@ def test_a_state_of_another_number_of_classes_is_refused_where_the_number_was_gi
         optimizer.forecaster.check_state(second.forecaster.state_dict())
 
 
+@pytest.mark.parametrize("first", ["ignored", "not finite"])
+def test_the_number_of_classes_is_not_final_before_some_rows_had_labels(first):
+    """Such a batch does not say which dimension holds the classes: the next one was an error about time as K."""
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model)
+    (x, y), *rest = sequences(3)
+    if first == "ignored":
+        F.cross_entropy(model(x).flatten(0, 1), torch.full_like(y, -100).flatten(), reduction="sum").backward()
+        optimizer.step()
+    else:
+        (of_tokens(model(x), y) * torch.inf).backward()
+        optimizer.zero_grad()
+    train(model, optimizer, rest, of_tokens)
+    assert optimizer.prototypes.shape == (CLASSES, CLASSES)
+    assert optimizer.forecaster.seen.all()
+
+
 def test_too_many_classes_are_refused_at_the_first_backward():
     model = nn.Linear(1, 20_000)
     optimizer = DCPOptimizer(sgd(model), model)

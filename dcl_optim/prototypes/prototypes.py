@@ -98,8 +98,11 @@ class Prototypes(Forecaster):
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
         self._difference = None
-        if not self._num_classes:
-            self._create(record.logits.shape[1], self._rows.to(record.logits))
+        width = record.logits.shape[1]
+        if not self._num_classes or (self._given is None and width != self._num_classes and not self._seen.any()):
+            # Batches without labels, as may have come before, do not say which dimension holds the classes.
+            self._create(width, self._rows.to(record.logits))
+            self.forget()
         self._follow_place(record.logits)
         z = record.logits.to(self._rows.dtype)
         classes = self._classes_of(record)
