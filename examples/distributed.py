@@ -62,7 +62,7 @@ class Run:
         if options.method == "dcl":
             self.optimizer = DCLOptimizer(self.optimizer, self.model)
         if options.method == "dcp":
-            self.optimizer = DCPOptimizer(self.optimizer, self.model, 10, criterion=self.criterion)
+            self.optimizer = DCPOptimizer(self.optimizer, self.model)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
 
     def train_epoch(self) -> None:

@@ -75,15 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build_optimizer(
-    options: argparse.Namespace, model: nn.Module, criterion: nn.Module
-) -> DCLOptimizer | DCPOptimizer | torch.optim.SGD:
+def build_optimizer(options: argparse.Namespace, model: nn.Module) -> DCLOptimizer | DCPOptimizer | torch.optim.SGD:
     base = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
-    method = {"weight": options.weight, "alpha": options.alpha, "criterion": criterion}
     if options.method == "dcl":
-        return DCLOptimizer(base, model, **method)
+        return DCLOptimizer(base, model, weight=options.weight, alpha=options.alpha)
     if options.method == "dcp":
-        return DCPOptimizer(base, model, data.CLASSES, **method)
+        return DCPOptimizer(base, model, weight=options.weight, alpha=options.alpha)
     return base
 
 
@@ -97,7 +94,7 @@ class Run:
         self.device = torch.device(options.device)
         self.model = models.build(options.model, data.CLASSES).to(self.device)
         self.criterion = nn.CrossEntropyLoss()
-        self.optimizer = build_optimizer(options, self.model, self.criterion)
+        self.optimizer = build_optimizer(options, self.model)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, options.epochs)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.loader = data.training_loader(images, options.batch_size, self.generator)

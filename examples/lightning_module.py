@@ -49,7 +49,7 @@ class Digits(pl.LightningModule):
         if self.method == "dcl":
             optimizer = DCLOptimizer(optimizer, self.net)  # the one line that is new
         if self.method == "dcp":
-            optimizer = DCPOptimizer(optimizer, self.net, data.CLASSES, criterion=self.criterion)  # or this one
+            optimizer = DCPOptimizer(optimizer, self.net)  # or this one
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 

@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> nn.Module:
     if options.method == "dcl":
         optimizer = DCLOptimizer(optimizer, model)  # the one line that is new
     if options.method == "dcp":
-        optimizer = DCPOptimizer(optimizer, model, num_classes=10, criterion=criterion)  # or this one
+        optimizer = DCPOptimizer(optimizer, model)  # or this one
 
     steps = options.epochs * (len(loader) // parts)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps)

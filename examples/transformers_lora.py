@@ -83,7 +83,7 @@ def optimizer_for(method: str, model: nn.Module, lr: float) -> torch.optim.Optim
     if method == "dcl":
         optimizer = DCLOptimizer(optimizer, model)  # the one line that is new
     if method == "dcp":
-        optimizer = DCPOptimizer(optimizer, model, len(MODULES), targets="labels")  # or this one
+        optimizer = DCPOptimizer(optimizer, model)  # or this one
     return optimizer
 
 

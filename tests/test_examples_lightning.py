@@ -49,7 +49,7 @@ def by_hand(example: ModuleType, method: str, epochs: int) -> tuple[nn.Module, t
     if method == "dcl":
         optimizer = DCLOptimizer(optimizer, net)
     if method == "dcp":
-        optimizer = DCPOptimizer(optimizer, net, 10, criterion=criterion)
+        optimizer = DCPOptimizer(optimizer, net)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     loader = example.training_loader(example.data.digits())
     for epoch in range(epochs):
