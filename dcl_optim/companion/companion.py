@@ -30,6 +30,11 @@ WRITTEN_TO = (
     "This was raised in the backward of dcl_optim's companion, which runs in optimizer.step(): the script has written "
     "to the batch, or to a tensor that it is a view of, since the forward. Do so after step(), or pass on a copy."
 )
+OLD_STATE = (
+    "This was raised in the backward of dcl_optim's companion, which goes through a state that one of its modules "
+    "keeps in an attribute (a hidden state) and that is of an earlier batch. Where the script resets or detaches the "
+    "model's, it has to do so on optimizer.companion too; or pass the state to forward and return it."
+)
 NOT_MADE = {"made": False}  # the state of a copy before its first forward
 IN_COMPANION = (
     "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
@@ -343,8 +348,9 @@ class Companion(Forecaster):
                 with inputs.outside_autocast(logits.device.type):
                     logits.backward(gradient)
             except RuntimeError as error:
-                if "inplace operation" in str(error):
-                    _add_note(error, WRITTEN_TO)
+                for sign, note in (("inplace operation", WRITTEN_TO), ("a second time", OLD_STATE)):
+                    if sign in str(error):
+                        _add_note(error, note)
                 raise
             if next(gradients_of(self._optimizer.optimizer), None) is None:
                 raise RuntimeError(
