@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, on_device, replayed
-from dcl_optim._torch import warn
+from dcl_optim._torch import versions_of, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import checks, copying, inputs
 from dcl_optim.companion.inputs import Arguments
@@ -131,6 +131,7 @@ class Companion(Forecaster):
         )
         self._made, self._has_forecast, self._loaded_since = True, False, False
         self._starts_equal = is_copy and self._device is None and self._dtype is None
+        self._versions = versions_of(self._module.parameters())
         if self._mode is not None:
             self.set_mode(self._mode)
 
@@ -287,7 +288,8 @@ class Companion(Forecaster):
         if self._own_frozen:
             self._sync.take_values(self._own_frozen)  # which are those after one forward, for both
             record.forecast = record.logits
-        elif self._fraction == 1 and record.forecast is not None:
+        elif self._versions == versions_of(self._module.parameters()) and self._fraction == 1:  # as the script left it
+            assert record.forecast is not None
             checks.require_equal(record.logits, record.forecast, self._module)
 
     def model_loaded(self) -> None:
@@ -340,7 +342,8 @@ class Companion(Forecaster):
 
     def _run_backward(self) -> None:
         pending, self._pending = self._pending, []
-        self._run_backward_of(pending)
+        if pending:
+            self._run_backward_of(pending)
 
     def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
         for logits, gradient in pending:
