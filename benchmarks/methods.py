@@ -67,14 +67,11 @@ def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | N
     return Training(script.loop(optimizer), script.model, state, optimizer.companion)
 
 
-def companion_prototype(script: Script) -> Training:
-    """Class prototypes in the companion's place."""
-    criterion = nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(
-        sgd(trained(script.model)), script.model, script.work.classes, weight=1.0, alpha=0.6, criterion=criterion
-    )
+def companion_prototype(script: Script, criterion: nn.Module | None = None) -> Training:
+    """Class prototypes in the companion's place: labels off the gradient, or from a criterion."""
+    optimizer = DCPOptimizer(sgd(trained(script.model)), script.model, weight=1.0, alpha=0.6, criterion=criterion)
     return Training(
-        script.loop(optimizer, criterion),
+        script.loop(optimizer) if criterion is None else script.loop(optimizer, criterion),
         script.model,
         [optimizer.base],
         others=lambda: tensors_in(optimizer.forecaster.state_dict()),

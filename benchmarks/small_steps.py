@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.machine import machine, versions
-from benchmarks.methods import METHODS, Row, sgd, start, trained
+from benchmarks.methods import METHODS, Row, companion_prototype, sgd, start, trained
 from benchmarks.networks import perceptron
 from benchmarks.script import Script, Training
 from benchmarks.timing import interleaved, quartiles, ratios, steps_per_slot
@@ -40,6 +40,7 @@ ROWS = [
     METHODS["DCLOptimizer"],
     Row("DCLOptimizer, criterion=", with_criterion),
     METHODS["DCPOptimizer"],
+    Row("DCPOptimizer, criterion=", lambda script: companion_prototype(script, nn.CrossEntropyLoss())),
 ]
 
 

@@ -290,8 +290,8 @@ class Regularizer:
         labels = self.labels if self.labels is not None and self.labels.are_missing(record) else None
         if is_hidden and labels is not None:
             raise RuntimeError(HIDDEN)
-        reading = None
-        if labels is not None or self._loss_scale.reads(record, backward):
+        reading, is_said = None, record.criterion_scale[0] == backward or self._loss_scale.source != "auto"
+        if labels is not None or not is_said:
             reading = read_cross_entropy(record.logits, record.rows(gradient))
         scale = self._loss_scale.resolve(record, gradient, reading, backward, several=self.state.backwards > 0)
         if labels is not None and reading is not None:
@@ -428,7 +428,7 @@ class Regularizer:
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = {"_hooks", "_records", "_rng_state", "last"}
+        transient = {"_criterion_input", "_hooks", "_records", "_rng_state", "last"}
         state = StepState(backwards=self.state.backwards, cleared=self.state.cleared)
         return {key: value for key, value in self.__dict__.items() if key not in transient} | {"state": state}
 

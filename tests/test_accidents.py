@@ -12,10 +12,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, surviving_tensors
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, sgd, surviving_tensors
 
 
 class Fragile(nn.Module):
@@ -379,3 +379,40 @@ def test_an_input_that_is_overwritten_before_the_step_names_its_cause():
         optimizer.step()
     assert "dcl_optim's companion" in found.value.__notes__[0]
     assert "after step(), or pass on a copy" in found.value.__notes__[0]
+
+
+class Stateful(nn.Module):
+    """Keeps its hidden state in an attribute, which the script detaches after each chunk of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 4)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, self.hidden = self.rnn(x, self.hidden)
+        return self.head(output)
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_hidden_state_in_an_attribute_of_the_companion_is_named(detaches):
+    model = Stateful()
+    optimizer = DCLOptimizer(sgd(model), model)
+
+    def chunk() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(2, 5, 3)).flatten(0, 1), torch.randint(4, (10,))).backward()
+        optimizer.step()
+        model.hidden = model.hidden.detach()
+        if detaches:
+            optimizer.companion.hidden = optimizer.companion.hidden.detach()
+
+    chunk()
+    if detaches:
+        chunk()
+        return
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        chunk()
+    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
+        assert "it has to do so on optimizer.companion too" in caught.value.__notes__[0]

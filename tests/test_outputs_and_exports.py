@@ -427,7 +427,7 @@ class RenamedByCopies(nn.Module):
 def test_a_copy_with_other_names_is_refused_and_one_of_the_scripts_works():
     model = RenamedByCopies("body")
     with pytest.raises(RuntimeError, match=r"parameter 'body.0.weight' is called 'copied.0.weight'.*companion="):
-        wrap(model)
+        train(model, wrap(model), batches(1))
     expected = mlp()
     train(model, wrap(model, companion=copy.deepcopy(model)), batches(4))
     train(expected, wrap(expected), batches(4))

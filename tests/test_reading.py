@@ -336,7 +336,7 @@ def test_a_label_that_is_to_be_ignored_is_although_the_loss_does_not():
 
 def test_a_number_of_classes_that_the_logits_do_not_have_is_an_error():
     model = mlp()
-    optimizer = DCPOptimizer(sgd(model), model, CLASSES + 1)
+    _optimizer = DCPOptimizer(sgd(model), model, CLASSES + 1)  # whose hooks go with it
     x, y = vectors(1)[0]
     with pytest.raises(ValueError, match=rf"num_classes={CLASSES + 1} but the model gives {CLASSES} logits"):
         F.cross_entropy(model(x), y).backward()

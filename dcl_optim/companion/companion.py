@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, on_device, replayed
-from dcl_optim._torch import warn
+from dcl_optim._torch import versions_of, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import checks, copying, inputs
 from dcl_optim.companion.inputs import Arguments
@@ -29,6 +29,11 @@ _zero_what_is_not_finite = functools.partial(torch.nan_to_num_, nan=0.0, posinf=
 WRITTEN_TO = (
     "This was raised in the backward of dcl_optim's companion, which runs in optimizer.step(): the script has written "
     "to the batch, or to a tensor that it is a view of, since the forward. Do so after step(), or pass on a copy."
+)
+OLD_STATE = (
+    "This was raised in the backward of dcl_optim's companion, which goes through a state that one of its modules "
+    "keeps in an attribute (a hidden state) and that is of an earlier batch. Where the script resets or detaches the "
+    "model's, it has to do so on optimizer.companion too; or pass the state to forward and return it."
 )
 NOT_MADE = {"made": False}  # the state of a copy before its first forward
 IN_COMPANION = (
@@ -126,6 +131,7 @@ class Companion(Forecaster):
         )
         self._made, self._has_forecast, self._loaded_since = True, False, False
         self._starts_equal = is_copy and self._device is None and self._dtype is None
+        self._versions = versions_of(self._module.parameters())
         if self._mode is not None:
             self.set_mode(self._mode)
 
@@ -282,7 +288,8 @@ class Companion(Forecaster):
         if self._own_frozen:
             self._sync.take_values(self._own_frozen)  # which are those after one forward, for both
             record.forecast = record.logits
-        elif self._fraction == 1 and record.forecast is not None:
+        elif self._versions == versions_of(self._module.parameters()) and self._fraction == 1:  # as the script left it
+            assert record.forecast is not None
             checks.require_equal(record.logits, record.forecast, self._module)
 
     def model_loaded(self) -> None:
@@ -335,7 +342,8 @@ class Companion(Forecaster):
 
     def _run_backward(self) -> None:
         pending, self._pending = self._pending, []
-        self._run_backward_of(pending)
+        if pending:
+            self._run_backward_of(pending)
 
     def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
         for logits, gradient in pending:
@@ -343,8 +351,9 @@ class Companion(Forecaster):
                 with inputs.outside_autocast(logits.device.type):
                     logits.backward(gradient)
             except RuntimeError as error:
-                if "inplace operation" in str(error):
-                    _add_note(error, WRITTEN_TO)
+                for sign, note in (("inplace operation", WRITTEN_TO), ("a second time", OLD_STATE)):
+                    if sign in str(error):
+                        _add_note(error, note)
                 raise
             if next(gradients_of(self._optimizer.optimizer), None) is None:
                 raise RuntimeError(

@@ -118,16 +118,16 @@ def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
     return None
 
 
-def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[Any, Any]:
+def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[float, bool]:
     """The slope a that all rows share, and whether they do: away from the targets g = a p, there g = a (p - 1)."""
     others = p.scatter(1, target, 0.0)
     short = others.sum(1)  # 1 - p at the target, without the rounding of a difference
     sums = torch.stack((others.flatten(), g.scatter(1, target, 0.0).flatten()))
     at_target = torch.stack((short, least))
-    (pp, pg, _, gg), (ss, st, _, tt) = _numbers(sums @ sums.T), _numbers(at_target @ at_target.T)
+    ((pp, pg), (_, gg)), ((ss, st), (_, tt)) = (sums @ sums.T).tolist(), (at_target @ at_target.T).tolist()
     slope = pg / (pp + TINY)
     on_line = (gg - slope * pg <= TOLERANCE * gg) & (tt + 2 * slope * st + slope * slope * ss <= 4 * TOLERANCE * tt)
-    return slope, (slope > 0) & on_line
+    return slope, slope > 0 and on_line
 
 
 def _read_rows(z: Tensor, p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, dtype: torch.dtype) -> Reading:

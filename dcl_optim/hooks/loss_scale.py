@@ -68,14 +68,12 @@ class LossScale:
         self.source = source
         self._settled = False  # whether a warning is out, or looking again would synchronise a device again
 
-    def reads(self, record: ForwardRecord, backward: int) -> bool:
-        """Whether s has to be read off the logits' gradient."""
-        return self.source == "auto" and record.criterion_scale[0] != backward
-
     def resolve(
         self, record: ForwardRecord, gradient: Tensor, reading: Reading | None, backward: int, several: bool
     ) -> Scale:
         """Find s for a backward, by its number, that brought a gradient to a forward's logits.
+
+        ``reading`` is what that gradient told; None where the criterion or the script has said s.
 
         A gradient that cannot be read is worth a warning where a wrong s would matter: with float16 logits, and where
         this is not the first backward since the last step (``several``).

@@ -190,7 +190,8 @@ class Prototypes(Forecaster):
 
     def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
         self._alpha = alpha
-        z, classes = record.logits.to(self._rows.dtype), self._classes_of(record)
+        z, classes = record.logits.to(self._rows.dtype), record.classes
+        assert classes is not None  # since the penalty came first
         if classes.ndim == 2:
             classes, shares = self._columns(classes.to(z.dtype))
             known = self._finite_rows(z.abs(), record.finite)

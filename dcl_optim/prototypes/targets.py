@@ -45,8 +45,9 @@ def to_classes(
         if record.targets is None:  # of the criterion: graph networks take their loss over some of the nodes
             raise ValueError(
                 f"the criterion was given {targets.numel()} labels, and the model gave {rows} rows of logits. For a "
-                "loss of some of the rows (a mask of nodes) call set_targets with a label for each row before the "
-                "forward, ignore_index (-100) where a row has no part in the loss; see class_dim= too"
+                "loss of some of the rows (a mask of nodes) leave criterion= out, so that the labels are read off the "
+                "gradient, or call set_targets with a label for each row before the forward, ignore_index (-100) where "
+                "a row has no part in the loss; see class_dim= too"
             )
         raise ValueError(f"targets has {targets.numel()} labels for {rows} rows of logits; see class_dim= too")
     flat = targets.ndim == 1 and targets.dtype == torch.int64

@@ -123,6 +123,7 @@ def test_predictions_leave_state_modes_random_stream_and_the_run_as_they_were(na
     train(undisturbed)
     x = torch.randn(5, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     method = started(name)
+    assert method.networks()  # which makes the companion, so that it is in the state
     for batch in batches():
         before, modes = frozen(method), [m.training for n in method.networks().values() for m in n.modules()]
         for predict in [method.predict, *method.predictors().values()]:

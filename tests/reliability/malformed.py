@@ -47,7 +47,7 @@ WRONG_DCL: dict[str, list[Any]] = {
     "num_classes": [CLASSES],
 }
 WRONG_DCP: dict[str, list[Any]] = {
-    "num_classes": [0, -1, None, *NO_INTEGERS],
+    "num_classes": [0, -1, *(value for value in NO_INTEGERS if value is not None)],
     "targets": [3, [], {}, 1.5, torch.zeros(3)],
     "ignore_index": NO_INTEGERS,
     "companion_fraction": [0.5],
