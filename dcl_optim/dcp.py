@@ -38,9 +38,10 @@ class DCPOptimizer(ForecastOptimizer):
     which forms of it. Rows that the loss ignores have none. Mixed labels (mixup, CutMix), other losses, and a loss
     that a compiled model computes itself, need one of ``criterion=`` (the loss module's second argument), ``targets=``
     (the model's keyword that holds them, or a function of the model's arguments), or :meth:`set_targets` before the
-    forward; the latter two outrank the criterion, and each outranks the gradient. Class indices, one for each row of logits, or soft labels of the logits' shape, whose meaning
-    :class:`~dcl_optim.prototypes.Prototypes` gives. Soft labels are distributions: no share below 0, each row's sum 1.
-    For models with sigmoid outputs (binary, multi-label) and for regression take :class:`~dcl_optim.DCLOptimizer`.
+    forward; the latter two outrank the criterion, and each outranks the gradient. Class indices, one for each row of
+    logits, or soft labels of the logits' shape, whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives. Soft
+    labels are distributions: no share below 0, each row's sum 1. For models with sigmoid outputs (binary, multi-label)
+    and for regression take :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
