@@ -105,7 +105,37 @@ def test_two_classes(name, spread):
     torch.manual_seed(1)
     z, y = torch.randn(64, 2) * spread, torch.randint(2, (64,))
     reading = read(CROSS_ENTROPIES[name], z, y)
-    assert torch.equal(reading.labels, y)
+    unlikely = F.softmax(z, 1).gather(1, y[:, None])[:, 0] < 0.2
+    right = y.where(~unlikely, 2) if name == "focal" else y  # of a focal loss some may be the other class's, smoothed
+    assert torch.equal(reading.labels, right)
+    assert bool(reading.readable)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("learned", [2.0, 3.5, 6.0])
+@pytest.mark.parametrize("smoothing", [0.1, 0.2])
+def test_smoothed_labels_of_two_classes_are_never_taken_for_the_other_class(smoothing, learned, rows):
+    """Overconfident ones have the sign of the other class; so has a label that the model thinks unlikely."""
+    wrong = 0
+    for seed in range(100):
+        torch.manual_seed(seed)
+        y = torch.randint(2, (rows,))
+        z = torch.randn(rows, 2) + learned * F.one_hot(y, 2)
+        labels = read(lambda z, y: F.cross_entropy(z, y, label_smoothing=smoothing), z, y).labels
+        wrong += int(((labels != y) & (labels != 2)).sum())
+    assert wrong <= (1 if rows == 2 else 0)  # of two rows, two slopes may be the same by chance
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0, 20.0])
+@pytest.mark.parametrize("rows", [1, 2, 4, 32])
+def test_two_classes_of_any_beginning_are_readable(rows, scale):
+    """Confidently wrong predictions of a fresh model are no reason to refuse its cross-entropy."""
+    for seed in range(50):
+        torch.manual_seed(seed)
+        y = torch.randint(2, (rows,))
+        reading = read(F.cross_entropy, scale * torch.randn(rows, 2), y)
+        assert bool(reading.readable)
+        assert ((reading.labels == y) | (reading.labels == 2)).all()
 
 
 def test_a_sure_row_has_the_label_that_it_is_sure_of():

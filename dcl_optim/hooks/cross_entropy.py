@@ -25,9 +25,11 @@ from dcl_optim.forecaster import Scale
 
 TINY = 1e-30
 TOLERANCE = 1e-4  # share of a gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
+OF_UNSURE = 2.5e-3  # the same for rows without a p above 1/2: smoothing and rounding leave the lowest entry the label
 SURE = 1 - 1e-5  # of a larger probability the rounding of p - 1 says nothing
 LEAST_SMOOTHING = 1e-3
-MOST_READ = 0.9  # of the rows that the loss does not ignore: fewer, and the loss is another
+LEAST_READ = 0.75  # of the rows that the loss does not ignore: fewer, and it is another loss
+UNLIKELY = 0.2  # of two classes, a label of a smaller probability may be the other one's, overconfident and smoothed
 
 
 class Reading(NamedTuple):
@@ -84,7 +86,7 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     # One entry below zero in each row; to read this elsewhere would synchronise the device.
     if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows and float(least.max()) < 0:
         slope, fits = _common_line(p, g, labels[:, None], least)
-        if fits and rows * (classes - 1) > 1 and (classes > 2 or _mostly_right(p, labels)):
+        if fits and rows * (classes - 1) > 1:
             return Reading(slope * rows, True, labels, True, True)
     return _read_rows(z, p, g, least, labels, gradient.dtype)
 
@@ -94,7 +96,9 @@ def may_be_read(z: Tensor, gradient: Tensor) -> bool:
 
     Reads the device.
     """
-    return bool(gradient.isfinite().all() & (gradient != 0).any() & (torch.softmax(z.float(), 1).amax(1) <= SURE).any())
+    if not bool(gradient.isfinite().all() & (gradient != 0).any()):
+        return False
+    return z.shape[1] < 2 or bool((torch.softmax(z.float(), 1).amax(1) <= SURE).any())
 
 
 def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
@@ -110,12 +114,14 @@ def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
         >>> find_class_dim(z.detach(), torch.autograd.grad(loss, z)[0])
         2
     """
+    best, found = (False, 0), None
     for dim in range(1, z.ndim):
         if z.shape[dim] > 1:
             reading = read_cross_entropy(to_rows(z, dim), to_rows(gradient, dim))
-            if bool(reading.readable) and bool((reading.labels < z.shape[dim]).any()):
-                return dim
-    return None
+            told = bool(reading.has_scale), int((reading.labels < z.shape[dim]).sum()) * z.shape[dim]
+            if bool(reading.readable) and told > best:
+                best, found = told, dim
+    return found
 
 
 def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[float, bool]:
@@ -123,11 +129,26 @@ def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[f
     others = p.scatter(1, target, 0.0)
     short = others.sum(1)  # 1 - p at the target, without the rounding of a difference
     sums = torch.stack((others.flatten(), g.scatter(1, target, 0.0).flatten()))
-    at_target = torch.stack((short, least))
-    ((pp, pg), (_, gg)), ((ss, st), (_, tt)) = (sums @ sums.T).tolist(), (at_target @ at_target.T).tolist()
+    (pp, pg), (_, gg) = (sums @ sums.T).tolist()
     slope = pg / (pp + TINY)
-    on_line = (gg - slope * pg <= TOLERANCE * gg) & (tt + 2 * slope * st + slope * slope * ss <= 4 * TOLERANCE * tt)
-    return slope, slope > 0 and on_line
+    if slope <= 0 or gg - slope * pg > TOLERANCE * gg or not bool(_at_target(slope, short, least).all()):
+        return slope, False
+    low, high = (value.item() for value in short.aminmax())
+    return slope, high > 1 - SURE and (p.shape[1] > 2 or _is_of_labels(low, high))
+
+
+def _at_target(slope: Any, short: Tensor, g: Tensor) -> Tensor:
+    """Whether the targets' gradients are a (p - 1), so that each row sums to zero."""
+    return (g + slope * short).abs() <= 2 * TOLERANCE**0.5 * g.abs() + 1e-6 * slope
+
+
+def _is_of_labels(low: Any, high: Any) -> Any:
+    """Whether one slope of all rows of two classes shows that the labels are hard, by the range of 1 - p.
+
+    Two classes have a slope in each row. Smoothed labels of overconfident predictions look like the other class's, with
+    another slope for each p.
+    """
+    return (high < 1 - UNLIKELY) | (high - low > 0.01)
 
 
 def _read_rows(z: Tensor, p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, dtype: torch.dtype) -> Reading:
@@ -136,78 +157,75 @@ def _read_rows(z: Tensor, p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, d
     top_p, top = p.max(1)
     # In float16 the gradient of a sure row may vanish altogether; for the factor it counts, as the loss counts it.
     counted = live | (top_p > 1 - 1e-6) if dtype == torch.float16 else live
+    *hard, unclear = _read_hard(p, g, lowest, live, counted, top, top_p)
     forms = [
-        _read_hard(p, g, lowest, live, counted, top, top_p > SURE),
         _read_smoothed(p, g, lowest, top, counted, torch.finfo(dtype).eps),
+        tuple(hard),
         _read_log_probabilities(z, g, least, lowest, live),
     ]
-    (number,) = _numbers(live.sum())
-    reading = Reading(1.0, False, lowest.new_full((len(p),), p.shape[1]), number == 0, False)
-    for slope, has_slope, labels, labelled in reversed(forms):
-        (read, rows) = _numbers(torch.stack(((labelled & live).sum(), counted.sum())))
-        readable = (read >= MOST_READ * number) & (number > 0)
-        labels = torch.where(labelled & live, labels, p.shape[1])
-        usable = has_slope & (rows * (p.shape[1] - 1) > 1)
-        reading = Reading(
-            choose(usable, slope * rows, reading.scale),
-            reading.has_scale | usable,
-            choose(readable, labels, reading.labels),
-            reading.readable | readable,
-            False,
-        )
-    if p.device.type == "cpu":
-        return reading._replace(all_labelled=bool((reading.labels < p.shape[1]).all()))
-    return reading
+    none = p.shape[1]
+    scale, has_scale, labels = 1.0, False, torch.full_like(lowest, none)
+    (rows,) = _numbers(counted.sum())
+    for slope, has_slope, found, labelled in reversed(forms):
+        usable = has_slope & (rows * (none - 1) > 1)
+        scale, has_scale = choose(usable, slope * rows, scale), has_scale | usable
+        labels = torch.where(labelled & live, found, labels)
+    doubtful = (unclear & live & (labels == none)).sum()
+    read, number, doubtful = _numbers(torch.stack(((labels < none).sum(), live.sum(), doubtful)))
+    readable = read >= LEAST_READ * (number - doubtful)
+    labels = torch.where(torch.as_tensor(readable, device=p.device), labels, none)
+    return Reading(scale, has_scale, labels, readable, read == len(p) if p.device.type == "cpu" else False)
 
 
 Form = tuple[Any, Any, Tensor, Tensor]  # the common slope, whether there is one, labels, and which rows have theirs
 
 
 def _read_hard(
-    p: Tensor, g: Tensor, lowest: Tensor, live: Tensor, counted: Tensor, top: Tensor, is_sure: Tensor
-) -> Form:
+    p: Tensor, g: Tensor, lowest: Tensor, live: Tensor, counted: Tensor, top: Tensor, top_p: Tensor
+) -> tuple[Any, Any, Tensor, Tensor, Tensor]:
+    """As a ``Form``, and the rows that may be of one class or the other."""
     # A sure row, whose p is rounded to 1 at the label: its gradient there is rounded too, and need not be below zero.
     others = g.scatter(1, top[:, None], 0.0)
-    sure = is_sure & (g.gather(1, top[:, None])[:, 0] <= 0) & (others >= 0).all(1)
+    sure = (top_p > SURE) & (g.gather(1, top[:, None])[:, 0] <= 0) & (others >= 0).all(1)
     labels = torch.where(sure, top, lowest)
     target = labels[:, None]
     at_target = g.gather(1, target)[:, 0]
     p, g = p.scatter(1, target, 0.0) * counted[:, None], g.scatter(1, target, 0.0)
     pp, pg, gg, short = (p * p).sum(1), (p * g).sum(1), (g * g).sum(1), p.sum(1)
     slopes = pg / (pp + TINY)
-    near = 2 * TOLERANCE**0.5
-    on_line = (slopes > 0) & (gg - slopes * pg <= TOLERANCE * gg)
-    on_line &= (at_target + slopes * short).abs() <= near * at_target.abs()
+    tolerance = torch.where(top_p > 0.5, TOLERANCE, OF_UNSURE)
+    on_line = (slopes > 0) & (gg - slopes * pg <= tolerance * gg)
+    on_line &= (at_target + slopes * short).abs() <= 2 * tolerance.sqrt() * at_target.abs()
     slope = pg.sum() / (pp.sum() + TINY)
-    fits = (slope > 0) & (gg.sum() - slope * pg.sum() <= TOLERANCE * gg.sum())
-    fits &= (at_target + slope * short).square().sum() <= near**2 * at_target.square().sum()
+    fits = (slope > 0) & (gg.sum() - slope * pg.sum() <= TOLERANCE * gg.sum()) & (live & (top_p <= SURE)).any()
+    fits &= (_at_target(slope, short, at_target) | ~counted).all()
+    unclear = torch.zeros_like(live)
     if p.shape[1] == 2:
-        on_line &= _falls(slopes, short, labels, live & on_line & ~sure)
+        unclear = on_line & ~sure & (short > 1 - UNLIKELY)
+        low, high = torch.where(live, short, 2.0).amin(), torch.where(live, short, -1.0).amax()
+        fits &= _is_of_labels(low, high) & (live.sum() > 1)
+        on_line &= fits | _of_two_classes(slopes, short, labels, live & on_line & ~sure)
     slope, fits = _numbers(torch.stack((slope, fits.to(slope.dtype))))
-    return slope, fits > 0, labels, on_line | sure
+    return slope, fits > 0, labels, on_line | sure, unclear
 
 
-def _mostly_right(p: Tensor, labels: Tensor) -> bool:
-    """Whether at most half of the predictions of two classes give the label less than 1 in 5.
+def _of_two_classes(slopes: Tensor, short: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+    """Which rows of two classes have their labels.
 
-    Smoothed labels of predictions that are all overconfident would be read as those of the other class.
+    As each row has its slope, mixed labels lie on lines too. But the slopes of class weights are one for each label, and
+    those of focal losses fall as the label's probability rises (from 0.7 of the highest, at a probability of 0).
     """
-    return bool(2 * (p.gather(1, labels[:, None]) < 0.2).sum() <= len(p))
-
-
-def _falls(slopes: Tensor, short: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-    """Whether slopes fall as the label's probability rises: of two classes, mixed labels lie on lines too.
-
-    A focal loss's falls to 0.7 of its highest as the probability goes to 0.
-    """
-    falls = torch.ones_like(rows[:1])
+    falls, told = torch.ones_like(rows[:1]), torch.zeros_like(rows)
     for label in (0, 1):
         asked = rows & (labels == label)
         order = torch.where(asked, short, 2.0).argsort()
-        ordered, asked = slopes[order], asked[order]
-        highest = torch.where(asked, ordered, 0.0).cummax(0).values
-        falls = falls & (~asked | (ordered >= 0.7 * highest)).all()
-    return falls & (2 * (rows & (short > 0.8)).sum() <= rows.sum())
+        ordered, in_order = slopes[order], asked[order]
+        highest = torch.where(in_order, ordered, 0.0).cummax(0).values
+        falls = falls & (~in_order | (ordered >= 0.7 * highest)).all()
+        low, high = torch.where(asked, short, 2.0).amin(), torch.where(asked, short, -1.0).amax()
+        is_one = (torch.where(asked, slopes, torch.inf).amin() >= 0.99 * highest[-1]) & (high - low > 0.01)
+        told = told | (asked & (is_one | (short <= 1 - UNLIKELY)))
+    return told & falls
 
 
 def _read_smoothed(p: Tensor, g: Tensor, lowest: Tensor, top: Tensor, counted: Tensor, eps: float) -> Form:
@@ -224,7 +242,7 @@ def _read_smoothed(p: Tensor, g: Tensor, lowest: Tensor, top: Tensor, counted: T
     slope = pg / (pp + TINY)
     # Nearly uniform predictions say nothing: there other losses are straight lines in p too, of other slopes.
     fits = (slope > 0) & (number > 2) & (pp > 1e-3 * number * mean_p * mean_p) & (gg - slope * pg <= TOLERANCE * gg)
-    fits &= gg > number * (16 * eps * mean_g).square()  # more than the rounding of what they share
+    fits &= gg > number * (4 * eps * mean_g).square()  # more than the rounding of what they share
     shift = mean_g - slope * mean_p
     fits &= (-classes * shift > LEAST_SMOOTHING * slope) & (-classes * shift < slope)
     residual = g - slope * p - shift
