@@ -272,7 +272,9 @@ class ForecastOptimizer(OptimizerWrapper):
         return f"{self._name}(weight={weight}, alpha={alpha}, model={model})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:
-        return {"steps": self._regularizer.steps, "forecaster": self.forecaster.state_dict()}
+        regularizer = self._regularizer
+        own = {"steps": regularizer.steps, "forecaster": self.forecaster.state_dict()}
+        return own if regularizer.found_class_dim is None else own | {"class_dim": regularizer.found_class_dim}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         steps = state.get("steps")
@@ -282,4 +284,4 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
-        self._regularizer.load_steps(state["steps"])
+        self._regularizer.load_steps(state["steps"], state.get("class_dim"))

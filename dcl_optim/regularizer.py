@@ -76,6 +76,7 @@ class Regularizer:
     _criterion_input: Callable[[], Tensor | None]  # what the criterion was called on last
     _criterion_calls: int  # on one tensor after another
     _rng_state: RngState | None  # before the training forward that is running
+    _class_dim: int | None  # None until it is found
     _hooks: ModuleHooks | None = None
 
     def __init__(
@@ -98,7 +99,7 @@ class Regularizer:
         self.weight, self.alpha, self._criterion, self.labels = weight, alpha, criterion, labels
         self._parameters = functools.partial(parameters_of, base)
         self._loss_scale, self._find_logits, self._count_eval = loss_scale, find_logits, count_eval
-        self._class_dim = class_dim  # None until it is found
+        self._given_class_dim = class_dim
         self._warns_of_choice = find_logits is outputs.find_logits
         self.superseded = self._notes_gradients = self._has_told = False
         self.load_steps(0)
@@ -171,7 +172,7 @@ class Regularizer:
         if output is not z:
             if self._warns_of_choice:
                 self._warn_of_choice(output, z)
-            output = self._await_own_loss(z, record, output)
+            output = self._await_own_loss(z, record, output, (args, kwargs))
         z.register_hook(functools.partial(self._add_penalty, record))
         if self._criterion is not None:
             if len(self._records) > MOST_RECORDS:  # the criterion has not been called for long
@@ -189,12 +190,15 @@ class Regularizer:
                 f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
             )
 
-    def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any) -> Any:
+    def _await_own_loss(self, z: Tensor, record: ForwardRecord, output: Any, arguments: tuple[Any, ...]) -> Any:
         """Prepare for a loss that the model computed itself, perhaps from logits that it converted afterwards."""
         loss = find_loss(output)
         if loss is not None:
             own, (loss, output) = loss, through_logits(z, loss, output)
             record.loss_hides_gradient = loss is not own
+            if record.loss_hides_gradient and self.labels is not None and self.labels.are_missing(record):
+                given = self._class_dim if self._class_dim is None else self._class_dim % z.ndim
+                self._class_dim = self.labels.find_in_arguments(record, z, own, arguments, given) or self._class_dim
             note = functools.partial(record.note_loss_scale, loss.output_nr)
             loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         source = conversion_source(z)
@@ -289,7 +293,7 @@ class Regularizer:
             self._settle_class_dim(record, gradient, is_hidden)
         labels = self.labels if self.labels is not None and self.labels.are_missing(record) else None
         if is_hidden and labels is not None:
-            raise RuntimeError(HIDDEN)
+            raise RuntimeError(HIDDEN)  # not even among the model's arguments
         reading, is_said = None, record.criterion_scale[0] == backward or self._loss_scale.source != "auto"
         if labels is not None or not is_said:
             reading = read_cross_entropy(record.logits, record.rows(gradient))
@@ -366,14 +370,22 @@ class Regularizer:
         self.state = StepState()
         self.steps += 1
 
-    def load_steps(self, steps: int) -> None:
-        """Forget what has happened, and go on from a number of steps, as after loading a state."""
+    @property
+    def found_class_dim(self) -> int | None:
+        """The dimension of the classes that a gradient told; None where none did, or it was given."""
+        return self._class_dim if self._given_class_dim is None else None
+
+    def load_steps(self, steps: int, class_dim: int | None = None) -> None:
+        """Forget what has happened, and go on from a number of steps and what was found, as after loading a state."""
+        self._class_dim = (
+            class_dim if self._given_class_dim is None else self._given_class_dim
+        )  # None until it is found
         self.state = StepState()
         self._records, self._rng_state, self.last = [], None, {}
         self._criterion_input, self._criterion_calls = _nothing, 0
         self.steps, self.forwards, self.backwards = steps, 0, 0
         if self.labels is not None:
-            self.labels.forget()
+            self.labels.start(has_read=steps > 0)
 
     def has_gradients(self) -> bool:
         """Whether any parameter that the base trains has a gradient."""

@@ -81,8 +81,8 @@ def texts(steps):
 def optimizer_of(variant, model, wrapped):
     base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     if variant == "dcl":
-        return DCLOptimizer(base, wrapped, weight=1.0, class_dim=-1)
-    return DCPOptimizer(base, wrapped, VOCABULARY, targets="targets", weight=1.0, alpha=0.6, class_dim=-1)
+        return DCLOptimizer(base, wrapped, weight=1.0)
+    return DCPOptimizer(base, wrapped, weight=1.0, alpha=0.6)
 
 
 def nanogpt(variant, backend):
@@ -167,9 +167,9 @@ def test_nanogpts_loop(variant, backend):
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_labels_hidden_in_a_compiled_models_own_loss_are_refused_at_the_first_backward():
-    """All its rows had no gradient, as ignored ones have, so that nothing was regularised without a word."""
-    model = GPT()
+def test_labels_hidden_in_a_compiled_models_own_loss_that_is_no_arguments_are_refused_at_the_first_backward():
+    """All its rows have no gradient, as ignored ones have, and the loss is twice any argument's cross-entropy."""
+    model = Returning(lambda logits, loss: (logits, 2 * loss))
     optimizer = DCPOptimizer(sgd(model), model)
     compiled = torch.compile(model, backend="aot_eager")
     x, y = next(texts(1))
@@ -177,6 +177,37 @@ def test_labels_hidden_in_a_compiled_models_own_loss_are_refused_at_the_first_ba
         compiled(idx=x, targets=y)[1].backward()
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.forecaster.seen.any()
+
+
+class Shifted(GPT):
+    """The loss of a causal language model of transformers: a position's logits are of the next one's label."""
+
+    def forward(self, idx, labels):
+        logits = self.lm_head(torch.tanh(self.mix(self.wte(idx))))
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_shifted_labels_of_a_compiled_models_own_loss_are_those_that_are_given():
+    trained = []
+    for options in (
+        {},
+        {"num_classes": VOCABULARY, "class_dim": -1, "targets": lambda args, kwargs: shifted(**kwargs)},
+    ):
+        model = Shifted()
+        optimizer = DCPOptimizer(sgd(model), model, weight=1.0, **options)
+        compiled = torch.compile(model, backend="aot_eager")
+        for x, _ in texts(4):
+            optimizer.zero_grad()
+            compiled(idx=x, labels=x.where(x != 3, -100))["loss"].backward()
+            optimizer.step()
+        trained.append((model.state_dict(), optimizer.prototypes))
+    assert_same(*trained, rtol=0, atol=0)
+
+
+def shifted(idx, labels):
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)

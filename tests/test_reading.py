@@ -500,3 +500,41 @@ def test_a_device_is_not_asked_once_labels_have_been_read():
             F.cross_entropy(model(torch.randn(16, FEATURES)), torch.randint(CLASSES, (16,))).backward()
             optimizer.step()
     assert optimizer.prototypes.device.type == "meta"
+
+
+def resumed(optimizer: DCPOptimizer, model: nn.Module, **options: Any) -> tuple[nn.Module, DCPOptimizer]:
+    again = copy.deepcopy(model)
+    second = DCPOptimizer(sgd(again), again, weight=1.0, **options)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return again, second
+
+
+def test_a_batch_that_cannot_be_read_is_no_error_after_a_resumption_either():
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model, weight=1.0)
+    first, second = vectors(2)
+    train(model, optimizer, [first])
+    for net, wrapped in ((model, optimizer), resumed(optimizer, model)):
+        with pytest.warns(UserWarning, match="such batches take no part"):
+            train(net, wrapped, [second], mixed)
+
+
+def test_a_resumed_run_knows_the_dimension_of_the_classes_before_a_gradient_tells():
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model, weight=1.0)
+    data = sequences(3)
+    train(model, optimizer, data[:1], of_tokens)
+    again, second = resumed(optimizer, model)
+    for net, wrapped in ((model, optimizer), (again, second)):
+        train(net, wrapped, data[1:2], lambda z, y: 0 * z.sum())  # as of a batch whose labels are all ignored
+        train(net, wrapped, data[2:], of_tokens)
+    assert_same(model, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 1)])
+def test_a_single_logit_is_refused(shape):
+    model = nn.Sequential(nn.Linear(FEATURES, 1), nn.Flatten(0) if len(shape) == 1 else nn.Identity())
+    optimizer = DCPOptimizer(sgd(model), model)
+    with pytest.raises(RuntimeError, match="labels of this batch cannot be read"):
+        F.binary_cross_entropy_with_logits(model(torch.randn(8, FEATURES)), torch.ones(shape)).backward()
+    assert optimizer.logs()["step"] == 0

@@ -133,8 +133,8 @@ def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[f
     slope = pg / (pp + TINY)
     if slope <= 0 or gg - slope * pg > TOLERANCE * gg or not bool(_at_target(slope, short, least).all()):
         return slope, False
-    low, high = (value.item() for value in short.aminmax())
-    return slope, high > 1 - SURE and (p.shape[1] > 2 or _is_of_labels(low, high))
+    low, high = short.aminmax()
+    return slope, float(high) > 1 - SURE and (p.shape[1] > 2 or bool(_is_of_labels(low, high)))
 
 
 def _at_target(slope: Any, short: Tensor, g: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ def _read_hard(
 def _of_two_classes(slopes: Tensor, short: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
     """Which rows of two classes have their labels.
 
-    As each row has its slope, mixed labels lie on lines too. But the slopes of class weights are one for each label, and
-    those of focal losses fall as the label's probability rises (from 0.7 of the highest, at a probability of 0).
+    As each row has its slope, mixed labels lie on lines too. But the slopes of class weights are one for each label,
+    and those of focal losses fall as the label's probability rises (from 0.7 of the highest, at a probability of 0).
     """
     falls, told = torch.ones_like(rows[:1]), torch.zeros_like(rows)
     for label in (0, 1):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dcl_optim._torch import current_backward, warn
 from dcl_optim.forecaster import ForwardRecord
+from dcl_optim.hooks.arguments import Place, find_labels, labels_at
 from dcl_optim.hooks.cross_entropy import Reading, may_be_read
 
 UNREADABLE = (
@@ -23,7 +24,8 @@ FIXES = (
 )
 HIDDEN = (
     "the model computes its own loss and is compiled, so the gradient that its logits get from the loss stays inside "
-    "the compiled backward, and the labels cannot be read off it: pass targets=<the model's keyword with the labels>, "
+    "the compiled backward, and the labels cannot be read off it; nor is there one argument of the model whose "
+    "cross-entropy with the logits is that loss: pass targets=<the model's keyword with the labels>, "
     "and class_dim=-1 where the logits are (batch, time, classes), or call set_targets(labels) before the forward"
 )
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
@@ -36,11 +38,13 @@ class Labels:
         if source is not None and not isinstance(source, str) and not callable(source):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {source!r}")
         self._source = source
-        self._has_read = self._has_warned = False  # labels off a gradient; that some could not be
-        self.forget()
+        self._place: Place | None = None  # of the labels among the model's arguments, where that is needed
+        self._has_warned = False  # that some labels could not be read
+        self.start(has_read=False)
 
-    def forget(self) -> None:
-        """Drop labels that were given ahead."""
+    def start(self, has_read: bool) -> None:
+        """Drop labels that were given ahead; say whether some were read off gradients, as before a resumption."""
+        self._has_read = has_read
         self.of_next_forward: Tensor | None = None
         self._of_this_forward: Tensor | None = None
 
@@ -80,7 +84,25 @@ class Labels:
 
     def are_missing(self, record: ForwardRecord) -> bool:
         """Whether a forward's labels are to be read off the gradient, since the script gave none."""
-        return record.targets is None and record.criterion_targets is None and record.classes is None
+        given = record.targets is not None or record.criterion_targets is not None
+        return not given and record.classes is None and record.read_labels is None
+
+    def find_in_arguments(
+        self, record: ForwardRecord, z: Tensor, loss: Tensor, arguments: tuple[Any, ...], class_dim: int | None
+    ) -> int | None:
+        """Give a forward its labels where no gradient is going to tell: of a loss that a compiled model took itself.
+
+        They are the argument whose cross-entropy with the logits is that loss; which one that is stays. The class
+        dimension of the logits, or None where no argument is it.
+        """
+        self._place = self._place or find_labels(arguments, z, loss)
+        if self._place is None or class_dim not in (None, self._place.class_dim):
+            return None
+        found = labels_at(self._place, arguments, z.shape)
+        if found is None:
+            return None
+        record.read_labels = found, False
+        return self._place.class_dim
 
     def take_read(self, record: ForwardRecord, reading: Reading, gradient: Tensor, look: bool) -> None:
         """Give a forward the labels that its gradient told.
