@@ -49,6 +49,8 @@ class ForwardRecord:
         criterion_scale: what the criterion's losses were multiplied by, and the backward that this was read in.
         has_several_heads: whether these were losses of more tensors, none of them a part of the output, than forwards.
         model_scale: what the model's own loss was multiplied by, likewise.
+        hides_gradient: whether that loss came out of one compiled graph with the logits, where nothing sees what
+            gradient it sends to them.
         is_criterion_input: whether a criterion was called on the very output.
         nodes_below: the nodes of autograd that a gradient of the logits goes on to, each with the number of its input;
             None where the logits are a parameter.
@@ -87,6 +89,7 @@ class ForwardRecord:
         self._calls: dict[int, int] = {}  # of the criterion on other tensors, in that backward
         self.has_several_heads = False
         self.model_scale: tuple[int, Scale] = NO_SCALE
+        self.hides_gradient = False
 
     def produced(self, tensor: Any) -> bool:
         """Whether a tensor is the very output of this forward, or a view of all its rows."""

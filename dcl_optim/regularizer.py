@@ -193,6 +193,7 @@ class Regularizer:
         """Prepare for a loss that the model computed itself, perhaps from logits that it converted afterwards."""
         loss = find_loss(output)
         if loss is not None:
+            record.hides_gradient = loss.grad_fn is z.grad_fn
             loss, output = through_logits(z, loss, output)
             note = functools.partial(record.note_loss_scale, loss.output_nr)
             loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
@@ -300,7 +301,7 @@ class Regularizer:
         if self._class_dim is None:
             z = record.unrows(record.logits)
             self._class_dim = find_class_dim(z, gradient)
-            if self._class_dim is None and may_be_read(z, gradient):
+            if self._class_dim is None and (record.hides_gradient or may_be_read(z, gradient)):
                 self._class_dim = 1
                 if depends_on_class_dim(self._distance):
                     warn(

@@ -78,17 +78,19 @@ def texts(steps):
         yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def optimizer_of(variant, model, wrapped):
-    base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    if variant == "dcl":
-        return DCLOptimizer(base, wrapped, weight=1.0, class_dim=-1)
-    return DCPOptimizer(base, wrapped, VOCABULARY, targets="targets", weight=1.0, alpha=0.6, class_dim=-1)
+GIVEN = {"num_classes": VOCABULARY, "targets": "targets", "class_dim": -1}
+# In a graph that holds both, nothing sees the gradient that the loss sends to the logits.
+SAID = {"no compiler": {}, "eager": {}, "aot_eager": {"targets": "targets", "class_dim": -1}}
 
 
-def nanogpt(variant, backend):
+def nanogpt(variant, backend, **options):
     """nanoGPT's loop: wrap, compile, accumulate, clip; evaluate now and then. The model and the optimizer."""
     model = raw_model = GPT()
-    optimizer = optimizer_of(variant, model, model)
+    base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    if variant == "dcl":
+        optimizer = DCLOptimizer(base, model, weight=1.0, class_dim=-1)
+    else:
+        optimizer = DCPOptimizer(base, model, weight=1.0, alpha=0.6, **options)
     if backend != "no compiler":
         model = torch.compile(model, backend=backend)
     scaler, ctx = torch.amp.GradScaler("cpu", enabled=False), contextlib.nullcontext()
@@ -127,7 +129,7 @@ def _fresh_compiler():
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_nanogpts_loop(variant, backend):
     """Equal to the loop with the penalty in the loss."""
-    model, optimizer = nanogpt(variant, backend)
+    model, optimizer = nanogpt(variant, backend, **SAID[backend])
     expected = GPT()
     base = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9)
     companion = copy.deepcopy(expected)
@@ -163,6 +165,47 @@ def test_nanogpts_loop(variant, backend):
         assert optimizer.companion.wte.weight is optimizer.companion.lm_head.weight
     else:
         assert_same(optimizer.prototypes, prototypes, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nanogpts_labels_are_read_or_an_error_says_what_to_pass(backend):
+    if SAID[backend]:
+        with pytest.raises(RuntimeError, match=r"compiled model computed its loss .* pass targets=.* class_dim=-1"):
+            nanogpt("dcp", backend)
+        torch._dynamo.reset()
+    model, reading = nanogpt("dcp", backend, **SAID[backend])
+    torch._dynamo.reset()
+    expected, given = nanogpt("dcp", backend, **GIVEN)
+    assert_same(model, expected)
+    assert_same(reading.state_dict(), given.state_dict())
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_labels_that_a_compiler_hides_in_mid_run_are_said_once():
+    model = GPT()
+    optimizer = DCPOptimizer(sgd(model), model, weight=1.0)
+    for step, (x, y) in enumerate(texts(4)):
+        call = model if step < 2 else torch.compile(model, backend="aot_eager")
+        loss = call(x, y)[1]
+        said = pytest.warns(UserWarning, match="compiled model .*take no part")
+        with said if step == 2 else contextlib.nullcontext():
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_the_dimension_of_the_classes_that_a_compiler_hides_is_said_where_it_matters():
+    model = GPT()
+    _held = DCLOptimizer(sgd(model), model, distance="kl")
+    x, y = next(texts(1))
+    loss = torch.compile(model, backend="aot_eager")(x, y)[1]
+    with pytest.warns(UserWarning, match="class_dim was not given"):
+        loss.backward()
 
 
 class Named(NamedTuple):
