@@ -81,8 +81,8 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     least, labels = g.min(1)
-    if z.dtype.itemsize == 2:
-        p = _as_the_loss_had_it(p, z, g, labels)
+    if gradient.dtype.itemsize == 2:  # of the logits that the loss had; z may be a wider copy
+        p = _as_the_loss_had_it(p, z.to(gradient.dtype), g, labels)
     # One entry below zero in each row; to read this elsewhere would synchronise the device.
     if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows and float(least.max()) < 0:
         slope, fits = _common_line(p, g, labels[:, None], least)
