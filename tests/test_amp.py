@@ -35,9 +35,7 @@ class Script:
             companion = self.model_like(seed=3)  # apart from the model: penalty and chase are large from the start
             self.optimizer = DCLOptimizer(inner, self.model, companion=companion, **{"weight": 1.0} | options)
         else:
-            self.optimizer = DCPOptimizer(
-                inner, self.model, CLASSES, criterion=self.criterion, **{"weight": 1.0, "alpha": 0.6} | options
-            )
+            self.optimizer = DCPOptimizer(inner, self.model, **{"weight": 1.0, "alpha": 0.6} | options)
 
     def model_like(self, seed):
         like = next(self.model.parameters())

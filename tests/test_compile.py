@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, train
+from tests.helpers import FEATURES, assert_same, batch_norm_net, batches, train
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -178,7 +178,7 @@ def test_loss_and_logits_of_one_graph(variant, factor):
         model = WithLoss()
         base = torch.optim.SGD(model.parameters(), lr=0.1)
         call = model if backend == "eager model" else torch.compile(model, backend=backend)
-        labels = {"num_classes": CLASSES, "targets": "labels"} if variant == "dcp" else {}
+        labels = {"targets": "labels"} if variant == "dcp" and backend == "aot_eager" else {}  # which hides them
         optimizer = (DCLOptimizer if variant == "dcl" else DCPOptimizer)(base, call, **labels)
         for x, y in batches(5):
             optimizer.zero_grad()

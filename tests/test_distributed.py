@@ -24,7 +24,8 @@ def optimize(variant, model, criterion, base=None):
     base = base or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "dcl":
         return DCLOptimizer(base, model, weight=1.0)
-    return DCPOptimizer(base, model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
+    labels = {"num_classes": CLASSES} if variant == "dcp given" else {}
+    return DCPOptimizer(base, model, weight=1.0, alpha=0.6, **labels)
 
 
 def snapshot(model, optimizer):
@@ -38,13 +39,15 @@ def halves(x, y, rank):
     return x[half], y[half]
 
 
-def train_rank(rank, parallel, optimizer, criterion, data, accumulate=1):
+def train_rank(rank, parallel, optimizer, criterion, data, accumulate=1, given=False):
     """The last micro-batch synchronises, those before it do not, as DDP's documentation has it."""
     for x, y in data:
         optimizer.zero_grad()
         parts = list(zip(*(t.chunk(accumulate) for t in halves(x, y, rank)), strict=True))
         for index, (part, labels) in enumerate(parts):
             last = index == accumulate - 1
+            if given:
+                optimizer.set_targets(labels)
             with contextlib.nullcontext() if last else parallel.no_sync():
                 (criterion(parallel(part), labels) / accumulate).backward()
         optimizer.step()
@@ -56,6 +59,8 @@ CASES = [(v, order, a) for v in ("dcl", "dcp") for order in ("wrapped before", "
 def worker(rank: int, folder: Path) -> None:
     for case in CASES:
         torch.save(trained_on_rank(rank, *case), folder / f"{case} {rank}.pt")
+        if case[0] == "dcp":
+            assert_same(trained_on_rank(rank, *case), trained_on_rank(rank, "dcp given", *case[1:]))
 
 
 def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
@@ -67,7 +72,7 @@ def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
     else:
         parallel = DistributedDataParallel(model)
         optimizer = optimize(variant, parallel, criterion)
-    train_rank(rank, parallel, optimizer, criterion, batches(STEPS), accumulate)
+    train_rank(rank, parallel, optimizer, criterion, batches(STEPS), accumulate, variant == "dcp given")
     return snapshot(model, optimizer)
 
 
@@ -122,12 +127,12 @@ def test_a_checkpoint_of_rank_0_resumes_all_ranks_bit_for_bit(tmp_path: Path):
 
 
 def zero_redundancy_worker(rank: int, folder: Path) -> None:
-    for variant in ("dcl", "dcp"):
+    for variant in ("dcl", "dcp", "dcp given"):
         model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
         parallel = DistributedDataParallel(model)
         base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
         optimizer = optimize(variant, parallel, criterion, base)
-        train_rank(rank, parallel, optimizer, criterion, batches(STEPS))
+        train_rank(rank, parallel, optimizer, criterion, batches(STEPS), given=variant == "dcp given")
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             optimizer.state_dict()
         base.consolidate_state_dict(to=0)
@@ -138,6 +143,7 @@ def zero_redundancy_worker(rank: int, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*functional optimizers is deprecated", "ignore:.*torch.jit")
 def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
     on_two_ranks(zero_redundancy_worker, tmp_path)
+    assert_same(*(torch.load(tmp_path / f"{variant}.pt", weights_only=True) for variant in ("dcp", "dcp given")))
     for variant, keys in (("dcl", ["model"]), ("dcp", ["values", "seen"])):
         found, joint = torch.load(tmp_path / f"{variant}.pt", weights_only=True), trained_alone(variant)
         assert_same(found["model"], joint["model"], rtol=1e-9, atol=1e-10)

@@ -57,9 +57,7 @@ class Loop:
                 base, self.model, companion=other(wide(precision)), **{"weight": 1.0} | options
             )
         else:
-            self.optimizer = DCPOptimizer(
-                base, self.model, CLASSES, criterion=self.criterion, **{"weight": 1.0, "alpha": 0.6} | options
-            )
+            self.optimizer = DCPOptimizer(base, self.model, **{"weight": 1.0, "alpha": 0.6} | options)
         half = precision == "float16"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4, enabled=half)
 
@@ -70,6 +68,7 @@ class Loop:
     def backward(self, x, y, scale):
         total = 0.0
         for rows, labels in zip(x.chunk(self.parts), y.chunk(self.parts), strict=True):
+            self.labels = labels
             with self.autocast():
                 loss = self.criterion(self.model(rows), labels) / self.parts
             scale(loss).backward()
@@ -146,6 +145,20 @@ def test_every_loop_equals_the_reference_on_whole_batches(base, variant, loop, p
     assert learned < bound(precision)
     if precision in ("bfloat16", "float16"):
         assert min(theta, learned) > bound(precision) / 100, "autocast has to have rounded"
+
+
+@pytest.mark.parametrize("parts", [1, 3], ids=["whole batch", "three parts"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("loop", ["plain", "closure"])
+def test_labels_that_are_read_train_as_those_that_are_given_bit_for_bit(loop, precision, parts):
+    reading = Loop("adamw", "dcp", precision, parts).run(loop)
+    labels = {"num_classes": CLASSES, "targets": lambda *_: given.labels, "class_dim": 1}
+    given = Loop("adamw", "dcp", precision, parts, **labels)
+    given.run(loop)
+    assert_same(reading.model, given.model)
+    assert_same(reading.learned(), given.learned())
+    assert reading.optimizer.logs() == given.optimizer.logs()
+    assert reading.optimizer.forecaster.seen.all()
 
 
 FAULTS = {"penalty": {"weight": 0.0}, "chase": {"alpha": 1.0}, "factor": {"loss_scale": 1.0}}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step
-from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, train
+from tests.helpers import FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, train
 
 METHOD = {"weight": 0.7, "alpha": 0.4}
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
@@ -38,7 +38,7 @@ def averaged_run(variant, wrapped_first, averaging=True, **options):
     if variant == "dcl":
         optimizer = DCLOptimizer(optimizer, model, **METHOD | options)
     if variant == "dcp":
-        optimizer = DCPOptimizer(optimizer, model, CLASSES, criterion=criterion, **METHOD | options)
+        optimizer = DCPOptimizer(optimizer, model, **METHOD | options)
     if wrapped_first:
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     for step, batch in enumerate(batches(10)):
@@ -287,9 +287,7 @@ def loaded_run(variant, epochs, **options):
     if variant == "dcl":
         optimizer = DCLOptimizer(sgd(model.parameters()), model, **METHOD)
     else:
-        optimizer = DCPOptimizer(
-            sgd(model.parameters()), model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | METHOD
-        )
+        optimizer = DCPOptimizer(sgd(model.parameters()), model, **{"weight": 1.0, "alpha": 0.6} | METHOD)
     x, y = next(batches(1, size=60))
     loader = DataLoader(TensorDataset(x, y), 16, shuffle=True, **options)
     for _ in range(epochs):

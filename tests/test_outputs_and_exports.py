@@ -78,17 +78,17 @@ def texts(steps):
         yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def optimizer_of(variant, model, wrapped):
-    base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    if variant == "dcl":
-        return DCLOptimizer(base, wrapped, weight=1.0)
-    return DCPOptimizer(base, wrapped, weight=1.0, alpha=0.6)
+GIVEN = {"num_classes": VOCABULARY, "targets": "targets", "class_dim": -1}
 
 
-def nanogpt(variant, backend):
+def nanogpt(variant, backend, **options):
     """nanoGPT's loop: wrap, compile, accumulate, clip; evaluate now and then. The model and the optimizer."""
     model = raw_model = GPT()
-    optimizer = optimizer_of(variant, model, model)
+    base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    if variant == "dcl":
+        optimizer = DCLOptimizer(base, model, weight=1.0)
+    else:
+        optimizer = DCPOptimizer(base, model, weight=1.0, alpha=0.6, **options)
     if backend != "no compiler":
         model = torch.compile(model, backend=backend)
     scaler, ctx = torch.amp.GradScaler("cpu", enabled=False), contextlib.nullcontext()
@@ -163,6 +163,18 @@ def test_nanogpts_loop(variant, backend):
         assert optimizer.companion.wte.weight is optimizer.companion.lm_head.weight
     else:
         assert_same(optimizer.prototypes, prototypes, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nanogpts_labels_are_read(backend):
+    """Of a compiled model no gradient tells; they are the argument whose cross-entropy with the logits is the loss."""
+    model, reading = nanogpt("dcp", backend)
+    torch._dynamo.reset()
+    expected, given = nanogpt("dcp", backend, **GIVEN)
+    assert_same(model, expected, rtol=0, atol=0)
+    assert_same(reading.prototypes, given.prototypes, rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)

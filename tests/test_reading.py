@@ -99,6 +99,27 @@ def test_smoothed_labels_are_read_also_where_the_target_is_overconfident(classes
     assert reading.scale == pytest.approx(3, rel=1e-4)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.02, 0.05, 0.1, 0.2, 0.5])
+@pytest.mark.parametrize("classes", [3, 10, 1000])
+def test_smoothed_labels_in_bfloat16_are_read_from_the_first_batch(classes, spread):
+    """Where a fresh model's logits differ a little: enough for the form, little beside the rounding of the rest."""
+    torch.manual_seed(0)
+    z, y = (torch.randn(64, classes) * spread).bfloat16(), torch.randint(classes, (64,))
+    reading = read(lambda z, y: F.cross_entropy(z.float(), y, label_smoothing=0.1), z, y)
+    assert torch.equal(reading.labels, y)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 3.0])
+@pytest.mark.parametrize("classes", [10, 1000, 20_000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_of_a_loss_in_bfloat16_itself_are_read(smoothing, classes, spread):
+    """Its log-probabilities are rounded, which moves the probabilities of many classes by per cents."""
+    torch.manual_seed(0)
+    z, y = (torch.randn(16, classes) * spread).bfloat16(), torch.randint(classes, (16,))
+    reading = read(lambda z, y: F.cross_entropy(z, y, label_smoothing=smoothing), z, y)
+    assert torch.equal(reading.labels, y)
+
+
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("name", ["mean", "class weights", "focal", "label smoothing"])
 def test_two_classes(name, spread):

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step
-from tests.helpers import CLASSES, assert_same, batches, mlp, train
+from tests.helpers import assert_same, batches, mlp, train
 
 STEPS, BREAK = 12, 5
 LOSSES = (3.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5)  # for the scheduler that looks at them
@@ -165,7 +165,7 @@ def build(variant, scheduler, base):
     if variant == "dcl":
         optimizer = DCLOptimizer(inner, model, companion=mlp(seed=3), companion_lr_scale=0.5, weight=1.0)
     else:
-        optimizer = DCPOptimizer(inner, model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
+        optimizer = DCPOptimizer(inner, model, weight=1.0, alpha=0.6)
     return model, criterion, optimizer, SCHEDULERS[scheduler](optimizer)
 
 

@@ -43,7 +43,7 @@ def sharded(seed: int = 0) -> nn.Module:
 def wrap(variant: str, model: nn.Module):
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     if variant == "dcp":
-        return DCPOptimizer(base, model, CLASSES, criterion=CRITERION, weight=1.0, alpha=0.6)
+        return DCPOptimizer(base, model, weight=1.0, alpha=0.6)
     if not isinstance(next(model.parameters()), DTensor):
         return DCLOptimizer(base, model, weight=1.0)
 
@@ -72,6 +72,17 @@ def training_worker(rank: int, folder: Path) -> None:
         train_sharded(rank, folder / f"{variant}.pt", variant)
 
 
+def assert_labels_are_read(rank: int, model: nn.Module, optimizer: DCPOptimizer) -> None:
+    """Equal to a training in which they, and the number of classes, are given."""
+    expected = sharded()
+    given = DCPOptimizer(torch.optim.AdamW(expected.parameters(), lr=0.01), expected, CLASSES, weight=1.0, alpha=0.6)
+    for x, y in batches(STEPS):
+        given.set_targets(y.chunk(2)[rank])
+        train_rank(rank, expected, given, [(x, y)])
+    assert_same(full(model.state_dict()), full(expected.state_dict()))
+    assert_same(optimizer.prototypes, given.prototypes)
+
+
 def train_sharded(rank: int, file: Path, variant: str) -> None:
     model = sharded()
     optimizer = wrap(variant, model)
@@ -80,6 +91,8 @@ def train_sharded(rank: int, file: Path, variant: str) -> None:
         for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
             assert ours.placements == theirs.placements
             assert ours.to_local().shape == theirs.to_local().shape
+    else:
+        assert_labels_are_read(rank, model, optimizer)
     snapshot = {"model": full(model.state_dict()), "own": full(own(variant, optimizer))}
     if rank == 0:
         torch.save(snapshot, file)

@@ -83,6 +83,8 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     least, labels = g.min(1)
+    if gradient.dtype.itemsize == 2:  # of the logits that the loss had; z may be a wider copy
+        p = _as_the_loss_had_it(p, z.to(gradient.dtype), g, labels)
     # One entry below zero in each row; to read this elsewhere would synchronise the device.
     if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows and float(least.max()) < 0:
         slope, fits = _common_line(p, g, labels[:, None], least)
@@ -122,6 +124,20 @@ def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
             if bool(reading.readable) and told > best:
                 best, found = told, dim
     return found
+
+
+def _as_the_loss_had_it(p: Tensor, z: Tensor, g: Tensor, lowest: Tensor) -> Tensor:
+    """The probabilities, or those of log-probabilities that were rounded to half precision, as a loss in it has them.
+
+    Of many classes they differ by more than the rounding of the gradient; the ones that explain it are the loss's.
+    """
+    rounded = torch.log_softmax(z, dim=1).to(g.dtype).exp()
+    others = torch.ones_like(g, dtype=torch.bool).scatter_(1, lowest[:, None], False)
+    unexplained = []
+    for found in (p, rounded):
+        pp, pg, gg, *_ = _centred(found, g, others)
+        unexplained.append(gg - pg * pg / (pp + TINY))
+    return torch.where(unexplained[1] < unexplained[0], rounded, p)
 
 
 def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[float, bool]:
@@ -241,8 +257,10 @@ def _read_smoothed(p: Tensor, g: Tensor, lowest: Tensor, top: Tensor, counted: T
     number = others.sum()
     slope = pg / (pp + TINY)
     # Nearly uniform predictions say nothing: there other losses are straight lines in p too, of other slopes.
-    fits = (slope > 0) & (number > 2) & (pp > 1e-3 * number * mean_p * mean_p) & (gg - slope * pg <= TOLERANCE * gg)
-    fits &= gg > number * (4 * eps * mean_g).square()  # more than the rounding of what they share
+    fits = (slope > 0) & (number > 2) & (pp > 1e-3 * number * mean_p * mean_p)
+    # What they share is rounded, too, which in bfloat16 is more than a small share of how they differ.
+    rounding = number * (eps * mean_g).square()
+    fits &= (gg > 16 * rounding) & (gg - slope * pg <= TOLERANCE * gg + rounding / 4)
     shift = mean_g - slope * mean_p
     fits &= (-classes * shift > LEAST_SMOOTHING * slope) & (-classes * shift < slope)
     residual = g - slope * p - shift

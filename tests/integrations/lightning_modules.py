@@ -43,7 +43,7 @@ def wrap(method: str, base: Optimizer, model: nn.Module, criterion: nn.Module, *
     if method == "dcl without criterion":
         return DCLOptimizer(base, model, **{"weight": 1.0} | settings)
     if method == "dcp":
-        return DCPOptimizer(base, model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | settings)
+        return DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | settings)
     return base
 
 
@@ -104,16 +104,19 @@ def by_hand(
     interval: str = "step",
     **settings: Any,
 ) -> Optimizer:
-    """What Lightning does, written out in plain PyTorch."""
+    """What Lightning does, written out in plain PyTorch; the labels that DCP reads there are given here."""
     criterion, data = nn.CrossEntropyLoss(), list(data or loader())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    optimizer = wrap(method, optimizer, net, criterion, **settings)
+    labels = {"num_classes": CLASSES} if method == "dcp" else {}
+    optimizer = wrap(method, optimizer, net, criterion, **labels, **settings)
     schedule = scheduler(optimizer) if scheduler else None
     torch.manual_seed(3)
     for _ in range(epochs):
         for index, (x, y) in enumerate(data):
             if index % accumulate == 0:
                 optimizer.zero_grad()
+            if method == "dcp":
+                optimizer.set_targets(y)
             with autocast or nullcontext():
                 loss = criterion(net(x), y)
             (loss / accumulate).backward()

@@ -37,7 +37,7 @@ def wrap(variant: str, model: nn.Module, criterion: nn.Module, **options):
     return (
         DCLOptimizer(base, model, **{"weight": 1.0} | options)
         if variant == "dcl"
-        else DCPOptimizer(base, model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | options)
+        else DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | options)
     )
 
 
@@ -84,11 +84,14 @@ class Script:
 
 
 def by_hand(variant, parts=1, clip=None):
+    """The labels that DCP reads are given here."""
     torch.manual_seed(0)
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = wrap(variant, model, criterion)
+    optimizer = wrap(variant, model, criterion, **{"num_classes": CLASSES} if variant == "dcp" else {})
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for index, (x, y) in enumerate(loader(), start=1):
+        if variant == "dcp":
+            optimizer.set_targets(y)
         (criterion(model(x), y) / parts).backward()
         if index % parts:
             continue

@@ -29,7 +29,7 @@ def fresh_accelerator():
 def wrap(method, model, criterion):
     if method == "dcl":
         return DCLOptimizer(sgd(model), model, weight=5.0)
-    return DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=5.0, alpha=0.6)
+    return DCPOptimizer(sgd(model), model, weight=5.0, alpha=0.6)
 
 
 def prepared(method, model, order, criterion=None, parts=1):
@@ -68,6 +68,8 @@ def by_hand(method, net, criterion, data, parts, enabled=True):
     model = InBfloat16(net, enabled)
     optimizer = wrap(method, model, criterion)
     for index, (x, y) in enumerate(data, start=1):
+        if method == "dcp":  # given, which Accelerate's loop has read
+            optimizer.set_targets(y)
         (criterion(model(x), y) / parts).backward()
         if index % parts == 0:
             optimizer.step()

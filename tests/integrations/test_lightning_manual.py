@@ -78,7 +78,7 @@ def test_labels_that_are_set_through_lightnings_shell_are_found():
 
         def configure_optimizers(self):
             base = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-            return DCPOptimizer(base, self.net, CLASSES, loss_scale=1.0, weight=1.0, alpha=0.6)
+            return DCPOptimizer(base, self.net, CLASSES, weight=1.0, alpha=0.6)
 
     module, net = SetsTargets("dcp", network()), network()
     ours, theirs = fit(module), by_hand("dcp", net)

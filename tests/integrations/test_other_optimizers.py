@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.helpers import assert_same, batches, mlp, train
+from tests.helpers import CLASSES, assert_same, batches, mlp, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
 
@@ -104,6 +104,25 @@ def test_a_frozen_layer_in_the_base_is_an_empty_slot_in_the_companions_optimizer
     model[0].requires_grad_(True)
     train(model, optimizer, batches(12, dtype=torch.float32))
     assert name in LEFT_BEHIND or is_moved(optimizer.companion)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in DRAWING])
+def test_prototypes_train_by_labels_that_are_read_as_by_given_ones(name: str) -> None:
+    trained: list[tuple[nn.Module, Any]] = []
+    for given in (False, True):
+        model = mlp(dtype=torch.float32)
+        base = in_training_mode(build(name, model))
+        optimizer = DCPOptimizer(base, model, CLASSES if given else None, weight=1.0, alpha=0.6)
+        torch.manual_seed(7)
+        for x, y in batches(5, dtype=torch.float32):
+            if given:
+                optimizer.set_targets(y)
+            train(model, optimizer, [(x, y)])
+        trained.append((model, optimizer))
+    (model, optimizer), (expected, second) = trained
+    assert_same(model, expected)
+    assert_same(optimizer.prototypes, second.prototypes)
+    assert optimizer.penalty > 0
 
 
 def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:

@@ -151,21 +151,24 @@ def test_a_learning_rate_set_before_train_reaches_the_companion() -> None:
     assert_same(hand.companion, optimizer.companion, atol=1e-8)
 
 
-def test_prototypes_go_beside_a_schedule_free_optimizer() -> None:
-    model = mlp()
-    criterion = nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(
-        make("adamw", model.parameters()), model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6
-    )
-    optimizer.train()
-    (x, y), *_ = batches(1)
-    criterion(model(x), y).backward()
-    at_y = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer.step()
-    optimizer.eval()
-    optimizer.train()
-    assert int(optimizer.param_groups[0]["k"]) == 1
-    assert not torch.equal(at_y[0], model[0].weight)
+@PER_NAME
+def test_prototypes_go_beside_a_schedule_free_optimizer(name: str) -> None:
+    """With an evaluation in between; equal to a training in which labels and classes are given."""
+    trained = []
+    for given in (False, True):
+        model = mlp()
+        optimizer = DCPOptimizer(make(name, model.parameters()), model, CLASSES if given else None, weight=1.0)
+        for x, y in batches(6):
+            optimizer.train()
+            if given:
+                optimizer.set_targets(y)
+            train(model, optimizer, [(x, y)])
+            optimizer.eval()
+        trained.append((model, optimizer))
+    assert_same(trained[0][0], trained[1][0])
+    assert_same(trained[0][1].state_dict(), trained[1][1].state_dict())
+    assert int(trained[0][1].param_groups[0]["k"]) == 6
+    assert trained[0][1].penalty > 0
 
 
 def test_a_step_in_eval_mode_raises_schedulefrees_own_error_and_moves_nothing() -> None:

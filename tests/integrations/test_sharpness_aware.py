@@ -136,6 +136,24 @@ def test_prototypes_learn_once_a_step_from_the_unperturbed_model() -> None:
         assert_same(optimizer.prototypes[label], prototype, atol=1e-12)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_prototypes_read_their_labels_in_both_of_sams_evaluations(loop: Callable[..., None]) -> None:
+    """Equal to a training in which labels and classes are given."""
+    trained: list[tuple[Network, DCPOptimizer]] = []
+    current: list[Tensor] = []
+    for labels in ({}, {"num_classes": CLASSES, "targets": lambda *_: current[0]}):
+        model = mlp()
+        optimizer = DCPOptimizer(sam(model), model, weight=1.0, alpha=0.6, **labels)
+        for x, y in batches(5):
+            current[:] = [y]
+            loop(model, optimizer, x, y)
+        trained.append((model, optimizer))
+    (model, optimizer), (expected, second) = trained
+    assert_same(model, expected)
+    assert_same(optimizer.prototypes, second.prototypes)
+    assert optimizer.penalty > 0
+
+
 @pytest.mark.parametrize("with_closure", [True, False])
 def test_sam_without_a_closure_says_so_and_its_own_two_steps_point_to_step(with_closure: bool) -> None:
     model = mlp()

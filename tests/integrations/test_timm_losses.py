@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import timm.data
 import timm.loss
+import timm.scheduler
+import timm.utils
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -67,6 +69,47 @@ def test_prototypes_take_mixed_labels_from_timms_criterion_or_by_hand(given: str
         expected = 0.6 * expected + 0.4 * means if step else means
         optimizer.step()
         assert_same(optimizer.prototypes, expected, atol=1e-12)
+
+
+def test_mixed_labels_are_refused_without_the_criterion() -> None:
+    model, criterion = create(), timm.loss.SoftTargetCrossEntropy()
+    optimizer = DCPOptimizer(adamw(model), model, weight=1.0)
+    _, (x, y) = mixed(2, smoothing=0.1)  # the first draw mixes nothing, and is read
+    with pytest.raises(RuntimeError, match=r"mixed labels as of mixup.*pass criterion=<the loss module>"):
+        criterion(model(x), y).backward()
+    assert not optimizer.forecaster.seen.any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_timms_training_loop_trains_by_labels_that_are_read_as_by_given_ones(
+    smoothing: float, dtype: torch.dtype
+) -> None:
+    """Its scaler, clipping, schedule and average of the weights."""
+    criterion = timm.loss.LabelSmoothingCrossEntropy(smoothing)
+    trained: list[tuple[nn.Module, DCPOptimizer]] = []
+    for given in (False, True):
+        model = create("resnet10t").float()
+        optimizer = DCPOptimizer(adamw(model), model, CLASSES if given else None, weight=2.0)
+        scaler = timm.utils.NativeScaler("cpu")
+        schedule = timm.scheduler.CosineLRScheduler(optimizer, t_initial=8, warmup_t=2, t_in_epochs=False)
+        ema = timm.utils.ModelEmaV3(model, decay=0.9)
+        torch.manual_seed(5)
+        for update, (x, y) in enumerate(images(6, size=16), start=1):
+            if given:
+                optimizer.set_targets(y)
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = criterion(model(x.float()), y)
+            scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+            optimizer.zero_grad()
+            ema.update(model, step=update)
+            schedule.step_update(num_updates=update)
+        trained.append((model, optimizer))
+    (model, optimizer), (expected, second) = trained
+    assert_same(model, expected)
+    assert_same(optimizer.state_dict(), second.state_dict())
+    assert optimizer.forecaster.seen.all()
+    assert optimizer.penalty > 0
 
 
 LOSSES: dict[str, Callable[[], nn.Module]] = {

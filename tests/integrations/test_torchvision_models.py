@@ -205,6 +205,27 @@ def test_prototypes_take_dense_labels_and_leave_ignored_pixels_out(make: Callabl
     assert_same(by_hand, model, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_main_heads_labels_are_read(name: str) -> None:
+    """The auxiliary losses go to other heads; equal to a training in which labels and classes are given."""
+    make, shape, loss_of, _ = SEVERAL[name]
+    trained: list[tuple[nn.Module, DCPOptimizer]] = []
+    for labels in ({}, {"num_classes": CLASSES, "class_dim": 1, "ignore_index": IGNORED}):
+        model = build(make)
+        optimizer = DCPOptimizer(sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, **labels)
+        for x, y in batches(3, shape, size=2, dense=name in ("deeplab", "lraspp")):
+            optimizer.zero_grad()
+            if labels:
+                optimizer.set_targets(y)
+            loss_of(seeded(model, x), y).backward()
+            optimizer.step()
+        trained.append((model, optimizer))
+    (model, optimizer), (expected, second) = trained
+    assert_same(model, expected)
+    assert_same(optimizer.state_dict(), second.state_dict())
+    assert optimizer.forecaster.seen.any()
+
+
 # ---- models without logits -------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from tests.integrations.huggingface import (
     text_classifier,
     texts_to_continue,
 )
-from tests.integrations.trainer_by_hand import QUIET, Tape, items_of, repeat, repeat_without_us, train, wrap
+from tests.integrations.trainer_by_hand import QUIET, Tape, given, items_of, repeat, repeat_without_us, train, wrap
 
 pytestmark = pytest.mark.filterwarnings(*QUIET)
 EPOCH = 6  # micro-batches; no multiple of 4: an epoch's last update then has fewer
@@ -71,13 +71,14 @@ def assert_same_run(model, optimizer, expected, second):
 
 
 def classes_of(task):
-    return {"classes": WORDS if task == "language" else CLASSES}
+    return WORDS if task == "language" else CLASSES
 
 
-def pair(method, build, **options):
-    """Two equal models with an optimizer each."""
+def pair(method, build, classes=CLASSES, **options):
+    """Two equal models with an optimizer each; what DCP reads in the first is given to the second."""
     first, second = build(), build()
-    return first, wrap(method, first, **options), second, wrap(method, second, **options)
+    said = options | given(classes) if method == "dcp" else options
+    return first, wrap(method, first, **options), second, wrap(method, second, **said)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -87,8 +88,8 @@ def pair(method, build, **options):
 def test_trainer_is_the_hand_written_loop(method, task, parts, tmp_path):
     """Dropout, accumulation with a short last update, clipping and Trainer's linear schedule, all at once."""
     build, data, options, _ = TASKS[task]
-    options = options | (classes_of(task) if method == "dcp" else {})
-    model, optimizer, expected, second = pair(method, build, weight=2.0, **options)
+    options = {} if method == "dcp" else options
+    model, optimizer, expected, second = pair(method, build, classes_of(task), weight=2.0, **options)
     tape = Tape()
     settings = {"gradient_accumulation_steps": parts, "max_grad_norm": 0.3, "lr_scheduler_type": "linear"}
     train(tmp_path, model, optimizer, data(), tape, warmup_steps=2, **settings)
@@ -156,8 +157,9 @@ def test_evaluation_during_training_changes_no_bit(method, tmp_path):
 @pytest.mark.parametrize("task", ["text", "language"])
 def test_a_checkpoint_in_the_middle_of_an_epoch_resumes_bit_for_bit(method, task, tmp_path):
     build, data, options, _ = TASKS[task]
-    options = options | (classes_of(task) if method == "dcp" else {})
-    model, optimizer, again, second = pair(method, build, **options)
+    options = {} if method == "dcp" else options
+    model, again = build(), build()
+    optimizer, second = wrap(method, model, **options), wrap(method, again, **options)
     settings = {
         "save_strategy": "steps",
         "save_steps": 2,
@@ -203,10 +205,23 @@ def test_label_smoothing_is_the_hand_written_loop(tmp_path):
     assert_same_run(model, optimizer, expected, second)
 
 
-def test_prototypes_miss_the_labels_that_label_smoothing_takes_away(tmp_path):
+def test_prototypes_read_the_labels_that_label_smoothing_takes_away_from_the_model(tmp_path):
+    model, expected, tape = (text_classifier(classes=6), text_classifier(classes=6), Tape())
+    optimizer, second = wrap("dcp", model, weight=2.0), wrap("dcp", expected, num_classes=6, weight=2.0)
+    train(tmp_path, model, optimizer, sentences(), tape, label_smoothing_factor=0.1)
+
+    def loss_of(model, batch, items):
+        second.set_targets(batch["labels"])
+        return smoothed(model, batch, items)
+
+    repeat(expected, second, tape.updates(1, EPOCH), loss_of=loss_of)
+    assert_same_run(model, optimizer, expected, second)
+
+
+def test_a_keyword_that_label_smoothing_takes_away_from_the_model_is_missed(tmp_path):
     model = text_classifier()
     with pytest.raises(ValueError, match="targets='labels': the model was called without that keyword"):
-        train(tmp_path, model, wrap("dcp", model), sentences(), label_smoothing_factor=0.1)
+        train(tmp_path, model, wrap("dcp", model, targets="labels"), sentences(), label_smoothing_factor=0.1)
 
 
 def test_prototypes_with_label_smoothing_take_the_labels_from_a_criterion(tmp_path):

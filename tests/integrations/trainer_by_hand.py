@@ -54,18 +54,22 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-def wrap(method: str, model: nn.Module, classes: int = CLASSES, **options: Any) -> Any:
+def wrap(method: str, model: nn.Module, **options: Any) -> Any:
     if method == "plain":
         return sgd(model)
     if method == "dcl":
         return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
-    return DCPOptimizer(
-        sgd(model),
-        model,
-        classes,
-        **({"weight": 1.0, "alpha": 0.6} | {} if "criterion" in options else {"targets": "labels"}),
-        **options,
-    )
+    return DCPOptimizer(sgd(model), model, **{"weight": 1.0, "alpha": 0.6} | options)
+
+
+def given(classes: int = CLASSES) -> dict[str, Any]:
+    """What DCP reads where the model computes its loss: a language model's labels are those of the next word."""
+
+    def labels(args: tuple[Any, ...], kwargs: Batch) -> Tensor:
+        found = kwargs["labels"]
+        return nn.functional.pad(found, (0, 1), value=-100)[..., 1:] if found.ndim > 1 else found
+
+    return {"num_classes": classes, "targets": labels, "class_dim": -1}
 
 
 def train(
