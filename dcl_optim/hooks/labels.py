@@ -17,14 +17,6 @@ UNREADABLE = (
     "with one class a row (mixed labels as of mixup or CutMix, a sum of several losses, a loss of other logits than "
     "those found in the model's output)"
 )
-HIDDEN = (
-    "the labels of this batch cannot be read: the compiled model computed its loss in one graph with its logits, where "
-    "nothing sees the gradient between them"
-)
-HIDDEN_FIXES = (
-    "pass targets=<the model's keyword with the labels>, or a callable (args, kwargs) -> labels, and class_dim=-1 "
-    "where the logits are (batch, time, classes); or call set_targets(labels) before the forward"
-)
 FIXES = (
     "pass criterion=<the loss module> or targets=<the model's keyword with the labels>, or call set_targets(labels) "
     "before the forward. DCPOptimizer is for softmax classifiers: models with sigmoid outputs (binary, multi-label) "
@@ -121,12 +113,10 @@ class Labels:
         record.read_labels = reading.labels, reading.all_labelled
         if self._has_read and (self._has_warned or not look):
             return
-        is_hidden = record.hides_gradient and record.model_scale[0] == current_backward()
-        if bool(reading.readable) and not is_hidden:
+        if bool(reading.readable):
             self._has_read = self._has_read or bool((reading.labels < record.logits.shape[1]).any())
-        elif is_hidden or may_be_read(record.logits, record.rows(gradient)):
-            reason, fixes = (HIDDEN, HIDDEN_FIXES) if is_hidden else (UNREADABLE, FIXES)
+        elif may_be_read(record.logits, record.rows(gradient)):
             if not self._has_read:
-                raise RuntimeError(f"{reason}: {fixes}")
+                raise RuntimeError(f"{UNREADABLE}: {FIXES}")
             self._has_warned = True
-            warn(f"{reason}, as those of former batches could: such batches take no part in the penalty; {fixes}")
+            warn(f"{UNREADABLE}, as those of former batches could: such batches take no part in the penalty; {FIXES}")
