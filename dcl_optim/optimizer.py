@@ -274,7 +274,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def _own_state(self) -> dict[str, Any]:
         regularizer = self._regularizer
         own = {"steps": regularizer.steps, "forecaster": self.forecaster.state_dict()}
-        return own if regularizer.found_class_dim is None else own | {"class_dim": regularizer.found_class_dim}
+        return own if regularizer.class_dim is None else own | {"class_dim": regularizer.class_dim}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         steps = state.get("steps")

@@ -76,6 +76,7 @@ class Regularizer:
     _criterion_input: Callable[[], Tensor | None]  # what the criterion was called on last
     _criterion_calls: int  # on one tensor after another
     _rng_state: RngState | None  # before the training forward that is running
+    class_dim: int | None  # the dimension of the classes, of logits of three dimensions or more
     _class_dim: int | None  # None until it is found
     _hooks: ModuleHooks | None = None
 
@@ -316,8 +317,10 @@ class Regularizer:
                         f"of shape {tuple(z.shape)} the penalty takes dimension 1 for the classes, as F.cross_entropy "
                         "does; pass class_dim=-1 for (batch, time, classes), or class_dim=1"
                     )
-        if self._class_dim is not None and self._class_dim != record.class_dim:
-            record.lay_out(self._class_dim)
+        if self._class_dim is not None:
+            self.class_dim = self._class_dim % len(record.shape)
+            if self._class_dim != record.class_dim:
+                record.lay_out(self._class_dim)
 
     def _are_finite(self, value: Tensor, scale: Scale) -> bool | Tensor:
         """Whether the batch takes part: of logits, a forecast or a loss scale that is not finite nothing is to learn.
@@ -370,16 +373,10 @@ class Regularizer:
         self.state = StepState()
         self.steps += 1
 
-    @property
-    def found_class_dim(self) -> int | None:
-        """The dimension of the classes that a gradient told; None where none did, or it was given."""
-        return self._class_dim if self._given_class_dim is None else None
-
     def load_steps(self, steps: int, class_dim: int | None = None) -> None:
         """Forget what has happened, and go on from a number of steps and what was found, as after loading a state."""
-        self._class_dim = (
-            class_dim if self._given_class_dim is None else self._given_class_dim
-        )  # None until it is found
+        self.class_dim = class_dim
+        self._class_dim = class_dim if self._given_class_dim is None else self._given_class_dim
         self.state = StepState()
         self._records, self._rng_state, self.last = [], None, {}
         self._criterion_input, self._criterion_calls = _nothing, 0

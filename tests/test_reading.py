@@ -510,15 +510,16 @@ def test_too_many_classes_are_refused_at_the_first_backward():
     assert not optimizer.forecaster.seen.any()
 
 
-def test_a_device_is_not_asked_once_labels_have_been_read():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_is_not_asked_once_labels_have_been_read(dtype):
     with unreadable_device():
-        model = nn.Linear(FEATURES, CLASSES)
+        model = nn.Linear(FEATURES, CLASSES, dtype=dtype)
         optimizer = DCPOptimizer(sgd(model), model)
         optimizer._regularizer.labels._has_read = True
         optimizer._regularizer.steps = 1
         for _ in range(3):
             optimizer.zero_grad()
-            F.cross_entropy(model(torch.randn(16, FEATURES)), torch.randint(CLASSES, (16,))).backward()
+            F.cross_entropy(model(torch.randn(16, FEATURES, dtype=dtype)), torch.randint(CLASSES, (16,))).backward()
             optimizer.step()
     assert optimizer.prototypes.device.type == "meta"
 

@@ -83,14 +83,19 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     least, labels = g.min(1)
-    if gradient.dtype.itemsize == 2:  # of the logits that the loss had; z may be a wider copy
-        p = _as_the_loss_had_it(p, z.to(gradient.dtype), g, labels)
     # One entry below zero in each row; to read this elsewhere would synchronise the device.
     if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows and float(least.max()) < 0:
         slope, fits = _common_line(p, g, labels[:, None], least)
         if fits and rows * (classes - 1) > 1:
             return Reading(slope * rows, True, labels, True, True)
-    return _read_rows(z, p, g, least, labels, gradient.dtype)
+    reading = _read_rows(z, p, g, least, labels, gradient.dtype)
+    if gradient.dtype.itemsize > 2 or reading.readable is True:
+        return reading
+    # A loss in half precision itself rounds its log-probabilities, which moves those of many classes by per cents.
+    p = torch.log_softmax(z.to(gradient.dtype), dim=1).to(g.dtype).exp()
+    rounded = _read_rows(z, p, g, least, labels, gradient.dtype)
+    fields = (choose(reading.readable, *both) for both in zip(reading, rounded, strict=True))
+    return Reading(*fields)._replace(all_labelled=rounded.all_labelled)  # off the CPU no tensor
 
 
 def may_be_read(z: Tensor, gradient: Tensor) -> bool:
@@ -124,20 +129,6 @@ def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
             if bool(reading.readable) and told > best:
                 best, found = told, dim
     return found
-
-
-def _as_the_loss_had_it(p: Tensor, z: Tensor, g: Tensor, lowest: Tensor) -> Tensor:
-    """The probabilities, or those of log-probabilities that were rounded to half precision, as a loss in it has them.
-
-    Of many classes they differ by more than the rounding of the gradient; the ones that explain it are the loss's.
-    """
-    rounded = torch.log_softmax(z, dim=1).to(g.dtype).exp()
-    others = torch.ones_like(g, dtype=torch.bool).scatter_(1, lowest[:, None], False)
-    unexplained = []
-    for found in (p, rounded):
-        pp, pg, gg, *_ = _centred(found, g, others)
-        unexplained.append(gg - pg * pg / (pp + TINY))
-    return torch.where(unexplained[1] < unexplained[0], rounded, p)
 
 
 def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[float, bool]:
