@@ -25,6 +25,7 @@ from dcl_optim.forecaster import Scale
 
 TINY = 1e-30
 TOLERANCE = 1e-4  # share of a gradient's square left unexplained; bfloat16 rounding leaves about 1e-5
+AT_TARGET = 2 * TOLERANCE**0.5  # the same for a target's gradient itself
 OF_UNSURE = 2.5e-3  # the same for rows without a p above 1/2: smoothing and rounding leave the lowest entry the label
 SURE = 1 - 1e-5  # of a larger probability the rounding of p - 1 says nothing
 LEAST_SMOOTHING = 1e-3
@@ -83,11 +84,12 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     least, labels = g.min(1)
-    # One entry below zero in each row; to read this elsewhere would synchronise the device.
-    if g.device.type == "cpu" and int(torch.count_nonzero(g < 0)) == rows and float(least.max()) < 0:
-        slope, fits = _common_line(p, g, labels[:, None], least)
-        if fits and rows * (classes - 1) > 1:
-            return Reading(slope * rows, True, labels, True, True)
+    if g.device.type == "cpu":  # what is read there elsewhere would synchronise the device
+        negative = g < 0
+        if int(torch.count_nonzero(negative)) == rows and float(least.max()) < 0:  # one in each row
+            slope, fits = _common_line(p.masked_fill(negative, 0.0), g.clamp(min=0.0), least)
+            if fits and rows * (classes - 1) > 1:
+                return Reading(slope * rows, True, labels, True, True)
     reading = _read_rows(z, p, g, least, labels, gradient.dtype)
     if gradient.dtype.itemsize > 2 or reading.readable is True:
         return reading
@@ -131,22 +133,27 @@ def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
     return found
 
 
-def _common_line(p: Tensor, g: Tensor, target: Tensor, least: Tensor) -> tuple[float, bool]:
-    """The slope a that all rows share, and whether they do: away from the targets g = a p, there g = a (p - 1)."""
-    others = p.scatter(1, target, 0.0)
-    short = others.sum(1)  # 1 - p at the target, without the rounding of a difference
-    sums = torch.stack((others.flatten(), g.scatter(1, target, 0.0).flatten()))
+def _common_line(p: Tensor, g: Tensor, at_target: Tensor) -> tuple[float, bool]:
+    """The slope a that all rows share, and whether they do: away from the targets g = a p, there g = a (p - 1).
+
+    Each operation that can be left out is felt in a small step. ``p`` and ``g`` are 0 at the targets.
+    """
+    sums = torch.stack((p.flatten(), g.flatten()))
     (pp, pg), (_, gg) = (sums @ sums.T).tolist()
     slope = pg / (pp + TINY)
-    if slope <= 0 or gg - slope * pg > TOLERANCE * gg or not bool(_at_target(slope, short, least).all()):
+    if slope <= 0 or gg - slope * pg > TOLERANCE * gg:
         return slope, False
-    low, high = short.aminmax()
-    return slope, float(high) > 1 - SURE and (p.shape[1] > 2 or bool(_is_of_labels(low, high)))
+    short = p.sum(1)  # 1 - p at the target, without the rounding of a difference
+    low, high = (float(short.min()), float(short.max())) if p.shape[1] == 2 else (0.0, float(short.max()))
+    # As in _at_target, of numbers below zero.
+    excess = torch.add(at_target, short, alpha=slope).abs_().add_(at_target, alpha=AT_TARGET)
+    fits = float(excess.max()) <= 1e-6 * slope and high > 1 - SURE
+    return slope, fits and (p.shape[1] > 2 or bool(_is_of_labels(low, high)))
 
 
 def _at_target(slope: Any, short: Tensor, g: Tensor) -> Tensor:
     """Whether the targets' gradients are a (p - 1), so that each row sums to zero."""
-    return (g + slope * short).abs() <= 2 * TOLERANCE**0.5 * g.abs() + 1e-6 * slope
+    return (g + slope * short).abs() <= AT_TARGET * g.abs() + 1e-6 * slope
 
 
 def _is_of_labels(low: Any, high: Any) -> Any:
