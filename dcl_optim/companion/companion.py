@@ -303,7 +303,8 @@ class Companion(Forecaster):
                 "weights were loaded into the model since its last training forward, and the companion stays where it "
                 "was: if these are others than before, the penalty pulls the model back. Call "
                 "optimizer.reset_companion() after loading, for a companion that is copied from the model anew, or "
-                "load the optimizer's state of the same moment too"
+                "load the optimizer's state of the same moment too. Weights that were swapped in for an evaluation and "
+                "out again need nothing"
             )
 
     def _of_fraction(self, arguments: Arguments, batch: int) -> str:

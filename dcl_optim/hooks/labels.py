@@ -14,8 +14,8 @@ from dcl_optim.hooks.cross_entropy import Reading, may_be_read
 
 UNREADABLE = (
     "the labels of this batch cannot be read off the loss's gradient, which is not that of a softmax cross-entropy "
-    "with one class a row (mixed labels as of mixup or CutMix, a sum of several losses, a loss of other logits than "
-    "those found in the model's output)"
+    "with one class a row (mixed labels as of mixup or CutMix, a sum of several losses, logits that the loss divides, "
+    "shifts or adds a margin to, a loss of other logits than those found in the model's output)"
 )
 FIXES = (
     "pass criterion=<the loss module> or targets=<the model's keyword with the labels>, or call set_targets(labels) "
