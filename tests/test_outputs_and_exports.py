@@ -191,6 +191,28 @@ def test_labels_hidden_in_a_compiled_models_own_loss_that_is_no_arguments_are_re
     assert not optimizer.forecaster.seen.any()
 
 
+class Doubled(GPT):
+    """Gets two tensors of which either may be the labels."""
+
+    def forward(self, idx, targets, previous):
+        return super().forward(idx, targets)
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_labels_of_a_compiled_models_own_loss_are_not_guessed_among_several_arguments():
+    model = Doubled()
+    optimizer = DCPOptimizer(sgd(model), model)
+    x, y = next(texts(1))
+    previous = y.clone()
+    previous[0, 0] = (y[0, 0] + 1) % VOCABULARY
+    with pytest.raises(RuntimeError, match=r"nor is there one argument"):
+        torch.compile(model, backend="aot_eager")(x, y, y.clone())[1].backward()
+    torch.compile(model, backend="aot_eager")(x, y, previous)[1].backward()
+    optimizer.step()
+    assert optimizer.forecaster.seen.sum() == len(y.unique())
+
+
 class Shifted(GPT):
     """The loss of a causal language model of transformers: a position's logits are of the next one's label."""
 

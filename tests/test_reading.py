@@ -160,8 +160,10 @@ def test_two_classes_of_any_beginning_are_readable(rows, scale):
 
 
 def test_a_sure_row_has_the_label_that_it_is_sure_of():
-    z, y = torch.tensor([[40.0, 0.0, 1.0], [0.0, 1.0, 0.5], [0.0, 30.0, 0.0]]), torch.tensor([0, 1, 0])
-    reading = read(F.cross_entropy, z, y)  # the last one is sure, and wrong
+    # The third is sure, and wrong; the last has a gradient of zero at the label and at a class that is out of reach.
+    z = torch.tensor([[40.0, 0.0, 1.0], [0.0, 1.0, 0.5], [0.0, 30.0, 0.0], [-200.0, 60.0, 0.0]])
+    y = torch.tensor([0, 1, 0, 1])
+    reading = read(F.cross_entropy, z, y)
     assert torch.equal(reading.labels, y)
 
 

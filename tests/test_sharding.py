@@ -40,10 +40,10 @@ def sharded(seed: int = 0) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def wrap(variant: str, model: nn.Module):
+def wrap(variant: str, model: nn.Module, num_classes: int | None = None):
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     if variant == "dcp":
-        return DCPOptimizer(base, model, weight=1.0, alpha=0.6)
+        return DCPOptimizer(base, model, num_classes, weight=1.0, alpha=0.6)
     if not isinstance(next(model.parameters()), DTensor):
         return DCLOptimizer(base, model, weight=1.0)
 
@@ -125,7 +125,7 @@ def resumed_by_files(rank, folder, variant, model, optimizer):
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=folder / "checkpoint")
     model = sharded(seed=3)
-    optimizer = wrap(variant, model)
+    optimizer = wrap(variant, model, CLASSES)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(states, checkpoint_id=folder / "checkpoint")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
@@ -137,7 +137,7 @@ def resumed_by_full_states(rank, folder, variant, model, optimizer):
     states = copy.deepcopy(get_state_dict(model, optimizer, options=options))  # torch hands out its own tensors
     assert not any(isinstance(tensor, DTensor) for tensor in states[0].values())
     model = sharded(seed=3)
-    optimizer = wrap(variant, model)
+    optimizer = wrap(variant, model, CLASSES)
     set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     return model, optimizer
 
@@ -153,7 +153,7 @@ def resuming_worker(rank: int, folder: Path) -> None:
 
 def resume_sharded(rank: int, folder: Path, variant: str, way: str) -> None:
     model = sharded()
-    optimizer = wrap(variant, model)
+    optimizer = wrap(variant, model, CLASSES)
     train_rank(rank, model, optimizer, batches(3))
     again, second = RESUMED[way](rank, folder, variant, model, optimizer)
     assert second.logs()["step"] == 3
@@ -170,7 +170,7 @@ def test_distributed_checkpoints_resume_bit_for_bit(tmp_path: Path):
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     model = mlp()
-    optimizer = wrap(variant, model)
+    optimizer = wrap(variant, model, CLASSES)
     before, began = copy.deepcopy(model), copy.deepcopy(own(variant, optimizer))
     state = get_optimizer_state_dict(model, optimizer)  # takes a dry step to create the state
     assert_same(model, before)

@@ -91,12 +91,13 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
             if fits and rows * (classes - 1) > 1:
                 return Reading(slope * rows, True, labels, True, True)
     reading = _read_rows(z, p, g, least, labels, gradient.dtype)
-    if gradient.dtype.itemsize > 2 or reading.readable is True:
+    if gradient.dtype.itemsize > 2 or reading.all_labelled:
         return reading
     # A loss in half precision itself rounds its log-probabilities, which moves those of many classes by per cents.
     p = torch.log_softmax(z.to(gradient.dtype), dim=1).to(g.dtype).exp()
     rounded = _read_rows(z, p, g, least, labels, gradient.dtype)
-    fields = (choose(reading.readable, *both) for both in zip(reading, rounded, strict=True))
+    (more,) = _numbers((rounded.labels < classes).sum() > (reading.labels < classes).sum())
+    fields = (choose(more, theirs, ours) for ours, theirs in zip(reading, rounded, strict=True))
     return Reading(*fields)._replace(all_labelled=rounded.all_labelled)  # off the CPU no tensor
 
 
