@@ -43,6 +43,7 @@ class ForwardRecord:
         companion_logits: the rows of c that the companion learns from, with their graph; None for none.
         targets: the labels, where a forecaster needs them and the script gave them.
         criterion_targets: the labels that the criterion was called with.
+        is_open: whether nothing has told yet which dimension holds the classes, and dimension 1 is taken for now.
         read_labels: the labels (N,) that the gradient told, K for a row without one, and whether there is none such.
         classes: what a forecaster read off the labels: the class of each row (N,), or its shares in all (N, K).
         all_labelled: whether these are classes, and no row is without one.
@@ -77,6 +78,7 @@ class ForwardRecord:
         self.companion_logits: Tensor | None = None
         self.targets: Tensor | None = None
         self.criterion_targets: Tensor | None = None
+        self.is_open = False
         self.read_labels: tuple[Tensor, bool] | None = None
         self.classes: Tensor | None = None
         self.all_labelled = False

@@ -317,6 +317,7 @@ class Regularizer:
                         f"of shape {tuple(z.shape)} the penalty takes dimension 1 for the classes, as F.cross_entropy "
                         "does; pass class_dim=-1 for (batch, time, classes), or class_dim=1"
                     )
+        record.is_open = self._class_dim is None
         if self._class_dim is not None:
             self.class_dim = self._class_dim % len(record.shape)
             if self._class_dim != record.class_dim:

@@ -192,7 +192,7 @@ def test_labels_hidden_in_a_compiled_models_own_loss_that_is_no_arguments_are_re
 
 
 class Doubled(GPT):
-    """Gets two tensors of which either may be the labels."""
+    """Gets the labels twice, the second time with one that differs, or as rows."""
 
     def forward(self, idx, targets, previous):
         return super().forward(idx, targets)
@@ -200,17 +200,29 @@ class Doubled(GPT):
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_labels_of_a_compiled_models_own_loss_are_not_guessed_among_several_arguments():
-    model = Doubled()
-    optimizer = DCPOptimizer(sgd(model), model)
+def test_labels_of_a_compiled_models_own_loss_are_told_from_other_arguments():
     x, y = next(texts(1))
-    previous = y.clone()
-    previous[0, 0] = (y[0, 0] + 1) % VOCABULARY
-    with pytest.raises(RuntimeError, match=r"nor is there one argument"):
-        torch.compile(model, backend="aot_eager")(x, y, y.clone())[1].backward()
-    torch.compile(model, backend="aot_eager")(x, y, previous)[1].backward()
-    optimizer.step()
-    assert optimizer.forecaster.seen.sum() == len(y.unique())
+    other = y.clone()
+    other[0, 0] = (y[0, 0] + 1) % VOCABULARY
+    for previous in (other, y.clone(), y.flatten()):
+        model = Doubled()
+        optimizer = DCPOptimizer(sgd(model), model)
+        torch.compile(model, backend="aot_eager")(x, y, previous)[1].backward()
+        optimizer.step()
+        assert optimizer.forecaster.seen.tolist() == [bool((y == k).any()) for k in range(VOCABULARY)]
+
+
+@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_labels_of_a_compiled_models_own_loss_are_not_guessed():
+    """Of logits that are all the same every argument has the loss for its cross-entropy."""
+    model = GPT()
+    optimizer = DCPOptimizer(sgd(model), model)
+    with torch.no_grad():
+        model.wte.weight.zero_()
+    with pytest.raises(RuntimeError, match="nor is there one argument"):
+        torch.compile(model, backend="aot_eager")(*next(texts(1)))[1].backward()
+    optimizer.detach()
 
 
 class Shifted(GPT):

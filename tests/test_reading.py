@@ -562,3 +562,26 @@ def test_a_single_logit_is_refused(shape):
     with pytest.raises(RuntimeError, match="labels of this batch cannot be read"):
         F.binary_cross_entropy_with_logits(model(torch.randn(8, FEATURES)), torch.ones(shape)).backward()
     assert optimizer.logs()["step"] == 0
+
+
+@pytest.mark.parametrize("learned", [2.0, 5.0, 7.0])
+@pytest.mark.parametrize("classes", [2, 3, 10, 100])
+def test_a_cross_entropy_in_bfloat16_itself_is_readable_of_confident_predictions(classes, learned):
+    """It takes 1 off probabilities that are rounded to bfloat16."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        y = torch.randint(classes, (32,))
+        z = (torch.randn(32, classes) + learned * F.one_hot(y, classes)).bfloat16().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(z, y), z)
+        reading = read_cross_entropy(z.detach(), gradient)
+        assert bool(reading.readable)
+        assert ((reading.labels == y) | (reading.labels == classes)).all()
+
+
+def test_a_number_of_classes_that_is_given_waits_for_the_dimension_too():
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES, weight=1.0)
+    train(model, optimizer, sequences(1), lambda z, y: 0 * z.sum())  # all ignored: nothing tells the dimension
+    assert not optimizer.forecaster.seen.any()
+    train(model, optimizer, sequences(2), of_tokens)
+    assert optimizer.forecaster.seen.all()

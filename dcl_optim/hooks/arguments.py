@@ -14,7 +14,7 @@ from torch import Tensor
 from dcl_optim._tree import tensors_of
 from dcl_optim.distances import to_rows
 
-NEAR = 2e-3  # of the loss, which leaves room for bfloat16
+NEAR = 5e-3  # standard errors of the rows' mean: how far from the loss the labels' cross-entropy may be
 APART = 10  # times as far as the nearest is the next one, or none is taken
 
 
@@ -37,16 +37,30 @@ def find_labels(arguments: Any, z: Tensor, loss: Tensor) -> Place | None:
             for is_shifted in (False, True) if z.ndim == 3 and class_dim == 2 else (False,):
                 place = Place(number, class_dim, is_shifted)
                 labels = labels_at(place, arguments, z.shape)
-                if labels is None or not bool((labels < z.shape[class_dim]).any()):
-                    continue
-                rows = to_rows(z.detach(), class_dim)
-                with torch.autocast(z.device.type, enabled=False):
-                    value = F.cross_entropy(rows.float(), labels, ignore_index=z.shape[class_dim])
-                told.append((float((value - loss.detach()).abs()), place))
-    told.sort()
-    nearest = told[0][0] if told else float("inf")
-    is_it = nearest <= NEAR * abs(float(loss.detach())) and (len(told) < 2 or told[1][0] > APART * nearest)
-    return told[0][1] if is_it else None
+                if labels is not None and int((labels < z.shape[class_dim]).sum()) > 1:
+                    told.append((_apart(z, labels, class_dim, loss), place, labels))
+    told.sort(key=lambda entry: entry[:2])
+    if not told or told[0][0] > NEAR:
+        return None
+    apart, place, labels = told[0]
+    rivals = [other for other, _, theirs in told[1:] if not _agree(labels, theirs, z.shape[place.class_dim])]
+    return place if all(other > max(APART * apart, NEAR) for other in rivals) else None
+
+
+def _apart(z: Tensor, labels: Tensor, class_dim: int, loss: Tensor) -> float:
+    """How far labels' cross-entropy is from the loss, in standard errors of its mean."""
+    rows, classes = to_rows(z.detach(), class_dim), z.shape[class_dim]
+    with torch.autocast(z.device.type, enabled=False):
+        values = F.cross_entropy(rows.float(), labels, ignore_index=classes, reduction="none")[labels < classes]
+    return float((values.mean() - loss.detach()).abs() / (values.std() / len(values) ** 0.5 + 1e-30))
+
+
+def _agree(labels: Tensor, others: Tensor, classes: int) -> bool:
+    """Whether labels are the same wherever both have one, as a text and the same text that was shifted."""
+    if len(labels) != len(others):
+        return False
+    both = (labels < classes) & (others < classes)
+    return 2 * int(both.sum()) > len(labels) and bool((labels == others)[both].all())
 
 
 def labels_at(place: Place, arguments: Any, shape: torch.Size) -> Tensor | None:
@@ -59,6 +73,6 @@ def labels_at(place: Place, arguments: Any, shape: torch.Size) -> Tensor | None:
     if labels.is_floating_point() or labels.dtype == torch.bool or classes * labels.numel() != shape.numel():
         return None
     if place.is_shifted:
-        labels = F.pad(labels[:, 1:], (0, 1), value=-1)
+        labels = F.pad(labels.reshape(shape[:2])[:, 1:], (0, 1), value=-1)
     labels = labels.detach().reshape(-1).long()
     return labels.masked_fill((labels < 0) | (labels >= classes), classes)

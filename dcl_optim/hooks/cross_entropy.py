@@ -87,7 +87,8 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     if g.device.type == "cpu":  # what is read there elsewhere would synchronise the device
         negative = g < 0
         if int(torch.count_nonzero(negative)) == rows and float(least.max()) < 0:  # one in each row
-            slope, fits = _common_line(p.masked_fill(negative, 0.0), g.clamp(min=0.0), least)
+            others = p.masked_fill(negative, 0.0), g.clamp(min=0.0)
+            slope, fits = _common_line(*others, least, TOLERANCE if gradient.dtype.itemsize == 2 else 3e-6)
             if fits and rows * (classes - 1) > 1:
                 return Reading(slope * rows, True, labels, True, True)
     reading = _read_rows(z, p, g, least, labels, gradient.dtype)
@@ -95,7 +96,7 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
         return reading
     # A loss in half precision itself rounds its log-probabilities, which moves those of many classes by per cents.
     p = torch.log_softmax(z.to(gradient.dtype), dim=1).to(g.dtype).exp()
-    rounded = _read_rows(z, p, g, least, labels, gradient.dtype)
+    rounded = _read_rows(z, p, g, least, labels, gradient.dtype, rounding=torch.finfo(gradient.dtype).eps / 2)
     (more,) = _numbers((rounded.labels < classes).sum() > (reading.labels < classes).sum())
     fields = (choose(more, theirs, ours) for ours, theirs in zip(reading, rounded, strict=True))
     return Reading(*fields)._replace(all_labelled=rounded.all_labelled)  # off the CPU no tensor
@@ -134,7 +135,7 @@ def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
     return found
 
 
-def _common_line(p: Tensor, g: Tensor, at_target: Tensor) -> tuple[float, bool]:
+def _common_line(p: Tensor, g: Tensor, at_target: Tensor, tolerance: float) -> tuple[float, bool]:
     """The slope a that all rows share, and whether they do: away from the targets g = a p, there g = a (p - 1).
 
     Each operation that can be left out is felt in a small step. ``p`` and ``g`` are 0 at the targets.
@@ -142,7 +143,7 @@ def _common_line(p: Tensor, g: Tensor, at_target: Tensor) -> tuple[float, bool]:
     sums = torch.stack((p.flatten(), g.flatten()))
     (pp, pg), (_, gg) = (sums @ sums.T).tolist()
     slope = pg / (pp + TINY)
-    if slope <= 0 or gg - slope * pg > TOLERANCE * gg:
+    if slope <= 0 or gg - slope * pg > tolerance * gg:
         return slope, False
     short = p.sum(1)  # 1 - p at the target, without the rounding of a difference
     low, high = (float(short.min()), float(short.max())) if p.shape[1] == 2 else (0.0, float(short.max()))
@@ -166,13 +167,18 @@ def _is_of_labels(low: Any, high: Any) -> Any:
     return (high < 1 - UNLIKELY) | (high - low > 0.01)
 
 
-def _read_rows(z: Tensor, p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, dtype: torch.dtype) -> Reading:
-    """As :func:`read_cross_entropy`, of any of the three forms, also with rows that are ignored or sure."""
+def _read_rows(
+    z: Tensor, p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, dtype: torch.dtype, rounding: float = 0.0
+) -> Reading:
+    """As :func:`read_cross_entropy`, of any of the three forms, also with rows that are ignored or sure.
+
+    ``rounding`` is that of p before 1 was taken off it, where the loss was computed in half precision.
+    """
     live = (g != 0).any(1)
     top_p, top = p.max(1)
     # In float16 the gradient of a sure row may vanish altogether; for the factor it counts, as the loss counts it.
     counted = live | (top_p > 1 - 1e-6) if dtype == torch.float16 else live
-    *hard, unclear = _read_hard(p, g, lowest, live, counted, top, top_p)
+    *hard, unclear = _read_hard(p, g, lowest, live, counted, top, top_p, rounding)
     forms = [
         _read_smoothed(p, g, lowest, top, counted, torch.finfo(dtype).eps),
         tuple(hard),
@@ -196,7 +202,7 @@ Form = tuple[Any, Any, Tensor, Tensor]  # the common slope, whether there is one
 
 
 def _read_hard(
-    p: Tensor, g: Tensor, lowest: Tensor, live: Tensor, counted: Tensor, top: Tensor, top_p: Tensor
+    p: Tensor, g: Tensor, lowest: Tensor, live: Tensor, counted: Tensor, top: Tensor, top_p: Tensor, rounding: float
 ) -> tuple[Any, Any, Tensor, Tensor, Tensor]:
     """As a ``Form``, and the rows that may be of one class or the other."""
     # A sure row, whose p is rounded to 1 at the label: its gradient there is rounded too, and need not be below zero.
@@ -210,9 +216,9 @@ def _read_hard(
     slopes = pg / (pp + TINY)
     tolerance = torch.where(top_p > 0.5, TOLERANCE, OF_UNSURE)
     on_line = (slopes > 0) & (gg - slopes * pg <= tolerance * gg)
-    on_line &= (at_target + slopes * short).abs() <= 2 * tolerance.sqrt() * at_target.abs()
+    on_line &= (at_target + slopes * short).abs() <= 2 * tolerance.sqrt() * at_target.abs() + rounding * slopes
     slope = pg.sum() / (pp.sum() + TINY)
-    fits = (slope > 0) & (gg.sum() - slope * pg.sum() <= TOLERANCE * gg.sum()) & (live & (top_p <= SURE)).any()
+    fits = (slope > 0) & (gg.sum() - slope * pg.sum() <= TOLERANCE * gg.sum()) & (live & (short > 1 - SURE)).any()
     fits &= (_at_target(slope, short, at_target) | ~counted).all()
     unclear = torch.zeros_like(live)
     if p.shape[1] == 2:

@@ -28,6 +28,7 @@ HIDDEN = (
     "cross-entropy with the logits is that loss: pass targets=<the model's keyword with the labels>, "
     "and class_dim=-1 where the logits are (batch, time, classes), or call set_targets(labels) before the forward"
 )
+FORWARDS_TO_BE_SURE = 3  # in which the same argument has to be the labels, before that is no longer asked
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 
 
@@ -38,6 +39,7 @@ class Labels:
         if source is not None and not isinstance(source, str) and not callable(source):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {source!r}")
         self._source = source
+        self._times_found = 0
         self._place: Place | None = None  # of the labels among the model's arguments, where that is needed
         self._has_warned = False  # that some labels could not be read
         self.start(has_read=False)
@@ -95,7 +97,12 @@ class Labels:
         They are the argument whose cross-entropy with the logits is that loss; which one that is stays. The class
         dimension of the logits, or None where no argument is it.
         """
-        self._place = self._place or find_labels(arguments, z, loss)
+        if self._times_found < FORWARDS_TO_BE_SURE:
+            place = find_labels(arguments, z, loss)
+            self._place, former = place, self._place or place
+            if place is None or place != former:
+                return None
+            self._times_found += 1
         if self._place is None or class_dim not in (None, self._place.class_dim):
             return None
         found = labels_at(self._place, arguments, z.shape)

@@ -98,11 +98,10 @@ class Prototypes(Forecaster):
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
         self._difference = None
-        width = record.logits.shape[1]
-        if not self._num_classes or (self._given is None and width != self._num_classes and not self._seen.any()):
-            # Batches without labels, as may have come before, do not say which dimension holds the classes.
-            self._create(width, self._rows.to(record.logits))
-            self.forget()
+        if record.is_open and record.targets is None and record.criterion_targets is None:
+            return record.logits.new_zeros(()), torch.zeros_like(record.logits)  # no row of it has a label
+        if not self._num_classes:
+            self._create(record.logits.shape[1], self._rows.to(record.logits))
         self._follow_place(record.logits)
         z = record.logits.to(self._rows.dtype)
         classes = self._classes_of(record)
@@ -191,7 +190,8 @@ class Prototypes(Forecaster):
     def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
         self._alpha = alpha
         z, classes = record.logits.to(self._rows.dtype), record.classes
-        assert classes is not None  # since the penalty came first
+        if classes is None:
+            return self.skip(record, alpha)
         if classes.ndim == 2:
             classes, shares = self._columns(classes.to(z.dtype))
             known = self._finite_rows(z.abs(), record.finite)
