@@ -1,4 +1,7 @@
-"""What must be true of a copy's first forecast: it is what the model gave."""
+"""What must be true of a copy's first forecast: it is what the model gave.
+
+Apart from companion.py, which is Algorithm 1: this is how far rounding may go, and what else may be the reason.
+"""
 
 from __future__ import annotations
 
