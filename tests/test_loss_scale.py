@@ -35,6 +35,8 @@ def recover(loss_of, rows=32, classes=10, spread=2.0, dtype=torch.float64, seed=
     seed=st.integers(0, 10_000),
 )
 def test_cross_entropy_gives_its_factor(factor, classes, rows, spread, seed):
+    if classes == 2:  # a few labels that are all unlikely may be the other class's
+        rows = max(rows, 8)
     scale, found = recover(lambda z, y: factor * F.cross_entropy(z, y), rows, classes, spread, seed=seed)
     assert found
     assert scale == pytest.approx(factor, rel=1e-9)

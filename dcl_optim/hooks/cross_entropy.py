@@ -84,13 +84,9 @@ def read_cross_entropy(z: Tensor, gradient: Tensor) -> Reading:
     g = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     p = torch.softmax(z.to(g.dtype), dim=1)
     least, labels = g.min(1)
-    if g.device.type == "cpu":  # what is read there elsewhere would synchronise the device
-        negative = g < 0
-        if int(torch.count_nonzero(negative)) == rows and float(least.max()) < 0:  # one in each row
-            others = p.masked_fill(negative, 0.0), g.clamp(min=0.0)
-            slope, fits = _common_line(*others, least, TOLERANCE if gradient.dtype.itemsize == 2 else 3e-6)
-            if fits and rows * (classes - 1) > 1:
-                return Reading(slope * rows, True, labels, True, True)
+    alike = _read_alike(p, g, least, labels, gradient.dtype) if g.device.type == "cpu" else None
+    if alike is not None:
+        return alike
     reading = _read_rows(z, p, g, least, labels, gradient.dtype)
     if gradient.dtype.itemsize > 2 or reading.all_labelled:
         return reading
@@ -135,6 +131,22 @@ def find_class_dim(z: Tensor, gradient: Tensor) -> int | None:
     return found
 
 
+def _read_alike(p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, dtype: torch.dtype) -> Reading | None:
+    """Hard labels with one slope in all rows, as most losses have them; None for any other. Reads the device."""
+    negative, has_label, classes = g < 0, least < 0, p.shape[1]
+    number = int(torch.count_nonzero(has_label))
+    if number * (classes - 1) <= 1 or int(torch.count_nonzero(negative)) != number:  # one in each row that has a label
+        return None
+    p, others = p.masked_fill(negative, 0.0), g.clamp(min=0.0)
+    if number < len(p):
+        if dtype == torch.float16 or bool(g[~has_label].any()):  # or the row is not sure to be an ignored one
+            return None
+        p, others, least = p[has_label], others[has_label], least[has_label]
+        lowest = lowest.masked_fill(~has_label, classes)
+    slope, fits = _common_line(p, others, least, TOLERANCE if dtype.itemsize == 2 else 3e-6)
+    return Reading(slope * number, True, lowest, True, len(p) == len(g)) if fits else None
+
+
 def _common_line(p: Tensor, g: Tensor, at_target: Tensor, tolerance: float) -> tuple[float, bool]:
     """The slope a that all rows share, and whether they do: away from the targets g = a p, there g = a (p - 1).
 
@@ -143,7 +155,8 @@ def _common_line(p: Tensor, g: Tensor, at_target: Tensor, tolerance: float) -> t
     sums = torch.stack((p.flatten(), g.flatten()))
     (pp, pg), (_, gg) = (sums @ sums.T).tolist()
     slope = pg / (pp + TINY)
-    if slope <= 0 or gg - slope * pg > tolerance * gg:
+    rest = torch.add(sums[1], sums[0], alpha=-slope)  # a difference of the sums would be all rounding in a large batch
+    if slope <= 0 or float(rest.dot(rest)) > tolerance * gg:
         return slope, False
     short = p.sum(1)  # 1 - p at the target, without the rounding of a difference
     low, high = (float(short.min()), float(short.max())) if p.shape[1] == 2 else (0.0, float(short.max()))
