@@ -135,6 +135,8 @@ def _read_alike(p: Tensor, g: Tensor, least: Tensor, lowest: Tensor, dtype: torc
     """Hard labels with one slope in all rows, as most losses have them; None for any other. Reads the device."""
     negative, has_label, classes = g < 0, least < 0, p.shape[1]
     number = int(torch.count_nonzero(has_label))
+    if not number and not bool(g.any()):  # all ignored, or of a compiled loss, which says nothing of any form
+        return Reading(1.0, False, torch.full_like(lowest, classes), True, False)
     if number * (classes - 1) <= 1 or int(torch.count_nonzero(negative)) != number:  # one in each row that has a label
         return None
     p, others = p.masked_fill(negative, 0.0), g.clamp(min=0.0)
