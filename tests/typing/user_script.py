@@ -73,9 +73,10 @@ def closure_loop() -> float:
 
 
 def prototypes() -> Tensor:
-    """DCP, its labels from the criterion and then by a call in the closure."""
+    """DCP from the two arguments alone; then its labels from the criterion and by a call in the closure."""
     model, criterion = network(), nn.CrossEntropyLoss()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    DCPOptimizer(base, model).detach()
     optimizer = DCPOptimizer(base, model, CLASSES, weight=CosineRamp(0.1, steps=4), criterion=criterion)
     x, y = batch()
     optimizer.zero_grad()
