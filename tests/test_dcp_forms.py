@@ -23,7 +23,7 @@ DISTANCES = [*distances.DISTANCES, huber]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "per_class"])
-@pytest.mark.parametrize("distance", DISTANCES, ids=str)
+@pytest.mark.parametrize("distance", DISTANCES)
 def test_a_hundred_steps_equal_the_reference(distance, reduction):
     model, theirs = network(), network()
     optimizer = wrap(
