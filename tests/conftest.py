@@ -1,4 +1,8 @@
-"""One thread for all tests: the tensors are tiny, and threads only fight each other on a busy machine."""
+"""Which tests run where, and one thread for all: the tensors are tiny, and threads fight each other on a busy machine.
+
+``pytest`` alone runs the default suite, without the markers of ``REST``. Whoever names a path or ``-m`` gets what they
+name, so ``pytest tests dcl_optim docs README.md`` runs everything.
+"""
 
 import signal
 from pathlib import Path
@@ -8,9 +12,44 @@ import torch
 
 from tests.helpers import on_two_ranks
 
+REST = ("integration", "example", "stress")
+DEFAULT = " and ".join(f"not {marker}" for marker in REST)
+FOLDERS = {
+    "applications": "example",
+    "benchmarks": "example",
+    "examples": "example",
+    "integrations": "integration",
+    "paper": "example",
+    "reliability": "stress",
+}
+HERE = Path(__file__).parent
+
 torch.set_num_threads(1)
 # What a shell starts in the background ignores Ctrl-C, which some tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    if not config.option.markexpr and config.args_source is config.ArgsSource.TESTPATHS:
+        config.option.markexpr = DEFAULT
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import no folder that the default suite leaves out: its packages need not be installed."""
+    if config.option.markexpr == DEFAULT and collection_path.parent == HERE and collection_path.name in FOLDERS:
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.path.parent != HERE:
+            item.add_marker(FOLDERS[item.path.relative_to(HERE).parts[0]])
+        if item.path.name == "integrations.md":
+            item.add_marker("integration")
+        for marker in item.iter_markers("gpu"):
+            if torch.cuda.device_count() < (marker.args or (1,))[0]:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing
 import os
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,13 @@ def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return model, copy.deepcopy(model)
 
 
+def cells(table: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Give parametrize a whole table: the chosen cells run wherever the test does, the others are marked stress."""
+    missing = set(chosen) - set(table)
+    assert not missing, f"the table has no {missing}"
+    return [pytest.param(cell, marks=[] if cell in chosen else [pytest.mark.stress]) for cell in table]
+
+
 def assert_same(first: Any, second: Any, **tolerance: float) -> None:
     """Compare two modules' or two nested states' tensors: bit for bit without a tolerance."""
     if isinstance(first, nn.Module):
@@ -123,10 +131,14 @@ def assert_same(first: Any, second: Any, **tolerance: float) -> None:
         assert first == second
 
 
+# The ranks fork from a server that has these imported, which takes 3 s, and has run nothing.
+multiprocessing.set_forkserver_preload(["tests.helpers", "torch._dynamo"])
+
+
 def on_two_ranks(function: Callable[..., None], folder: Path, *args: Any) -> None:
     """Call function(rank, folder, *args) in two processes that are joined by gloo."""
     with tempfile.TemporaryDirectory() as meeting:
-        mp.spawn(_rank, (function, folder, Path(meeting), args), nprocs=2)
+        mp.start_processes(_rank, (function, folder, Path(meeting), args), nprocs=2, start_method="forkserver")
 
 
 def _rank(rank: int, function: Callable[..., None], folder: Path, meeting: Path, args: tuple[Any, ...]) -> None:

@@ -346,7 +346,7 @@ def test_model_moved_to_another_dtype_after_wrapping():
     assert set(buffers) == {torch.float64}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_cuda_equals_cpu():
     results = []
     for device in ("cpu", "cuda"):

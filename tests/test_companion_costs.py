@@ -165,7 +165,7 @@ def test_a_companion_on_the_device_of_the_model_is_the_same_training():
     assert_same(results[0][1], results[1][1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_companion_on_a_gpu_beside_a_model_on_the_cpu(overlap):
     model, hand = mlp(), mlp()
@@ -177,7 +177,7 @@ def test_a_companion_on_a_gpu_beside_a_model_on_the_cpu(overlap):
     assert_same(optimizer.companion.cpu(), other.companion, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_a_companion_on_a_second_gpu_replays_the_draws_of_the_first():
     results = []
     for options in ({}, {"companion_device": "cuda:1"}):

@@ -80,7 +80,7 @@ def test_a_device_that_is_not_there_is_named() -> None:
         wrap(mlp(), companion_device="cuda")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_given_companion_learns_on_the_models_gpu() -> None:
     model = mlp().cuda()
     loads: list[Any] = []

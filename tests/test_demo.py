@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("sklearn", "tqdm", "matplotlib"):
-    pytest.importorskip(package)
-
-from dcl_optim import __version__, demo  # noqa: E402
-from dcl_optim.demo import digits, report, training  # noqa: E402
+from dcl_optim import __version__, demo
+from dcl_optim.demo import digits, report, training
 
 TINY = ["--epochs", "2", "--seeds", "2", "--train-size", "64"]
 

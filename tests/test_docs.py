@@ -26,10 +26,12 @@ def tables():
     return module
 
 
+@pytest.mark.example
 def test_every_table_is_the_one_of_its_results_file(tables):
     assert tables.main(["--check"]) == 0
 
 
+@pytest.mark.example
 def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "performance.md").read_text()
     wrong = re.sub(r"\| plain \| \d", "| plain | 9", page)
@@ -41,6 +43,7 @@ def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
     assert (tmp_path / "page.md").read_text() == page
 
 
+@pytest.mark.example
 def test_all_results_are_on_a_page():
     page = "".join((ROOT / "docs" / name).read_text() for name in ("results.md", "applications.md"))
     for path in (ROOT / "docs" / "results").glob("*.jsonl"):

@@ -242,8 +242,9 @@ def test_tensors_that_an_evaluation_has_left_on_the_model_do_not_prevent_the_cop
     assert optimizer.penalty > 0
 
 
+@pytest.mark.integration
 def test_the_optimizers_mode_is_the_companions_from_its_start() -> None:
-    SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree
+    from schedulefree import SGDScheduleFree
 
     found = []
     for companion in (None, mlp()):

@@ -207,9 +207,11 @@ def test_a_reentrant_checkpoint_inside_the_model(form: str) -> None:
     assert_same(*found)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["BatchEncoding", "ModelOutput"])
 def test_the_mappings_of_transformers(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     if kind == "BatchEncoding":
         pack: Callable[[Tensor], Any] = lambda x: transformers.BatchEncoding({"last_hidden_state": x})  # noqa: E731
     else:

@@ -325,7 +325,7 @@ def test_no_dtype_that_a_metric_is_moved_to_loses_a_sample(move, reset: bool):
     assert (moved.distances.item(), moved.samples.item(), moved.compute().item()) == (3003, 3003, 1)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu():
     for batch in named_batches():
         collected = collection().to("cuda")

@@ -305,7 +305,7 @@ def test_without_a_look_finite_batches_are_trained_on_as_with_one(variant, loss_
     assert_same(*found, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
@@ -319,7 +319,7 @@ def test_on_a_gpu_it_is_not_taken_in_either(variant, bad, precision):
     assert 0 < script.optimizer.penalty < INF
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.filterwarnings(STEPPED)
 def test_on_a_gpu_a_companion_that_is_not_finite_is_found_once_in_a_hundred_steps():
     script = Script("dcl", "float32", "cuda")

@@ -535,11 +535,13 @@ def test_private_training_is_refused_before_and_after_wrapping(variant):
     backward(model, x, y)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("mode", ["hooks", "ew", "ghost"])
 @pytest.mark.parametrize("wrapped_first", [False, True])
 @pytest.mark.filterwarnings("ignore")  # opacus' own
 def test_opacus_is_refused(wrapped_first, mode):
-    opacus = pytest.importorskip("opacus")
+    import opacus
+
     model, criterion = mlp(dtype=torch.float32), nn.CrossEntropyLoss()
     data = torch.utils.data.TensorDataset(*next(iter(batches(1, dtype=torch.float32))))
     base = wrap(model) if wrapped_first else sgd(model)
@@ -644,7 +646,6 @@ def by_export(model, x):
 
 
 def by_onnx(model, x, **options):
-    pytest.importorskip("onnxscript")
     stream = io.BytesIO()
     program = torch.onnx.export(model, (x,), *([] if options["dynamo"] else [stream]), **options)
     assert program is not None or stream.getvalue()
@@ -660,7 +661,9 @@ EXPORTS = {
 
 @pytest.mark.filterwarnings("ignore")  # torch's own: deprecations, exports in training mode
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("form", EXPORTS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.integration] if "onnx" in form else []) for form in EXPORTS]
+)
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_an_export_is_the_models_and_no_training_forward(variant, form, training):
     results = []

@@ -289,7 +289,7 @@ def test_a_look_at_the_unreadable_device_is_an_error(reading):
         reading(torch.ones(()))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
 @pytest.mark.parametrize("loop", LOOPS)

@@ -10,7 +10,7 @@ from torch import nn
 from dcl_optim import DCLOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, snapshot
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 WIDTH, STEPS = 512, 12
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from dcl_optim import __version__
 
+pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("dcl_optim", "tests", "benchmarks", "examples", "docs")
 FILES = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "mkdocs.yml", "pyproject.toml"}

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("matplotlib")
+from PIL import Image
 
 from dcl_optim.plots import training_curves
 
@@ -23,11 +22,10 @@ def runs(count: int, epochs: int = 5) -> list[dict[str, list[float]]]:
 
 
 def test_a_saved_figure_is_an_image(tmp_path: Path):
-    pil = pytest.importorskip("PIL.Image")
     path = tmp_path / "curves.png"
     training_curves({"plain": runs(3), "DCL": runs(3)}).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    with pil.open(path) as image:
+    with Image.open(path) as image:
         image.load()
         assert image.size == (1650, 660)
 

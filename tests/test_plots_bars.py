@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("matplotlib")
-
 from matplotlib.colors import to_hex
+from torch import Tensor
 
 from dcl_optim.plots import perplexity_bars, top_non_target_histogram
 

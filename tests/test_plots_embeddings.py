@@ -8,13 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("matplotlib")
-pytest.importorskip("sklearn.manifold")
-
 from matplotlib.colors import to_hex
 from sklearn.manifold import TSNE
+from torch import Tensor
 
 from dcl_optim.plots import class_embedding, logit_embedding
 

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
+from torchvision.transforms import v2
 
 from examples.data import crop_and_flip
 from examples.paper import augmentations
 from examples.paper.augmentations import Cutout, View, batch_crop, evaluation, seeded, training
-
-pytest.importorskip("torchvision")
-from PIL import Image
-from torchvision.transforms import v2
 
 SMALL = View((20, 20), (0.5, 0.4, 0.3), (0.2, 0.25, 0.5))
 MEAN, STD = (torch.tensor(values)[:, None, None] for values in (SMALL.mean, SMALL.std))

@@ -7,12 +7,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-
-from examples.paper import datasets
-
-pytest.importorskip("torchvision")
 import torchvision
 from PIL import Image
+
+from examples.paper import datasets
 
 GREY = {"cifar100": (0.5071, 0.2673), "tiny-imagenet": (0.4802, 0.2770)}  # mean and std of red
 

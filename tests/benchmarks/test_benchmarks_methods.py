@@ -68,8 +68,6 @@ def test_the_wrapper_trains_what_the_handwritten_loop_trains(workload):
     ("method", "workload"), [*((method, "cnn") for method in METHODS), *(("DCLOptimizer", name) for name in ON_CPU)]
 )
 def test_methods_and_networks_take_steps(method, workload):
-    for package in ("torchvision", METHODS[method].package or "torch"):
-        pytest.importorskip(package)
     work = dataclasses.replace(WORKLOADS[workload], batch_size=2)
     training = start(METHODS[method], work, warm_up=1)
     assert not torch.equal(weights(training.model), weights(work.model()))
@@ -77,7 +75,6 @@ def test_methods_and_networks_take_steps(method, workload):
 
 @pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
 def test_workloads_are_what_they_say(work):
-    pytest.importorskip("torchvision")
     with torch.device("meta"):
         for model in [work.build()] + ([work.small()] if work.small else []):
             x = torch.empty(2, *work.shape, device="meta")
@@ -123,7 +120,6 @@ def test_state_is_counted_exactly():
 
 
 def test_sam_steps_with_the_gradient_at_the_perturbed_weights():
-    pytest.importorskip("pytorch_optimizer")
     put = script()
     training = METHODS["SAM"].build(put)
     model, batch = copy.deepcopy(put.model), put.batches[0]
@@ -147,7 +143,6 @@ def test_sam_steps_with_the_gradient_at_the_perturbed_weights():
 
 
 def test_lookahead_goes_half_of_the_way_back_at_the_fifth_step():
-    pytest.importorskip("pytorch_optimizer")
     begin = weights(script().model)
     torch.testing.assert_close(
         weights(trained(METHODS["Lookahead"], 4).model), weights(trained(METHODS["plain"], 4).model), rtol=0, atol=0
@@ -165,7 +160,6 @@ def test_the_average_is_the_average_and_leaves_the_model_alone():
 
 
 def test_schedule_free_is_in_training_mode_and_keeps_an_average():
-    pytest.importorskip("schedulefree")
     training = METHODS["Schedule-Free SGD"].build(script())
     (optimizer,) = training.optimizers
     fast = []

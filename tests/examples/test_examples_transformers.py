@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     import transformers_lora
 
     # a part of the texts is enough, and one worker's CPU all there is
@@ -34,7 +34,7 @@ def own(optimizer):
 
 
 def test_texts_are_real_apart_and_of_every_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     import transformers_lora
 
     train, test = transformers_lora.texts()

@@ -17,7 +17,7 @@ from benchmarks.setting import Setting
 from benchmarks.workloads import ON_CPU, Workload
 
 GIB = 2**30
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # ---- timing ---------------------------------------------------------------------------------------------------------

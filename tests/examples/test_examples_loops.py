@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.helpers import assert_same
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a run may be off by, relative to the way that it went, in units of the dtype's rounding: torch's float16 products
 # on the CPU bring the plain script to 10 of them, and both methods to no more. Leaving the method out is over 100.

@@ -16,7 +16,7 @@ from benchmarks.methods import METHODS
 from benchmarks.setting import Setting
 from benchmarks.workloads import ON_CPU, WORKLOADS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MLP_PARAMETERS = 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
 OPTIONS = (
     *("--models", "mlp", "--methods", "DCLOptimizer", "--parts", "methods", "knobs", "memory", "overlap", "growth"),

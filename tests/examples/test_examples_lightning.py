@@ -17,7 +17,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same
 from tests.integrations.lightning_modules import QUIET
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = QUIET
 
 
