@@ -4,7 +4,9 @@
 name, so ``pytest tests dcl_optim docs README.md`` runs everything.
 """
 
+import gc
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,23 @@ def threads_stay():
     """Another number would change the last bits of what later tests compare with other processes."""
     yield
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def older_objects():
+    """What earlier tests have left, which goes when it likes: not in gc.get_objects() while the test runs."""
+    gc.collect()
+    older = gc.get_objects()
+    gc.freeze()
+    yield older
+    gc.unfreeze()
+
+
+@pytest.fixture
+def new_threads():
+    """A function that lists the threads that the test has started and that still run."""
+    existing = set(threading.enumerate())
+    return lambda: [thread for thread in threading.enumerate() if thread not in existing]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from dcl_optim import DCLOptimizer
 
 CLASSES, FEATURES = 5, 6
 DRAWS = r"overlap=True: the model or its companion draws .* runs after the model from now on"  # the warning
+PATIENCE = 120.0  # seconds after which what has not come never will: no machine is that slow
 SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
 
 
@@ -257,7 +258,8 @@ class Storages(TorchDispatchMode):
 
 
 def live_tensors() -> tuple[int, int]:
-    """The number and the elements of the tensors that Python holds."""
+    """The number and the elements of the tensors that Python holds, of those that the test has made."""
+    assert gc.get_freeze_count(), "ask for the fixture older_objects"
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return len(tensors), sum(tensor.numel() for tensor in tensors)
 
@@ -268,8 +270,8 @@ def surviving_tensors() -> int:
     return live_tensors()[0]
 
 
-def items_in_containers() -> int:
-    return sum(len(found) for found in gc.get_objects() if type(found) in (list, dict, set, tuple, deque))
+def items_in_containers(objects: Iterable[Any]) -> int:
+    return sum(len(found) for found in objects if type(found) in (list, dict, set, tuple, deque))
 
 
 @contextmanager

@@ -190,6 +190,7 @@ def test_classes_that_only_a_skipped_batch_had_get_no_prototype():
     assert script.optimizer.forecaster.seen.tolist() == [True, False, False, False, False]
 
 
+@pytest.mark.usefixtures("older_objects")
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_a_skipped_step_keeps_no_graph(variant):
     script = Script(variant)

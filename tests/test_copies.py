@@ -121,6 +121,7 @@ def test_a_dead_optimizer_leaves_no_hook():
     wrap(model)
 
 
+@pytest.mark.usefixtures("older_objects")
 def test_no_references_are_left_by_training():
     """Memory after many steps equals memory after few: nothing is kept from step to step."""
     model = mlp(dtype=torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +62,7 @@ def test_several_forwards_before_a_step_count_as_one(parts):
             assert_same(optimizer.prototypes[k], prototype, **CLOSE)
 
 
+@pytest.mark.usefixtures("older_objects")
 def test_memory_does_not_grow_with_the_forwards_before_a_step():
     model, criterion = network(), nn.CrossEntropyLoss()
     optimizer = wrap(model, criterion=criterion)
@@ -67,6 +70,7 @@ def test_memory_does_not_grow_with_the_forwards_before_a_step():
     elements = []
     for x, y in batches(40):
         criterion(model(x), y).backward()
+        gc.collect()
         elements.append(live_tensors()[1])
     assert max(elements[20:]) <= max(elements[:20])
 

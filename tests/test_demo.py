@@ -12,6 +12,7 @@ import torch
 
 from dcl_optim import __version__, demo
 from dcl_optim.demo import digits, report, training
+from tests.helpers import PATIENCE
 
 TINY = ["--epochs", "2", "--seeds", "2", "--train-size", "64"]
 
@@ -197,7 +198,7 @@ def test_threads_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.Monke
 def test_as_a_module():
     def output(flag: str) -> str:
         command = [sys.executable, "-m", "dcl_optim", flag]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
 
     assert output("--version").strip() == f"dcl-optim {__version__}"
     text = output("--help")

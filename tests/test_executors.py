@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dcl_optim.overlap import executors
-from tests.helpers import backward, batches, intra_op_threads, mlp, one, train, worker_threads, wrap
+from tests.helpers import PATIENCE, backward, batches, intra_op_threads, mlp, one, train, worker_threads, wrap
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_device_has_its_executor(monkeypatch):
 
 
 def test_work_runs_concurrently_with_the_caller_in_the_order_in_which_it_was_started(worker):
-    meeting, order = threading.Barrier(2, timeout=20), []
+    meeting, order = threading.Barrier(2, timeout=PATIENCE), []
     results = [worker.start(lambda i=i: (meeting.wait(), order.append(i), i)[-1]) for i in range(3)]
     for _ in range(3):
         meeting.wait()  # would break if the work were waited for above
@@ -62,7 +62,7 @@ def test_an_error_gives_the_threads_back_at_once(worker):
 
 def test_settling_waits_and_raises_nothing(worker):
     go, done = threading.Event(), []
-    worker.start(lambda: (go.wait(20), done.append(1), 1 / 0))
+    worker.start(lambda: (go.wait(PATIENCE), done.append(1), 1 / 0))
     threading.Timer(0.05, go.set).start()
     worker.settle()
     assert done == [1]
@@ -86,6 +86,7 @@ def test_what_the_work_has_made_is_freed(worker):
         result = worker.start(lambda: (value := Value(), made.append(weakref.ref(value)))[0])
         result() if taken == "result" else worker.settle()
         del result
+        worker.start(lambda: None)()  # by when the thread has dropped the piece of work before
         gc.collect()
         assert made[-1]() is None, taken
 

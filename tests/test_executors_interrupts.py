@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dcl_optim.overlap import executors
-from tests.helpers import intra_op_threads, worker_threads
+from tests.helpers import PATIENCE, intra_op_threads, worker_threads
 
 
 class Interrupt(BaseException):
@@ -60,7 +60,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(timeout=30)
+    thread.join(timeout=PATIENCE)
     assert found, f"deadlock: {function}"
     value, error = found[0]
     if error is not None:
@@ -78,7 +78,7 @@ class Scenario:
             self.go.set()
 
     def work(self) -> None:
-        self.go.wait(20)
+        self.go.wait(PATIENCE)
         time.sleep(1e-3)  # so that who does not wait is seen
         self.done.append(1)
 
@@ -133,5 +133,5 @@ def test_an_interrupt_anywhere_neither_deadlocks_nor_loses_work(name: str, kind:
         number = next(n for n in itertools.count(1) if not in_a_thread(lambda n=n: interrupted(name, kind, n)))
     assert number > 10
     for thread in set(worker_threads()) - before:
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE)
     assert set(worker_threads()) <= before
