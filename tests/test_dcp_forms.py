@@ -27,14 +27,12 @@ DISTANCES = [*distances.DISTANCES, huber]
 @pytest.mark.parametrize("reduction", ["mean", "per_class"])
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_a_hundred_steps_equal_the_reference(distance, reduction):
-    model, theirs = network(), network()
-    optimizer = wrap(
-        model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=nn.CrossEntropyLoss()
-    )
+    model, theirs, criterion = network(), network(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=criterion)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
     function = distances.resolve_distance(distance)
     for x, y in batches(100):
-        train(model, optimizer, [(x, y)], optimizer._regularizer._criterion)
+        train(model, optimizer, [(x, y)], criterion)
         dcp_step(
             *(theirs, known, plain, x, y, F.cross_entropy, function),
             weight=0.7, alpha=0.4, per_class=reduction == "per_class",
