@@ -33,7 +33,7 @@ from dcl_optim.forecaster import ForwardRecord
 
 CLASSES, FEATURES = 5, 6
 DRAWS = r"overlap=True: the model or its companion draws .* runs after the model from now on"  # the warning
-PATIENCE = 120.0  # seconds after which what has not come never will: no machine is that slow
+PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
 SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
 
 
