@@ -26,7 +26,7 @@ def recover(loss_of, rows=32, classes=10, spread=2.0, dtype=torch.float64, seed=
     return float(scale), bool(found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     factor=st.floats(1e-4, 1e5),
     classes=st.integers(2, 40),

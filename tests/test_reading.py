@@ -64,7 +64,7 @@ def expected(name: str, y: Tensor, classes: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CROSS_ENTROPIES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     classes=st.sampled_from([3, 10, 100]),
     rows=st.integers(4, 40),
