@@ -4,11 +4,16 @@
 name, so ``pytest tests dcl_optim docs README.md`` runs everything.
 """
 
+import gc
 import signal
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.helpers import on_two_ranks
 
@@ -25,6 +30,11 @@ FOLDERS = {
 HERE = Path(__file__).parent
 
 torch.set_num_threads(1)
+# The same examples in every run, however slow the machine and whatever an earlier run has found.
+settings.register_profile(
+    "seeded", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("seeded")
 # What a shell starts in the background ignores Ctrl-C, which some tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -32,6 +42,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_configure(config):
     if not config.option.markexpr and config.args_source is config.ArgsSource.TESTPATHS:
         config.option.markexpr = DEFAULT
+    home = tempfile.TemporaryDirectory()  # or hypothesis writes into the repository's folder
+    config.add_cleanup(home.cleanup)
+    set_hypothesis_home_dir(home.name)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -53,10 +66,33 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def own_draws():
+    """A test that does not seed draws the same numbers in any order of the tests."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def threads_stay():
     """Another number would change the last bits of what later tests compare with other processes."""
     yield
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def older_objects():
+    """What earlier tests have left, which goes when it likes: not in gc.get_objects() while the test runs."""
+    gc.collect()
+    older = gc.get_objects()
+    gc.freeze()
+    yield older
+    gc.unfreeze()
+
+
+@pytest.fixture
+def new_threads():
+    """A function that lists the threads that the test has started and that still run."""
+    existing = set(threading.enumerate())
+    return lambda: [thread for thread in threading.enumerate() if thread not in existing]
 
 
 @pytest.fixture(scope="module")

@@ -112,9 +112,10 @@ def test_unscale_and_clip_equal_the_clipped_reference(variant, dtype, given):
     steps, bound = 10, OFF * torch.finfo(dtype).eps / 2
     model, learned, start = clipped_reference(variant, steps)
     for parts in (1, 3):
-        script = Script(variant, dtype=dtype, given=given)
-        if given:  # a scaler alone does not know of the division by the number of parts
-            script.optimizer._regularizer._loss_scale.source = lambda n=parts, s=script: s.scaler.get_scale() / n
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        # A scaler alone does not know of the division by the number of parts.
+        scale = {"loss_scale": lambda n=parts, s=scaler: s.get_scale() / n} if given else {}
+        script = Script(variant, scaler=scaler, dtype=dtype, **scale)
         for x, y in data(steps):
             script.step(list(zip(x.chunk(parts), y.chunk(parts), strict=True)), CLIP)
         assert off(script.model.parameters(), model.parameters(), narrow().parameters()) < bound
@@ -190,6 +191,7 @@ def test_classes_that_only_a_skipped_batch_had_get_no_prototype():
     assert script.optimizer.forecaster.seen.tolist() == [True, False, False, False, False]
 
 
+@pytest.mark.usefixtures("older_objects")
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_a_skipped_step_keeps_no_graph(variant):
     script = Script(variant)

@@ -12,6 +12,7 @@ import torch
 
 from dcl_optim import __version__, demo
 from dcl_optim.demo import digits, report, training
+from tests.helpers import PATIENCE
 
 TINY = ["--epochs", "2", "--seeds", "2", "--train-size", "64"]
 
@@ -194,7 +195,7 @@ def test_threads_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_as_a_module():
     command = [sys.executable, "-m", "dcl_optim", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout.strip() == f"dcl-optim {__version__}"
 
 

@@ -60,7 +60,7 @@ def test_half_precision_is_lifted():
     assert gradient[0, 0].item() == pytest.approx(2e-4 / 4, rel=1e-2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(alpha=st.floats(0, 1), seed=st.integers(0, 1000))
 def test_the_companions_gradient_of_mse_is_one_minus_alpha_times_the_pull(alpha, seed):
     """With mse, alpha only scales the companion's gradient: (1 - alpha) times that of Delta(c, z)."""
@@ -115,7 +115,7 @@ def test_equal_infinities_are_no_difference():
         assert gradient.tolist() == [[0.25, 0.0, 0.0, 0.0]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
 def test_rows_and_back(shape, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1)) if len(shape) > 1 else 1

@@ -67,7 +67,7 @@ SAMPLES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(SAMPLES)
 def test_against_a_twin_that_counts_in_python(samples: list[tuple[list[int], int, bool]]):
     named: dict[int, list[int]] = {c: [] for c in range(CLASSES)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
 
 import pytest
 import torch
@@ -103,14 +102,14 @@ def test_a_copy_and_its_original_both_go_on(moment, copied):
     assert_same(without_statistics(snapshot(again)), without_statistics(expected))
 
 
-def test_a_copy_has_a_thread_of_its_own_and_the_original_keeps_its():
+def test_a_copy_has_a_thread_of_its_own_and_the_original_keeps_its(new_threads):
     original = run(build(True), 0, 2)
-    threads = set(threading.enumerate())
+    (its,) = new_threads()
     again = copy.deepcopy(original)
-    assert set(threading.enumerate()) == threads
+    assert new_threads() == [its]
     run(again, 2, 5)
-    assert len(set(threading.enumerate()) - threads) == 1
+    assert len(new_threads()) == 2
     again.detach()
-    assert set(threading.enumerate()) == threads
+    assert new_threads() == [its]
     original.detach()
-    assert set(threading.enumerate()) < threads
+    assert new_threads() == []

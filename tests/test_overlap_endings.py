@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch.nn.functional as F
 
-from tests.helpers import batches, mlp, one, train, wrap
+from tests.helpers import PATIENCE, batches, mlp, one, train, wrap
 from tests.test_overlap_threads import Failure, overlapped
 
 
@@ -19,14 +18,6 @@ def trained():
     optimizer = wrap(model, overlap=True)
     train(model, optimizer, batches(3))
     return model, optimizer
-
-
-@pytest.fixture
-def new_threads():
-    """A function that lists the threads that the test has started and that still run."""
-    gc.collect()
-    existing = set(threading.enumerate())
-    return lambda: [thread for thread in threading.enumerate() if thread not in existing]
 
 
 def between_steps(model):
@@ -70,7 +61,7 @@ def test_an_optimizer_that_is_gone_takes_its_thread_along_without_the_collector(
         try:
             (thread,) = new_threads()
             del optimizer
-            thread.join(timeout=20)
+            thread.join(timeout=PATIENCE)
             assert new_threads() == [], moment
         finally:
             gc.enable()
@@ -95,7 +86,7 @@ def test_many_optimizers_in_turn_leave_no_thread(new_threads):
     for _ in range(20):
         trained()
     for thread in new_threads():
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE)
     assert new_threads() == []
 
 
@@ -131,7 +122,7 @@ else:
 
 def test_interpreters_end_in_the_middle_of_a_step_without_a_word():
     command = [sys.executable, "-c", SCRIPT, *(statements for statements, _ in EXITS.values())]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     codes = dict(zip(EXITS, process.stdout.split(), strict=True))
     assert codes == {name: str(code) for name, (_, code) in EXITS.items()}
     assert process.stderr == ""

@@ -14,6 +14,7 @@ from torch import nn
 from tests.helpers import (
     CLASSES,
     FEATURES,
+    PATIENCE,
     assert_overlap_changes_nothing,
     backward,
     batches,
@@ -68,7 +69,7 @@ def report_steps(optimizer, function):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_both_networks_are_inside_at_once(phase):
     """Each of the two waits for the other: they would break the barrier if one had to end before the other begins."""
-    barrier, met = threading.Barrier(2, timeout=20), []
+    barrier, met = threading.Barrier(2, timeout=PATIENCE), []
 
     def meet(place):
         if place == phase and enabled:
