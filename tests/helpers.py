@@ -107,10 +107,18 @@ def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def cells(table: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Give parametrize a whole table: the chosen cells run wherever the test does, the others are marked stress."""
+    """Give parametrize a whole table: the chosen cells run wherever the test does, the others are marked stress.
+
+    A cell of several arguments is a tuple.
+    """
+    table = list(table)
     missing = set(chosen) - set(table)
     assert not missing, f"the table has no {missing}"
-    return [pytest.param(cell, marks=[] if cell in chosen else [pytest.mark.stress]) for cell in table]
+    marks = [() if cell in chosen else pytest.mark.stress for cell in table]
+    return [
+        pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=mark)
+        for cell, mark in zip(table, marks, strict=True)
+    ]
 
 
 def assert_same(first: Any, second: Any, **tolerance: float) -> None:
