@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # which the first optimizer imports, otherwise in the middle of a test
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
@@ -78,14 +79,25 @@ def threads_stay():
     assert torch.get_num_threads() == 1
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imports_stay():
+    """A collection that looks at all that imports have made takes a third of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # triton complains of what the interpreter's end does not collect
+
+
 @pytest.fixture
 def older_objects():
     """What earlier tests have left, which goes when it likes: not in gc.get_objects() while the test runs."""
     gc.collect()
+    gc.unfreeze()
     older = gc.get_objects()
     gc.freeze()
-    yield older
-    gc.unfreeze()
+    return older
 
 
 @pytest.fixture

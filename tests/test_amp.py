@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.hooks.cross_entropy import read_cross_entropy
 from dcl_optim.reference import dcl_step, dcp_step
-from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, surviving_tensors
+from tests.helpers import CLASSES, assert_same, batches, cells, dropout_net, mlp, surviving_tensors
 
 BATCH, CLIP = 24, 0.3
 METHOD = {"weight": 0.7, "alpha": 0.4}
@@ -105,9 +106,13 @@ def clipped_reference(variant, steps):
     return model, [rows], [torch.zeros_like(rows)]
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["auto", "scaler given"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize(
+    ("variant", "dtype", "given"),
+    cells(
+        itertools.product(["dcl", "dcp"], [torch.float32, torch.float16], [False, True]),
+        *(("dcl", torch.float16, False), ("dcl", torch.float32, True), ("dcp", torch.float16, True)),
+    ),
+)
 def test_unscale_and_clip_equal_the_clipped_reference(variant, dtype, given):
     steps, bound = 10, OFF * torch.finfo(dtype).eps / 2
     model, learned, start = clipped_reference(variant, steps)
@@ -158,10 +163,21 @@ def skipping_run(variant, poison, parts, to_none, clip):
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
-@pytest.mark.parametrize(("to_none", "clip"), [(True, None), (False, None), (True, CLIP)])
-@pytest.mark.parametrize("parts", [1, 3], ids=["whole batch", "three parts"])
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize(
+    ("variant", "poison", "parts", "to_none", "clip"),
+    cells(
+        [
+            (*case, *way)
+            for case in itertools.product(["dcl", "dcp"], POISONS, [1, 3])
+            for way in ((True, None), (False, None), (True, CLIP))
+        ],
+        ("dcl", "in the loss", 1, True, None),
+        ("dcl", "in the gradient", 3, False, None),
+        ("dcl", "in the loss", 3, True, CLIP),
+        ("dcp", "in the gradient", 1, True, CLIP),
+        ("dcp", "in the loss", 3, False, None),
+    ),
+)
 def test_after_a_skipped_step_the_run_is_as_if_it_had_not_seen_the_batch(variant, poison, parts, to_none, clip):
     seen, never = (skipping_run(variant, how, parts, to_none, clip) for how in (poison, None))
     assert_same(seen.snapshot(), never.snapshot())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, one, sgd, training_forwards
+from tests.helpers import CLASSES, assert_same, batches, cells, dropout_net, mlp, one, sgd, training_forwards
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "dcl": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0),
@@ -83,9 +84,25 @@ def trained(wrapper: str, ask: Callable[..., None], build: Callable[[], nn.Seque
 
 
 @pytest.mark.filterwarnings("ignore:overlap=True")  # dropout runs serially
-@pytest.mark.parametrize("ask", [asks_for_the_head, asks_for_logits, asks_twice, clears_after_asking])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("build", [mlp, dropout_net])
+@pytest.mark.parametrize(
+    ("build", "wrapper", "ask"),
+    cells(
+        itertools.product(
+            [mlp, dropout_net], WRAPPERS, [asks_for_the_head, asks_for_logits, asks_twice, clears_after_asking]
+        ),
+        (mlp, "dcl", asks_for_the_head),
+        (dropout_net, "dcl", asks_twice),
+        (mlp, "dcl criterion", asks_for_logits),
+        (dropout_net, "dcl criterion", clears_after_asking),
+        (mlp, "dcl kl", asks_for_logits),
+        (mlp, "dcl overlap", asks_for_the_head),
+        (dropout_net, "dcl overlap", asks_for_logits),
+        (mlp, "dcp", asks_twice),
+        (mlp, "dcp", clears_after_asking),
+        (dropout_net, "dcp", asks_for_logits),
+        (mlp, "plain", asks_twice),
+    ),
+)
 def test_training_is_the_same_whether_or_not_gradients_were_asked_for_before(build, wrapper, ask):
     model, optimizer = trained(wrapper, asks_for_nothing, build)
     other, asking = trained(wrapper, ask, build)
@@ -223,9 +240,26 @@ def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tens
 
 
 @pytest.mark.filterwarnings("ignore:overlap=True")
-@pytest.mark.parametrize("how", [by_grad, by_inputs, by_frozen])
-@pytest.mark.parametrize("when", ["before", "between", "after"])
-@pytest.mark.parametrize("wrapper", ["dcl", "dcl criterion", "dcl overlap", "dcp"])
+@pytest.mark.parametrize(
+    ("wrapper", "when", "how"),
+    cells(
+        itertools.product(
+            ["dcl", "dcl criterion", "dcl overlap", "dcp"],
+            ["before", "between", "after"],
+            [by_grad, by_inputs, by_frozen],
+        ),
+        ("dcl", "before", by_grad),
+        ("dcl", "between", by_inputs),
+        ("dcl", "after", by_frozen),
+        ("dcl criterion", "between", by_grad),
+        ("dcl criterion", "before", by_frozen),
+        ("dcl overlap", "between", by_grad),
+        ("dcl overlap", "after", by_frozen),
+        ("dcp", "before", by_inputs),
+        ("dcp", "between", by_frozen),
+        ("dcp", "after", by_grad),
+    ),
+)
 def test_an_attack_sees_the_scripts_loss_and_teaches_nothing(wrapper, when, how):
     """As if a copy of the model, which has no penalty, had been attacked: to the last bit."""
     found = []
@@ -331,15 +365,24 @@ def halves(criterion: nn.Module, z: Tensor, y: Tensor, when: str, parts: tuple[f
         loss.backward(retain_graph=True, **inputs)
 
 
-@pytest.mark.parametrize("inputs", [False, True], ids=["all leaves", "inputs="])
-@pytest.mark.parametrize("when", ["called first", "called in between"])
 @pytest.mark.parametrize(
-    ("criterion", "given"),
-    [(nn.CrossEntropyLoss(), False), (nn.CrossEntropyLoss(), True), (Squares(), True)],
-    ids=["cross-entropy read", "cross-entropy given", "squares given"],
+    ("build", "given", "when", "inputs"),
+    cells(
+        [
+            (*criterion, *way)
+            for criterion in ((nn.CrossEntropyLoss, False), (nn.CrossEntropyLoss, True), (Squares, True))
+            for way in itertools.product(["called first", "called in between"], [False, True])
+        ],
+        (nn.CrossEntropyLoss, False, "called in between", False),
+        (nn.CrossEntropyLoss, False, "called in between", True),
+        (nn.CrossEntropyLoss, True, "called first", False),
+        (nn.CrossEntropyLoss, True, "called in between", True),
+        (Squares, True, "called first", True),
+        (Squares, True, "called in between", False),
+    ),
 )
-def test_parts_of_a_loss_together_carry_the_whole_penalty(criterion, given, when, inputs):
-    found = []
+def test_parts_of_a_loss_together_carry_the_whole_penalty(build, given, when, inputs):
+    found, criterion = [], build()
     for parts in ((1.0,), (0.5, 0.5), (0.25, 0.6, 0.15)):
         model, optimizer = held_apart(criterion=criterion if given else None)
         x, y = one()
@@ -352,8 +395,13 @@ def test_parts_of_a_loss_together_carry_the_whole_penalty(criterion, given, when
     assert_same(found[2], found[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("distance", distances.DISTANCES)
-@pytest.mark.parametrize("labels", ["criterion", "set_targets", "soft", "ignored"])
+@pytest.mark.parametrize(
+    ("labels", "distance"),
+    cells(
+        itertools.product(["criterion", "set_targets", "soft", "ignored"], distances.DISTANCES),
+        *(("criterion", "mse"), ("set_targets", "infonce"), ("soft", "kl"), ("soft", "mse"), ("ignored", "l1")),
+    ),
+)
 def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
     """The second backward sees the logits, and the labels, as the first one did."""
     found = []

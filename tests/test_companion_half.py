@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
+from tests.helpers import cells
 
 
 def flat(network: nn.Module) -> Tensor:
@@ -52,8 +53,17 @@ def test_under_bfloat16_autocast_the_companions_step_is_float32s() -> None:
     assert (half - single).norm() < 0.05 * single.norm()
 
 
-@pytest.mark.parametrize("gap", [0.125, 8.0])
-@pytest.mark.parametrize(("weights", "rows"), [(torch.float32, 1024), (torch.float32, 2**22), (torch.bfloat16, 1024)])
+@pytest.mark.parametrize(
+    ("weights", "rows", "gap"),
+    cells(
+        [
+            (*case, gap)
+            for case in ((torch.float32, 1024), (torch.float32, 2**22), (torch.bfloat16, 1024))
+            for gap in (0.125, 8.0)
+        ],
+        *((torch.float32, 1024, 0.125), (torch.float32, 2**22, 8.0), (torch.bfloat16, 1024, 8.0)),
+    ),
+)
 def test_sums_over_many_rows_that_pull_the_same_way_stay_numbers(weights: torch.dtype, rows: int, gap: float) -> None:
     """Under float16 autocast, and with weights in bfloat16 without."""
 

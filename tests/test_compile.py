@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import FEATURES, assert_same, batch_norm_net, batches, train
+from tests.helpers import FEATURES, assert_same, batch_norm_net, batches, cells, train
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -86,7 +87,7 @@ def network_of(call: nn.Module) -> nn.Module:
     return getattr(call, "_orig_mod", call)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", cells(ORDERS, "compiled in place", "parallel around compiled"))
 def test_compiled_equals_eager(order):
     for ours, eager in zip(trained(order, backend="aot_eager"), trained("eager"), strict=True):
         assert_same(ours, eager, rtol=1e-10, atol=1e-12)
@@ -113,7 +114,7 @@ def test_a_copy_of_the_optimizer_compiles_its_companion_again():
     assert backend.runs == 4
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", cells(["default", "reduce-overhead"], "default"))
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_with_zero_weight_equals_plain_training_of_the_compiled_model(mode):
     optimizer, call = compiled("outer module wrapped", weight=0.0, mode=mode)
@@ -123,7 +124,7 @@ def test_inductor_with_zero_weight_equals_plain_training_of_the_compiled_model(m
     assert_same(network_of(call), plain, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", cells(ORDERS, "compiled before", "compiled after", "outer module wrapped"))
 def test_whole_graphs(order):
     """The hooks of a class of the script's own run outside of the graph."""
     train_and_compare(*compiled(order, backend="aot_eager", fullgraph=True))
@@ -170,8 +171,9 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize(
+    ("variant", "factor"), cells(itertools.product(["dcl", "dcp"], [1.0, 0.25]), ("dcl", 0.25), ("dcp", 1.0))
+)
 def test_loss_and_logits_of_one_graph(variant, factor):
     results = []
     for backend in ("eager model", "aot_eager"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from dcl_optim import distances
 from dcl_optim.reference import dcp_step
 from tests.dcp_forms import CLASSES, FEATURES, batches, network, train, wrap
-from tests.helpers import assert_same, live_tensors
+from tests.helpers import assert_same, cells, live_tensors
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
@@ -24,14 +25,17 @@ def huber(z: Tensor, c: Tensor) -> Tensor:
 DISTANCES = [*distances.DISTANCES, huber]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "per_class"])
-@pytest.mark.parametrize("distance", DISTANCES)
-def test_a_hundred_steps_equal_the_reference(distance, reduction):
+# With the mean, and every class in every batch: test_reference.py.
+CHOSEN = [("mse", "mean"), *((distance, "per_class") for distance in DISTANCES)]
+
+
+@pytest.mark.parametrize(("distance", "reduction"), cells(itertools.product(DISTANCES, ["mean", "per_class"]), *CHOSEN))
+def test_thirty_steps_equal_the_reference(distance, reduction):
     model, theirs, criterion = network(), network(), nn.CrossEntropyLoss()
     optimizer = wrap(model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=criterion)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
     function = distances.resolve_distance(distance)
-    for x, y in batches(100):
+    for x, y in batches(30):
         train(model, optimizer, [(x, y)], criterion)
         dcp_step(
             *(theirs, known, plain, x, y, F.cross_entropy, function),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, sgd, train, wrap
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    batch_norm_net,
+    batches,
+    cells,
+    dropout_net,
+    mlp,
+    sgd,
+    train,
+    wrap,
+)
 
 DATA = list(batches(5))
 
@@ -120,12 +133,17 @@ def run(change: Callable[[Any, Any], None], wrapped_first: bool, **options: Any)
     return model, optimizer
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=["serial", "overlap"])
-@pytest.mark.parametrize("change", BETWEEN)
-def test_what_is_done_after_wrapping_is_as_if_it_had_been_done_before(change: Any, options: dict[str, Any]) -> None:
-    if options and change is register_pre_hook_on_the_model:
-        pytest.skip("overlap=True refuses a pre-hook that comes after ours")
-    (model, optimizer), (expected, other) = run(change, True, **options), run(change, False, **options)
+@pytest.mark.parametrize(
+    ("change", "overlap"),
+    cells(
+        # overlap=True refuses a pre-hook that comes after ours
+        [case for case in itertools.product(BETWEEN, [False, True]) if case != (register_pre_hook_on_the_model, True)],
+        *((change, False) for change in BETWEEN),
+        *((load_weights, True), (patch_forward, True), (unfreeze, True)),
+    ),
+)
+def test_what_is_done_after_wrapping_is_as_if_it_had_been_done_before(change: Any, overlap: bool) -> None:
+    (model, optimizer), (expected, other) = (run(change, first, overlap=overlap) for first in (True, False))
     assert_same(model, expected)
     assert_same(optimizer.companion, other.companion)
     assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())

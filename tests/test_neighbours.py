@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step
-from tests.helpers import FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, train
+from tests.helpers import FEATURES, assert_same, batch_norm_net, batches, cells, dropout_net, mlp, train
 
 METHOD = {"weight": 0.7, "alpha": 0.4}
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
@@ -295,7 +295,7 @@ def loaded_run(variant, epochs, **options):
     return [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", cells(["fork", "spawn"], "fork"))
 def test_workers_that_load_the_data_change_nothing(start):
     options = {"num_workers": 2, "multiprocessing_context": start}
     for variant, epochs in (("dcl", 2), ("dcp", 2)) if start == "fork" else (("dcl", 1),):  # spawning takes seconds

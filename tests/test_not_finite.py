@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.forecaster import LOOK_EVERY
 from dcl_optim.regularizer import Regularizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, on_two_ranks, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, cells, mlp, sgd, train
 
 NAN, INF = float("nan"), float("inf")
 STEPPED = "ignore:a step was taken on a batch whose penalty"
@@ -119,11 +120,28 @@ def skip_as_a_scaler_does(script: Script, bad: Callable[..., Tensor], x: Tensor,
 SKIPS = {"zero_grad": skip_by_zero_grad, "zeros": skip_by_zeros, "scaler": skip_as_a_scaler_does}
 
 
-@pytest.mark.parametrize("start", [0, 2], ids=["first batch", "later"])
-@pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+VARIANTS = ["dcl", "dcp"]
+# Each variant, precision, kind of batch and way of skipping it, at the start and later.
+SKIPPED = [
+    ("dcl", "float32", "nan in the input", "zero_grad", 0),
+    ("dcl", "float64", "inf in the loss", "zeros", 0),
+    ("dcl", "float64", "nan in the loss", "zero_grad", 2),
+    ("dcl", "bfloat16", "inf in the input", "scaler", 2),
+    ("dcl", "float16 autocast", "nan in the input", "scaler", 0),
+    ("dcl", "float16 autocast", "inf in the loss", "zeros", 2),
+    ("dcp", "float32", "inf in the loss", "scaler", 0),
+    ("dcp", "float32", "nan in the input", "zeros", 2),
+    ("dcp", "float64", "inf in the input", "zero_grad", 2),
+    ("dcp", "bfloat16", "nan in the loss", "zero_grad", 0),
+    ("dcp", "float16 autocast", "nan in the input", "zeros", 0),
+    ("dcp", "float16 autocast", "inf in the loss", "zero_grad", 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "precision", "bad", "skip", "start"),
+    cells(itertools.product(VARIANTS, PRECISIONS, BAD, SKIPS, [0, 2]), *SKIPPED),
+)
 def test_a_skipped_batch_leaves_no_trace(variant, precision, bad, skip, start):
     found = []
     for meets_it in (True, False):
@@ -146,11 +164,22 @@ def no_nan(gradient: Tensor) -> None:
     torch.nan_to_num_(gradient, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-@pytest.mark.parametrize("clean", [zeros, no_nan])
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-@pytest.mark.parametrize("start", [0, 4])
+STEPPED_ON = [
+    ("dcl", "float32", "nan in the input", zeros, 0),
+    ("dcl", "float64", "inf in the loss", no_nan, 4),
+    ("dcl", "bfloat16", "nan in the loss", zeros, 4),
+    ("dcl", "float16 autocast", "inf in the input", no_nan, 0),
+    ("dcp", "float32", "inf in the loss", zeros, 4),
+    ("dcp", "float64", "nan in the input", no_nan, 0),
+    ("dcp", "bfloat16", "inf in the input", zeros, 0),
+    ("dcp", "float16 autocast", "nan in the input", no_nan, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "precision", "bad", "clean", "start"),
+    cells(itertools.product(VARIANTS, PRECISIONS, BAD, [zeros, no_nan], [0, 4]), *STEPPED_ON),
+)
 @pytest.mark.filterwarnings(STEPPED, "ignore:rows of logits that are not finite")
 def test_a_batch_whose_gradients_were_cleaned_and_stepped_on_is_not_taken_in(variant, precision, bad, clean, start):
     script = Script(variant, precision)
@@ -224,9 +253,12 @@ def lose(script: Script, where: str) -> None:
         script.optimizer.load_state_dict(state)
 
 
+BASES = [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD]
+PLACES = ["weights", "overflow", "loaded"]
+
+
 @pytest.mark.filterwarnings(STEPPED)
-@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
-@pytest.mark.parametrize("where", ["weights", "overflow", "loaded"])
+@pytest.mark.parametrize(("base", "where"), cells(itertools.product(BASES, PLACES), *zip(BASES, PLACES, strict=True)))
 def test_a_companion_that_is_not_finite_is_copied_anew(where, base):
     script = Script("dcl")
     script.optimizer = DCLOptimizer(base(script.model.parameters(), lr=1e-2), script.model, weight=0.7, alpha=0.4)
@@ -275,10 +307,20 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Regularizer, "_are_finite", are_finite)
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize(
+    ("variant", "precision", "bad", "start"),
+    cells(
+        itertools.product(VARIANTS, PRECISIONS, BAD, [0, 4]),
+        ("dcl", "float32", "nan in the input", 4),
+        ("dcl", "float64", "nan in the loss", 0),
+        ("dcl", "bfloat16", "inf in the loss", 0),
+        ("dcl", "float16 autocast", "inf in the loss", 4),
+        ("dcp", "float32", "inf in the loss", 0),
+        ("dcp", "float64", "inf in the input", 4),
+        ("dcp", "bfloat16", "nan in the input", 0),
+        ("dcp", "float16 autocast", "nan in the loss", 4),
+    ),
+)
 @pytest.mark.filterwarnings("ignore:rows of logits that are not finite")
 def test_without_a_look_it_is_not_taken_in_either(variant, precision, bad, start, monkeypatch):
     as_on_a_device(monkeypatch)
@@ -336,7 +378,15 @@ def test_on_a_gpu_a_companion_that_is_not_finite_is_found_once_in_a_hundred_step
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def one_rank_meets_it(rank: int, folder: Path, variant: str, where: str) -> None:
+MEETINGS = [("dcl", "input"), ("dcp", "input"), ("dcl", "weights")]
+
+
+def worker(rank: int, folder: Path) -> None:
+    for variant, where in MEETINGS:
+        torch.save(one_rank_meets_it(rank, variant, where), folder / f"{variant} {where} {rank}.pt")
+
+
+def one_rank_meets_it(rank: int, variant: str, where: str) -> list[Tensor]:
     script = Script(variant, "float64")
     wrapped = nn.parallel.DistributedDataParallel(script.model)
     script.model = wrapped
@@ -350,14 +400,12 @@ def one_rank_meets_it(rank: int, folder: Path, variant: str, where: str) -> None
         step_with_zeros(script, nan_in_the_input if (where, rank) == ("input", 0) else Script.backward, *data[4])
     script.train(data[5 + rank : 7 + rank])
     script.require_finite()
-    torch.save(script.forecasts(), folder / f"{rank}.pt")
+    return script.forecasts()
 
 
-@pytest.mark.parametrize(("variant", "where"), [("dcl", "input"), ("dcp", "input"), ("dcl", "weights")])
-def test_a_rank_that_meets_it_leaves_the_others_in_step(variant, where, tmp_path):
-    on_two_ranks(one_rank_meets_it, tmp_path, variant, where)
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    assert_same(*found)
+@pytest.mark.parametrize(("variant", "where"), MEETINGS)
+def test_a_rank_that_meets_it_leaves_the_others_in_step(variant, where, ranks: Path):
+    assert_same(*(torch.load(ranks / f"{variant} {where} {rank}.pt") for rank in (0, 1)))
 
 
 # ---- classes that are masked -----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.hooks.outputs import find_logits
-from tests.helpers import CLASSES, assert_same, backward, batches, mlp, one, sgd, train, training_forwards, wrap
+from tests.helpers import CLASSES, assert_same, backward, batches, cells, mlp, one, sgd, train, training_forwards, wrap
 
 
 class Network(nn.Module):
@@ -124,8 +125,12 @@ def _fresh_compiler():
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    cells(
+        itertools.product(["dcl", "dcp"], BACKENDS), ("dcl", "no compiler"), ("dcl", "aot_eager"), ("dcp", "aot_eager")
+    ),
+)
 def test_nanogpts_loop(variant, backend):
     """Equal to the loop with the penalty in the loss."""
     model, optimizer = nanogpt(variant, backend)
@@ -168,7 +173,7 @@ def test_nanogpts_loop(variant, backend):
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", cells(BACKENDS, "no compiler", "aot_eager"))
 def test_nanogpts_labels_are_read(backend):
     """Of a compiled model no gradient tells; they are the argument whose cross-entropy with the logits is the loss."""
     model, reading = nanogpt("dcp", backend)
@@ -282,13 +287,25 @@ FORMS = {
 }
 
 
+OWN_LOSSES = {
+    "cross-entropy": F.cross_entropy,
+    "squares": lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).to(z.dtype)),
+}
+
+
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("loss_of", [F.cross_entropy, lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).to(z.dtype))])
-def test_the_models_own_loss_in_any_form_of_output(loss_of, form, compiled):
+@pytest.mark.parametrize(
+    ("loss", "form", "compiled"),
+    cells(
+        itertools.product(OWN_LOSSES, FORMS, [False, True]),
+        *(("squares", form, False) for form in FORMS),
+        *(("cross-entropy", "tuple", False), ("cross-entropy", "dict", True), ("squares", "loss first", True)),
+    ),
+)
+def test_the_models_own_loss_in_any_form_of_output(loss, form, compiled):
     """Equal to a loss outside with the scale given; the caller gets the form that the model returned."""
+    loss_of = OWN_LOSSES[loss]
     model, expected = WithLoss(loss_of, FORMS[form]), mlp()
     optimizer, reference = wrap(model), wrap(expected, loss_scale=0.25)
     call = torch.compile(model, backend="aot_eager") if compiled else model

@@ -25,6 +25,7 @@ from tests.helpers import (
     PATIENCE,
     assert_same,
     batches,
+    cells,
     mlp,
     one,
     snapshot,
@@ -43,7 +44,14 @@ class Script(serial.Script):
         self.optimizer = DCLOptimizer(self.optimizer.base, self.model, **{"weight": 1.0} | options)
 
 
-@pytest.mark.parametrize("accident", serial.ACCIDENTS)
+@pytest.mark.parametrize(
+    "accident",
+    cells(
+        serial.ACCIDENTS,
+        *("in the model's forward", "in the companion's forward", "in the companion's backward"),
+        *("between backward and step", "Ctrl-C in the model's backward"),
+    ),
+)
 def test_a_batch_that_is_retried_or_given_up_leaves_no_trace(accident):
     for loop in ("plain", "closure"):
         found, expected = Script(loop).run(accident), Script(loop, overlap=False).run()

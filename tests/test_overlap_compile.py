@@ -16,6 +16,7 @@ from tests.helpers import (
     assert_same,
     batch_norm_net,
     batches,
+    cells,
     dropout_net,
     intra_op_threads,
     snapshot,
@@ -59,7 +60,7 @@ def trained(order, overlap, backend, network=batch_norm_net, steps=6, **options)
     return snapshot(optimizer), graphs
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", cells(ORDERS, "compiled before"))
 def test_every_order_equals_serial_and_compiles_nothing_after_the_second_step(order):
     """A compiled graph is one for a number of threads: all of them in the first forward, half of them from then on."""
     expected, _ = trained(order, False, "aot_eager")

@@ -18,6 +18,7 @@ from tests.helpers import (
     assert_overlap_changes_nothing,
     backward,
     batches,
+    cells,
     intra_op_threads,
     mlp,
     one,
@@ -85,11 +86,12 @@ def test_both_networks_are_inside_at_once(phase):
     assert sorted(met) == ["MainThread"] * 3 + ["dcl_optim_0"] * 3
 
 
-def test_random_delays_change_nothing():
-    """Three hundred steps in which now one, now the other network is late, at places drawn by a seed."""
+@pytest.mark.parametrize("steps", cells([40, 300], 40))
+def test_random_delays_change_nothing(steps):
+    """Steps in which now one, now the other network is late, at places drawn by a seed."""
 
     def script(overlap):
-        chance, ends = random.Random(3), 300
+        chance = random.Random(3)
 
         def delay(place):
             if chance.random() < 0.3:
@@ -98,7 +100,7 @@ def test_random_delays_change_nothing():
         model = network(delay)
         optimizer = wrap(model, overlap=overlap)
         report_steps(optimizer, delay)
-        for step, (x, y) in enumerate(batches(ends)):
+        for step, (x, y) in enumerate(batches(steps)):
             backward(model, x, y)
             if step % 3 != 1:
                 optimizer.step()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, RunningAverage
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, train
@@ -18,6 +18,7 @@ BASES = {
     "adamw": partial(torch.optim.AdamW, lr=0.01),
     "asgd": partial(torch.optim.ASGD, lr=0.05, t0=3),
 }
+CASES = [(variant, base) for variant in ("dcl", "dcp") for base in BASES]
 TOTAL, BREAK = 12, 5
 
 
@@ -51,35 +52,41 @@ def snapshot(model, optimizer, scheduler):
     return state | {"random": torch.get_rng_state()}
 
 
-def resume(variant: str, base: str, path: str) -> None:
+def resume(_: int, folder: Path) -> None:
     """Runs in the new process, with as many threads: sums are bit-identical for one number of threads only."""
     torch.set_num_threads(1)
-    state = torch.load(path, weights_only=True)
-    model, criterion, optimizer, scheduler = build(variant, base)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    torch.set_rng_state(state["random"])
-    run(model, criterion, optimizer, scheduler, BREAK, TOTAL)
-    torch.save(snapshot(model, optimizer, scheduler), path)
+    for variant, base in CASES:
+        path = folder / f"{variant} {base}.pt"
+        state = torch.load(path, weights_only=True)
+        model, criterion, optimizer, scheduler = build(variant, base)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["random"])
+        run(model, criterion, optimizer, scheduler, BREAK, TOTAL)
+        torch.save(snapshot(model, optimizer, scheduler), path)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_resumed_run_equals_uninterrupted_run(variant, base, tmp_path):
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    """Where the runs are that were interrupted; one new process has ended them all."""
+    folder = tmp_path_factory.mktemp("resumed")
+    for variant, base in CASES:
+        torch.manual_seed(7)
+        half = build(variant, base)
+        run(*half, 0, BREAK)
+        torch.save(snapshot(half[0], half[2], half[3]), folder / f"{variant} {base}.pt")
+    mp.start_processes(resume, (folder,), nprocs=1, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.parametrize(("variant", "base"), CASES)
+def test_resumed_run_equals_uninterrupted_run(variant, base, resumed):
     torch.manual_seed(7)
     whole = build(variant, base)
     run(*whole, 0, TOTAL)
     expected = snapshot(whole[0], whole[2], whole[3])
-
-    torch.manual_seed(7)
-    half = build(variant, base)
-    run(*half, 0, BREAK)
-    path = tmp_path / "checkpoint.pt"
-    torch.save(snapshot(half[0], half[2], half[3]), path)
-    code = f"from tests.test_resume import resume; resume({variant!r}, {base!r}, {str(path)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert_same(torch.load(path, weights_only=True), expected)
+    assert_same(torch.load(resumed / f"{variant} {base}.pt", weights_only=True), expected)
     key = f"dcl_optim.{type(whole[2]).__name__}"
     assert expected["optimizer"][key]["steps"] == TOTAL
 
