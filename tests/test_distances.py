@@ -94,6 +94,7 @@ def test_the_companions_gradient_is_that_of_the_distance_to_its_target(name, alp
     distance(leaf, alpha * C + (1 - alpha) * Z).backward()
     gradient = distances.companion_gradient(distance, Z, C.clone().requires_grad_(), alpha)
     assert_same(gradient, leaf.grad, atol=1e-14)
+    assert not gradient.requires_grad
 
 
 def test_squared_by_hand():

@@ -146,6 +146,9 @@ class HasMethods(torch.optim.SGD):
     def eval(self):
         self.mode = "eval"
 
+    def train(self):
+        self.mode = "train"
+
     def first_step(self):
         raise AssertionError
 
@@ -154,7 +157,9 @@ def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     model = mlp()
     optimizer = DCLOptimizer(HasMethods(model.parameters(), lr=0.1), model, weight=1.0)
     optimizer.eval()
-    assert optimizer.base.mode == "eval"
+    assert optimizer.base.mode == optimizer.companion_optimizer.mode == "eval"
+    optimizer.train()
+    assert optimizer.base.mode == optimizer.companion_optimizer.mode == "train"
     assert not hasattr(optimizer, "first_step")
     with pytest.raises(AttributeError, match=r"no attribute 'first_step'; its base optimizer has: use \.base\.fir"):
         optimizer.first_step()
