@@ -140,6 +140,14 @@ def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_s
     assert optimizer.companion_optimizer.param_groups[0]["count"] == optimizer.param_groups[0]["count"] == 5
 
 
+def test_a_companion_that_steps_less_often_counts_its_own_steps():
+    model = mlp()
+    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters()), model, companion_every=2)
+    train(model, optimizer, batches(5))
+    ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
+    assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (5, 2, 5.0, 2.0)
+
+
 class HasMethods(torch.optim.SGD):
     mode = "train"
 
