@@ -646,6 +646,14 @@ FAULTS = [
         "distributed",
     ),
     Fault(
+        "weights-not-synced",
+        "companion/sync.py",
+        "        self._ranks.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)\n",
+        "",
+        "the companions' weights differ between ranks",
+        "distributed",
+    ),
+    Fault(
         "prototype-counts-not-added",
         "prototypes/prototypes.py",
         "            self._ranks.add_up(counts)\n",
@@ -820,6 +828,8 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=HERE, help="another working tree, with the same faults to make")
     args = parser.parse_args()
     chosen = [fault for fault in FAULTS if not args.names or any(name in fault.name for name in args.names)]
+    if not chosen:
+        parser.error(f"no fault has a name like {' or '.join(args.names)}")
     if args.list:
         for fault in chosen:
             print(f"{fault.name}: {fault.effect} ({fault.file})")

@@ -189,16 +189,17 @@ def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
 
 
 def buffers_worker(rank: int, folder: Path) -> None:
-    model = batch_norm_net()
+    model = batch_norm_net(seed=rank)
     model[1].running_mean.fill_(rank + 1.0)  # as ranks have it that loaded different statistics
     optimizer = optimize("dcl", model, None)
+    companion = optimizer.companion  # made now, while each rank has its own model
     parallel = DistributedDataParallel(model)
     model[1].eval()  # nothing but the start moves them
     train_rank(rank, parallel, optimizer, nn.CrossEntropyLoss(), batches(2))
-    torch.save(optimizer.companion.state_dict(), folder / f"{rank}.pt")
+    torch.save(companion.state_dict(), folder / f"{rank}.pt")
 
 
-def test_the_companions_start_from_rank_0s_buffers(tmp_path: Path):
+def test_the_companions_start_from_rank_0s_weights_and_buffers(tmp_path: Path):
     on_two_ranks(buffers_worker, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first, second)
