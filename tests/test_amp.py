@@ -244,6 +244,25 @@ def test_companion_learns_at_any_scale_that_suits_the_model():
     assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
 
 
+def test_a_penalty_that_float16_has_no_room_for_is_scaled_first():
+    """Of 64 x 500 logits each has a gradient of some 1e-7, where float16 has steps of 6e-8."""
+    torch.manual_seed(0)
+    model, companion, scale = nn.Linear(4, 500).half(), nn.Linear(4, 500).half(), 2.0**16
+    with torch.no_grad():
+        companion.load_state_dict(model.state_dict())
+        companion.bias += 2.0**-11
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters()), model, companion=companion, weight=1.0, loss_scale=scale
+    )
+    x = torch.randn(64, 4).half()
+    z, c = model(x), companion(x).detach()
+    z.retain_grad()
+    (0.0 * z).sum().backward()
+    expected = 2.0 * scale / z.numel() * (z.detach().float() - c.float())
+    assert_same(z.grad.float(), expected, rtol=1e-3)
+    assert optimizer.penalty > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gap", [5.0, 20.0, 60.0])
 def test_confident_rows_still_count(dtype, gap):

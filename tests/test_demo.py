@@ -185,6 +185,15 @@ def test_verdict(difference: float, error: float | None, expected: str):
     assert expected in report.verdict(report.Row("DCL", 97.0, error, difference, error, 2.0, 0, 0))
 
 
+def test_the_table_is_of_the_last_epoch_and_of_differences_by_seed():
+    def run(*accuracy: float) -> dict:
+        return {"accuracy": accuracy, "seconds": [1.0], "parameters_added": 0, "bytes_added": 0}
+
+    plain, ours = report.summarise({"plain": [run(0.5, 0.4), run(0.6, 0.7)], "DCL": [run(0.9, 0.5), run(0.8, 0.7)]})
+    assert (plain.accuracy, ours.accuracy) == pytest.approx((55, 60))
+    assert (ours.minus_plain, ours.minus_plain_error) == pytest.approx((5, 5))
+
+
 def test_threads_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)

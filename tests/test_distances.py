@@ -41,6 +41,13 @@ def test_infonce_by_hand():
     assert distances.infonce(z, c, temperature=0.5).item() == pytest.approx((first + second) / 2, abs=1e-12)
 
 
+def test_in_infonce_rows_of_z_look_for_rows_of_c():
+    """Both forecasts are the same row: of the other direction each would be found with certainty, or not at all."""
+    z = torch.tensor([[3.0, 0.0], [0.0, 5.0]], dtype=torch.float64)
+    c = torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    assert distances.infonce(z, c).item() == pytest.approx(math.log(2), abs=1e-12)
+
+
 @pytest.mark.parametrize("name", [*distances.DISTANCES, "mse sum_classes"])
 def test_defaults_and_gradient(name):
     distance = distances.resolve_distance(*name.split())
@@ -94,6 +101,7 @@ def test_the_companions_gradient_is_that_of_the_distance_to_its_target(name, alp
     distance(leaf, alpha * C + (1 - alpha) * Z).backward()
     gradient = distances.companion_gradient(distance, Z, C.clone().requires_grad_(), alpha)
     assert_same(gradient, leaf.grad, atol=1e-14)
+    assert not gradient.requires_grad
 
 
 def test_squared_by_hand():

@@ -170,6 +170,18 @@ def test_a_worker_that_goes_in_another_thread_does_not_keep_the_callers_threads(
         assert torch.get_num_threads() == 4
 
 
+def test_the_streams_wait_for_each_other(monkeypatch):
+    both = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: both.side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: both.caller)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    result = executors.CudaStream(torch.device("cuda")).start(both.work)
+    begun = [mock.call.side.wait_stream(both.caller), mock.call.work()]
+    assert both.mock_calls == begun
+    assert result() is both.work()
+    assert both.mock_calls == [*begun, mock.call.caller.wait_stream(both.side), mock.call.work()]
+
+
 def test_a_stream_holds_what_its_work_reads_until_the_caller_has_waited(monkeypatch):
     """A gradient is memory of the caller's stream, which would hand it out again while the other still reads it."""
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())

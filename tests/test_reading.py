@@ -579,9 +579,9 @@ def test_a_device_is_not_asked_once_labels_have_been_read(dtype):
     assert optimizer.prototypes.device.type == "meta"
 
 
-def resumed(optimizer: DCPOptimizer, model: nn.Module, **options: Any) -> tuple[nn.Module, DCPOptimizer]:
+def resumed(optimizer: Any, model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
     again = copy.deepcopy(model)
-    second = DCPOptimizer(sgd(again), again, weight=1.0, **options)
+    second = type(optimizer)(sgd(again), again, weight=1.0, **options)
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return again, second
 
@@ -596,12 +596,13 @@ def test_a_batch_that_cannot_be_read_is_no_error_after_a_resumption_either():
             train(net, wrapped, [second], mixed)
 
 
-def test_a_resumed_run_knows_the_dimension_of_the_classes_before_a_gradient_tells():
+@pytest.mark.parametrize(("kind", "options"), [(DCPOptimizer, {}), (DCLOptimizer, {"distance": "kl"})])
+def test_a_resumed_run_knows_the_dimension_of_the_classes_before_a_gradient_tells(kind, options):
     model = mlp()
-    optimizer = DCPOptimizer(sgd(model), model, weight=1.0)
+    optimizer = kind(sgd(model), model, weight=1.0, **options)
     data = sequences(3)
     train(model, optimizer, data[:1], of_tokens)
-    again, second = resumed(optimizer, model)
+    again, second = resumed(optimizer, model, **options)
     for net, wrapped in ((model, optimizer), (again, second)):
         train(net, wrapped, data[1:2], lambda z, y: 0 * z.sum())  # as of a batch whose labels are all ignored
         train(net, wrapped, data[2:], of_tokens)

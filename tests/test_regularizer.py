@@ -220,16 +220,18 @@ def test_non_finite_values_behave_as_in_plain_torch_and_show_in_the_logs():
     assert optimizer.logs()["penalty"] != optimizer.logs()["penalty"]
 
 
-def test_random_streams_are_left_as_without_the_companion():
+@pytest.mark.parametrize("draws", ["as many", "more"])
+def test_random_streams_are_left_as_without_the_companion(draws):
     model = dropout_net()
-    wrap(model)
+    companion = None if draws == "as many" else nn.Sequential(nn.Dropout(0.1), dropout_net(seed=3))
     alone = dropout_net()
     x, _ = one()
     torch.manual_seed(4)
     alone(x)
     expected = torch.get_rng_state()
-    torch.manual_seed(4)
-    model(x)
+    with wrap(model, companion=companion):
+        torch.manual_seed(4)
+        model(x)
     assert torch.equal(torch.get_rng_state(), expected)
 
 
