@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.conftest import DEFAULT
+
 HERE = Path(__file__).parents[1]
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "-p", "no:randomly")
-DEFAULT = "not integration and not example and not stress"  # where files are named
 HANGS, HANGS_AFTER = ", which hangs", 240  # seconds without a line
 
 
