@@ -222,7 +222,7 @@ def depends_on_class_dim(distance: Distance) -> bool:
         distance: (z, c) -> scalar; of one that is none of this module's the answer is yes.
 
     Examples:
-        >>> [depends_on_class_dim(resolve_distance(name)) for name in DISTANCES]
+        >>> [depends_on_class_dim(resolve_distance(name)) for name in ("mse", "l1", "kl", "infonce")]
         [False, False, True, True]
         >>> depends_on_class_dim(resolve_distance("mse", "sum_classes"))
         True

@@ -6,12 +6,15 @@ name, so ``pytest tests dcl_optim docs README.md`` runs everything.
 
 import gc
 import signal
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # which the first optimizer imports, otherwise in the middle of a test
+from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.helpers import on_two_ranks
 
@@ -28,6 +31,11 @@ FOLDERS = {
 HERE = Path(__file__).parent
 
 torch.set_num_threads(1)
+# The same examples in every run, however slow the machine and whatever an earlier run has found.
+settings.register_profile(
+    "seeded", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("seeded")
 # What a shell starts in the background ignores Ctrl-C, which some tests press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,6 +43,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_configure(config):
     if not config.option.markexpr and config.args_source is config.ArgsSource.TESTPATHS:
         config.option.markexpr = DEFAULT
+    home = tempfile.TemporaryDirectory()  # or hypothesis writes into the repository's folder
+    config.add_cleanup(home.cleanup)
+    set_hypothesis_home_dir(home.name)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -53,6 +64,12 @@ def pytest_collection_modifyitems(items):
         for marker in item.iter_markers("gpu"):
             if torch.cuda.device_count() < (marker.args or (1,))[0]:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def own_draws():
+    """A test that does not seed draws the same numbers in any order of the tests."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,10 +29,11 @@ from torch.utils._pytree import tree_leaves
 
 import dcl_optim
 from dcl_optim import DCLOptimizer
+from dcl_optim.forecaster import ForwardRecord
 
 CLASSES, FEATURES = 5, 6
 DRAWS = r"overlap=True: the model or its companion draws .* runs after the model from now on"  # the warning
-PATIENCE = 120.0  # seconds after which what has not come never will: no machine is that slow
+PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
 SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
 
 
@@ -266,8 +268,7 @@ class Storages(TorchDispatchMode):
 
 
 def live_tensors() -> tuple[int, int]:
-    """The number and the elements of the tensors that Python holds, of those that the test has made."""
-    assert gc.get_freeze_count(), "ask for the fixture older_objects"
+    """The number and the elements of the tensors that Python holds, without what the fixture older_objects froze."""
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return len(tensors), sum(tensor.numel() for tensor in tensors)
 
@@ -311,6 +312,19 @@ def threads_of_forwards() -> Iterator[set[str]]:
     note = nn.modules.module.register_module_forward_pre_hook(lambda *_: names.add(threading.current_thread().name))
     with note:
         yield names
+
+
+def training_forwards(optimizer: Any) -> list[weakref.ref[ForwardRecord]]:
+    """A list to which each training forward of the model is added from now on, as the forecaster is asked about it."""
+    records: list[weakref.ref[ForwardRecord]] = []
+    predict = optimizer.forecaster.predict
+
+    def noted(args: Any, kwargs: Any, record: ForwardRecord, rng_state: Any) -> None:
+        records.append(weakref.ref(record))
+        predict(args, kwargs, record, rng_state)
+
+    optimizer.forecaster.predict = noted
+    return records
 
 
 def worker_threads() -> list[threading.Thread]:

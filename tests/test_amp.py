@@ -117,9 +117,10 @@ def test_unscale_and_clip_equal_the_clipped_reference(variant, dtype, given):
     steps, bound = 10, OFF * torch.finfo(dtype).eps / 2
     model, learned, start = clipped_reference(variant, steps)
     for parts in (1, 3):
-        script = Script(variant, dtype=dtype, given=given)
-        if given:  # a scaler alone does not know of the division by the number of parts
-            script.optimizer._regularizer._loss_scale.source = lambda n=parts, s=script: s.scaler.get_scale() / n
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        # A scaler alone does not know of the division by the number of parts.
+        scale = {"loss_scale": lambda n=parts, s=scaler: s.get_scale() / n} if given else {}
+        script = Script(variant, scaler=scaler, dtype=dtype, **scale)
         for x, y in data(steps):
             script.step(list(zip(x.chunk(parts), y.chunk(parts), strict=True)), CLIP)
         assert off(script.model.parameters(), model.parameters(), narrow().parameters()) < bound
@@ -241,6 +242,25 @@ def test_companion_learns_at_any_scale_that_suits_the_model():
         moved.append((flat(script.learned()) - flat(start)) / len(taken))
         assert len(taken) == script.optimizer.logs()["step"], "the companion learns in each step that the model takes"
     assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
+
+
+def test_a_penalty_that_float16_has_no_room_for_is_scaled_first():
+    """Of 64 x 500 logits each has a gradient of some 1e-7, where float16 has steps of 6e-8."""
+    torch.manual_seed(0)
+    model, companion, scale = nn.Linear(4, 500).half(), nn.Linear(4, 500).half(), 2.0**16
+    with torch.no_grad():
+        companion.load_state_dict(model.state_dict())
+        companion.bias += 2.0**-11
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters()), model, companion=companion, weight=1.0, loss_scale=scale
+    )
+    x = torch.randn(64, 4).half()
+    z, c = model(x), companion(x).detach()
+    z.retain_grad()
+    (0.0 * z).sum().backward()
+    expected = 2.0 * scale / z.numel() * (z.detach().float() - c.float())
+    assert_same(z.grad.float(), expected, rtol=1e-3)
+    assert optimizer.penalty > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

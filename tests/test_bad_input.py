@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, training_forwards
 
 NAN = float("nan")
 SHARED = [
@@ -211,9 +211,10 @@ def test_class_dim_that_the_logits_do_not_have(variant, class_dim):
         optimizer = DCLOptimizer(sgd(model), model, class_dim=class_dim)
     else:
         optimizer = DCPOptimizer(sgd(model), model, CLASSES, class_dim=class_dim)
+    forwards = training_forwards(optimizer)
     with pytest.raises(ValueError, match=rf"class_dim={class_dim} but the model's logits have shape \(16, 5\)"):
         model(torch.randn(16, FEATURES, dtype=torch.float64))
-    assert optimizer._regularizer.forwards == 0
+    assert forwards == []
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,18 @@ def test_the_rows_that_the_companion_learns_from_are_the_nearest_number(fraction
     assert seen[: len(rows)] == rows  # and then a check, at the first forecast
 
 
+def test_a_companion_of_another_dtype_gets_integers_as_they_are():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(300, 8), nn.Flatten(), nn.Linear(16, CLASSES))
+    optimizer = wrap(model, companion_dtype=torch.bfloat16)
+    tokens = torch.tensor([[0, 257], [299, 2]])  # 257 and 299 are no bfloat16
+    seen = []
+    optimizer.companion.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    backward(model, tokens, torch.tensor([0, 1]))
+    assert_same(seen, [tokens])
+    assert optimizer.penalty < 1e-3  # the copy's, but for rounding
+
+
 def test_a_skipped_step_does_not_count():
     model = mlp()
     optimizer = wrap(model, companion_every=2)

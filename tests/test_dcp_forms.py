@@ -31,14 +31,12 @@ CHOSEN = [("mse", "mean"), ("infonce", "mean"), *((distance, "per_class") for di
 
 @pytest.mark.parametrize(("distance", "reduction"), cells(itertools.product(DISTANCES, ["mean", "per_class"]), *CHOSEN))
 def test_thirty_steps_equal_the_reference(distance, reduction):
-    model, theirs = network(), network()
-    optimizer = wrap(
-        model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=nn.CrossEntropyLoss()
-    )
+    model, theirs, criterion = network(), network(), nn.CrossEntropyLoss()
+    optimizer = wrap(model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=criterion)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
     function = distances.resolve_distance(distance)
     for x, y in batches(30):
-        train(model, optimizer, [(x, y)], optimizer._regularizer._criterion)
+        train(model, optimizer, [(x, y)], criterion)
         dcp_step(
             *(theirs, known, plain, x, y, F.cross_entropy, function),
             weight=0.7, alpha=0.4, per_class=reduction == "per_class",

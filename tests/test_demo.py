@@ -66,17 +66,15 @@ def test_weight_zero_is_plain_training(tmp_path: Path):
             assert other["consistency"] == plain["consistency"]
 
 
-@pytest.mark.parametrize(("method", "alpha"), [("DCL", "0.6"), ("DCP", "0.97")])
-def test_by_default_weight_and_alpha_are_the_optimizers(
-    method: str, alpha: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_by_default_weight_and_alpha_are_the_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Two epochs of several batches each: one batch alone would leave alpha without an effect."""
     small = ("--seeds", "1", "--train-size", "200")
     default = untimed(run(tmp_path / "default", *small))
-    given = untimed(run(tmp_path / "given", *small, "--weight", "0.1", "--alpha", alpha))
-    assert "seeds; weight 0.1, alpha " + alpha in capsys.readouterr().out
     other = untimed(run(tmp_path / "other", *small, "--weight", "0.5", "--alpha", "0.1"))
-    assert default[method] == given[method] != other[method]
+    for method, alpha in (("DCL", "0.6"), ("DCP", "0.97")):
+        given = untimed(run(tmp_path / "given", *small, "--weight", "0.1", "--alpha", alpha))
+        assert "seeds; weight 0.1, alpha " + alpha in capsys.readouterr().out
+        assert default[method] == given[method] != other[method]
 
 
 def test_validation_images_are_other_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -187,6 +185,15 @@ def test_verdict(difference: float, error: float | None, expected: str):
     assert expected in report.verdict(report.Row("DCL", 97.0, error, difference, error, 2.0, 0, 0))
 
 
+def test_the_table_is_of_the_last_epoch_and_of_differences_by_seed():
+    def run(*accuracy: float) -> dict:
+        return {"accuracy": accuracy, "seconds": [1.0], "parameters_added": 0, "bytes_added": 0}
+
+    plain, ours = report.summarise({"plain": [run(0.5, 0.4), run(0.6, 0.7)], "DCL": [run(0.9, 0.5), run(0.8, 0.7)]})
+    assert (plain.accuracy, ours.accuracy) == pytest.approx((55, 60))
+    assert (ours.minus_plain, ours.minus_plain_error) == pytest.approx((5, 5))
+
+
 def test_threads_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
@@ -196,12 +203,15 @@ def test_threads_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_as_a_module():
-    def output(flag: str) -> str:
-        command = [sys.executable, "-m", "dcl_optim", flag]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+    command = [sys.executable, "-m", "dcl_optim", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert done.stdout.strip() == f"dcl-optim {__version__}"
 
-    assert output("--version").strip() == f"dcl-optim {__version__}"
-    text = output("--help")
+
+def test_help(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        demo.main(["--help"])
+    text = capsys.readouterr().out
     for flag in ("--epochs", "--seeds", "--train-size", "--alpha", "--weight", "--validation", "--out"):
         assert flag in text
     assert "default: 40" in text

@@ -61,6 +61,7 @@ def worker(rank: int, folder: Path) -> None:
         torch.save(trained_on_rank(rank, *case), folder / f"{case} {rank}.pt")
         if case[0] == "dcp":
             assert_same(trained_on_rank(rank, *case), trained_on_rank(rank, "dcp given", *case[1:]))
+    torch.save(branch_trained_on_rank(rank), folder / f"branch {rank}.pt")
 
 
 def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
@@ -93,6 +94,41 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(case, ranks: Path):
     joint = trained_alone(case[0])
     assert_same(first["model"], joint["model"], rtol=1e-9, atol=1e-10)
     assert_same(first["own"], joint["own"], rtol=1e-9, atol=1e-10)
+
+
+class Branches(nn.Module):
+    """Each call uses one of two layers, so that the other one has no gradient."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mlp(seed=seed + i) for i in range(2))
+
+    def forward(self, x, which):
+        return self.layers[which](x)
+
+
+def branch_trained_on_rank(rank: int):
+    model, criterion = Branches(seed=10 * rank), nn.CrossEntropyLoss()
+    parallel = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = optimize("dcl", parallel, criterion)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        criterion(parallel(x.chunk(2)[rank], rank), y.chunk(2)[rank]).backward()
+        optimizer.step()
+    return snapshot(model, optimizer)
+
+
+def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
+    model, criterion = Branches(), nn.CrossEntropyLoss()
+    optimizer = optimize("dcl", model, criterion)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        for which, (part, labels) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            (criterion(model(part, which), labels) / 2).backward()
+        optimizer.step()
+    for rank in (0, 1):
+        trained = torch.load(ranks / f"branch {rank}.pt", weights_only=True)
+        assert_same(trained, snapshot(model, optimizer), rtol=1e-9, atol=1e-10)
 
 
 def resuming_worker(rank: int, folder: Path) -> None:
@@ -153,16 +189,17 @@ def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
 
 
 def buffers_worker(rank: int, folder: Path) -> None:
-    model = batch_norm_net()
+    model = batch_norm_net(seed=rank)
     model[1].running_mean.fill_(rank + 1.0)  # as ranks have it that loaded different statistics
     optimizer = optimize("dcl", model, None)
+    companion = optimizer.companion  # made now, while each rank has its own model
     parallel = DistributedDataParallel(model)
     model[1].eval()  # nothing but the start moves them
     train_rank(rank, parallel, optimizer, nn.CrossEntropyLoss(), batches(2))
-    torch.save(optimizer.companion.state_dict(), folder / f"{rank}.pt")
+    torch.save(companion.state_dict(), folder / f"{rank}.pt")
 
 
-def test_the_companions_start_from_rank_0s_buffers(tmp_path: Path):
+def test_the_companions_start_from_rank_0s_weights_and_buffers(tmp_path: Path):
     on_two_ranks(buffers_worker, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first, second)

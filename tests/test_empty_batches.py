@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import DISTANCES, resolve_distance, value_and_gradient
 from dcl_optim.hooks.cross_entropy import read_cross_entropy
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd
@@ -27,16 +26,6 @@ def test_distance_of_nothing_is_zero(distance):
 def test_factor_of_nothing_is_one_and_no_reason_to_warn():
     z = torch.empty(0, 3, dtype=torch.float16)
     assert read_cross_entropy(z, z)[:2] == (1.0, False)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_a_gradient_without_rows_weighs_nothing(half):
-    shares = WeightedMean()
-    shares.weigh(torch.empty(0, 1), 8.0, half)
-    gradient = shares.weigh(torch.full((2, 1), 3.0), 2.0, half)
-    shares.divide([gradient])
-    assert_same(gradient, torch.full((2, 1), 3.0))
-    assert shares.count == 2
 
 
 def summed(z, y):

@@ -1,4 +1,4 @@
-"""Executors by themselves: order, errors, the caller's settings in the worker, what is held and what is given back."""
+"""Executors by themselves: order, errors, settings, what is held and given back, exceptions out of signal handlers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import contextvars
 import copy
 import gc
 import itertools
+import sys
 import threading
+import time
 import weakref
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from dcl_optim.overlap import executors
-from tests.helpers import PATIENCE, backward, batches, intra_op_threads, mlp, one, train, worker_threads, wrap
+from tests.helpers import PATIENCE, backward, batches, cells, intra_op_threads, mlp, one, train, worker_threads, wrap
 
 
 @pytest.fixture
@@ -166,6 +171,18 @@ def test_a_worker_that_goes_in_another_thread_does_not_keep_the_callers_threads(
         assert torch.get_num_threads() == 4
 
 
+def test_the_streams_wait_for_each_other(monkeypatch):
+    both = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: both.side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: both.caller)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    result = executors.CudaStream(torch.device("cuda")).start(both.work)
+    begun = [mock.call.side.wait_stream(both.caller), mock.call.work()]
+    assert both.mock_calls == begun
+    assert result() is both.work()
+    assert both.mock_calls == [*begun, mock.call.caller.wait_stream(both.side), mock.call.work()]
+
+
 def test_a_stream_holds_what_its_work_reads_until_the_caller_has_waited(monkeypatch):
     """A gradient is memory of the caller's stream, which would hand it out again while the other still reads it."""
     monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
@@ -185,3 +202,140 @@ def test_a_stream_holds_what_its_work_reads_until_the_caller_has_waited(monkeypa
         assert [gradient() is not None for gradient in gradients] == [False] * micro_batch + [True]
     optimizer.step()
     assert [gradient() for gradient in gradients] == [None, None]
+
+
+# ---- exceptions out of signal handlers, at every place where Python may raise one ------------------------------------
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises; KeyboardInterrupt is one."""
+
+
+class Strike:
+    """Raises at the n-th place where CPython may run a signal handler, or before the n-th instruction of executors.py.
+
+    CPython runs handlers when a function begins and when a call returns, in whatever module.
+    """
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.install, self.left = (sys.setprofile if kind == "call" else sys.settrace), number
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if self.install is sys.settrace:
+            if frame.f_code.co_filename != executors.__file__:
+                return None
+            frame.f_trace_opcodes = True
+        if event in (("opcode",) if self.install is sys.settrace else ("call", "c_return")):
+            self.left -= 1
+            if self.left == 0:
+                raise Interrupt
+        return self
+
+    def __enter__(self) -> None:
+        self.install(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self.install(None)
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread that may hang; its result, or its error."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append((function(), None))
+        except BaseException as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=PATIENCE)
+    assert found, f"deadlock: {function}"
+    value, error = found[0]
+    if error is not None:
+        raise error
+    return value
+
+
+class Scenario:
+    """Work that is started and waited for, and what must hold after an interrupt anywhere in it."""
+
+    def __init__(self, name: str) -> None:
+        self.worker, self.done = executors.WorkerThread(), list[int]()
+        self.scenario, self.go = getattr(self, name), threading.Event()
+        if name != "start":  # which alone does not wait
+            self.go.set()
+
+    def work(self) -> None:
+        self.go.wait(PATIENCE)
+        time.sleep(1e-3)  # so that who does not wait is seen
+        self.done.append(1)
+
+    def start(self) -> None:
+        self.worker.start(self.work)
+
+    def result(self) -> None:
+        self.worker.start(self.work)()
+
+    def settle(self) -> None:
+        self.worker.start(self.work)
+        self.worker.settle()
+
+    def close(self) -> None:
+        self.worker.start(self.work)
+        self.worker.close()
+
+    def again(self) -> None:
+        """As the second forward of a script: the thread is there."""
+        for _ in range(2):
+            self.worker.start(self.work)()
+        self.worker.settle()
+
+    def require_order(self) -> None:
+        self.go.set()
+        self.worker.settle()
+        assert torch.get_num_threads() == 4
+        ended = len(self.done)
+        assert self.worker.start(lambda: "next")() == "next"
+        assert len(self.done) == ended, "work that settle has not waited for"
+        assert torch.get_num_threads() == 2
+        self.worker.close()
+        assert torch.get_num_threads() == 4
+
+
+def interrupted(name: str, kind: str, number: int) -> bool:
+    """Interrupt a scenario; False where it has fewer places than that."""
+    scenario, strike = Scenario(name), Strike(kind, number)
+    torch.set_num_threads(4)
+    with suppress(Interrupt), strike:
+        scenario.scenario()
+    scenario.require_order()
+    return strike.left <= 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "every"), cells([("call", 1), ("instruction", 1), ("instruction", 11)], ("call", 1), ("instruction", 11))
+)
+@pytest.mark.parametrize("name", ["start", "result", "settle", "close", "again"])
+def test_an_interrupt_anywhere_neither_deadlocks_nor_loses_work(
+    name: str, kind: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A weak reference's callback may be struck; pytest's hook is in Python, and would be struck in its turn.
+    monkeypatch.setattr(sys, "unraisablehook", deque[Any](maxlen=0).append)
+    before = set(worker_threads())
+    with intra_op_threads(4):
+        number = next(n for n in itertools.count(1, every) if not in_a_thread(lambda n=n: interrupted(name, kind, n)))
+    assert number > 10
+    for thread in set(worker_threads()) - before:
+        thread.join(timeout=PATIENCE)
+    assert set(worker_threads()) <= before
+
+
+def use_an_executor() -> None:
+    """For tests/reliability/interrupts.py: nothing but an executor, which starts a thread each time."""
+    worker = executors.WorkerThread()
+    results = [worker.start(lambda i=i: i) for i in range(3)]
+    assert [result() for result in results] == [0, 1, 2]
+    worker.settle()
+    worker.close()

@@ -1,4 +1,4 @@
-"""The import order of docs/architecture.md, and one file for all that is private in torch or CPython."""
+"""Who imports what: the order of docs/architecture.md, what is private in torch or CPython, what is private here."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ def unit(module: str) -> str:
 
 
 def imports(module: str) -> list[tuple[str, str]]:
+    return imports_of(FILES[module])
+
+
+def imports_of(path: Path) -> list[tuple[str, str]]:
     """What a file imports from the package, anywhere in it: modules, and names of modules."""
     found = []
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
+            assert node.level == 0, f"{path} has a relative import"
             names = [(f"{node.module}.{alias.name}", alias.name) for alias in node.names]
             found += [(inner, "") if inner in FILES else (str(node.module), name) for inner, name in names]
     return [(target, name) for target, name in found if target.partition(".")[0] == "dcl_optim"]
@@ -65,3 +69,16 @@ def test_no_circle() -> None:
 def test_private_apis_are_in_one_file() -> None:
     texts = {module: path.read_text() for module, path in FILES.items() if module != "dcl_optim._torch"}
     assert not [(module, found[0]) for module in texts for found in PRIVATE.finditer(texts[module])]
+
+
+def test_a_private_module_is_imported_by_one_test_file_at_most() -> None:
+    """Public is what docs/api.md has. So a change behind it changes one file of tests."""
+    documented = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    public = documented | {"dcl_optim"}
+    importers: dict[str, set[str]] = {}
+    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/test_*.py")]:
+        for module, name in imports_of(path):
+            if module not in public and f"{module}.{name}" not in public:
+                importers.setdefault(module, set()).add(str(path.relative_to(ROOT)))
+    assert importers, "none would mean that they are not found"
+    assert {module: files for module, files in importers.items() if len(files) > 1} == {}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, sgd
+from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, training_forwards
 
 A, B = batches(2, size=12)
 SMALL = (B[0][:4], B[1][:4])
@@ -17,13 +17,16 @@ SMALL = (B[0][:4], B[1][:4])
 def wrapped(criterion, variant="dcl"):
     model = mlp()
     if variant == "dcl":
-        return model, DCLOptimizer(sgd(model), model, criterion=criterion, weight=1.0)
-    return model, DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
+        optimizer = DCLOptimizer(sgd(model), model, criterion=criterion, weight=1.0)
+    else:
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=1.0, alpha=0.6)
+    optimizer.forwards = training_forwards(optimizer)
+    return model, optimizer
 
 
 def scales(optimizer, loss):
     """What each forward's loss was multiplied by, in the order of the forwards."""
-    forwards = [reference() for reference in optimizer._regularizer._records]
+    forwards = [reference() for reference in optimizer.forwards]
     loss.backward()
     return [forward.criterion_scale[1] for forward in forwards]
 
@@ -175,7 +178,7 @@ def test_two_empty_batches_are_two_forwards():
     model, optimizer = wrapped(criterion)
     first, second = model(A[0][:0]), model(B[0][:0])
     criterion(second, B[1][:0])
-    assert [reference().is_criterion_input for reference in optimizer._regularizer._records] == [False, True]
+    assert [reference().is_criterion_input for reference in optimizer.forwards] == [False, True]
     del first
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.nn.functional as F
 
+from dcl_optim import DCLOptimizer
 from tests.helpers import (
     assert_same,
     backward,
     batches,
     mlp,
     one,
+    sgd,
     train,
     wrap,
 )
@@ -46,6 +49,28 @@ def test_exception_in_the_closure_leaves_everything_usable():
         train(m, o, batches(2, seed=5))
     assert_same(model, other)
     assert_same(optimizer.companion, calm.companion)
+
+
+def test_the_companion_learns_from_the_first_of_several_evaluations():
+    model = mlp()
+    companion, chasing = mlp(seed=3), mlp(seed=3)
+    base = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    optimizer = DCLOptimizer(base, model, companion=companion, companion_optimizer=sgd(companion, lr=1.0))
+    x, y = one()
+    z, c, evaluations = model(x).detach(), chasing(x), []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        evaluations.append(loss)
+        return loss
+
+    optimizer.step(closure)
+    assert len(evaluations) > 1
+    F.mse_loss(c, 0.6 * c.detach() + 0.4 * z).backward()
+    sgd(chasing, lr=1.0).step()
+    assert_same(companion, chasing, rtol=1e-9, atol=1e-11)
 
 
 def test_logs():

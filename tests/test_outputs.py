@@ -85,3 +85,10 @@ def test_find_loss():
     assert find_loss({"loss": torch.ones(2, requires_grad=True) * 2}) is None
     assert find_loss(loss) is None
     assert find_loss(({"loss": loss},)) is None
+
+
+def test_of_two_scalars_neither_is_the_models_loss():
+    first, second = (torch.ones(2, requires_grad=True).sum() for _ in range(2))
+    assert find_loss((torch.ones(2, 3), first)) is first
+    assert find_loss((torch.ones(2, 3), first, second.detach())) is first
+    assert find_loss((torch.ones(2, 3), first, second)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from functools import partial
 
@@ -13,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.overlap import executors
 from tests.helpers import (
     FEATURES,
     assert_overlap_changes_nothing,
@@ -153,7 +153,7 @@ def test_a_forward_inside_a_mode_that_belongs_to_the_callers_thread_is_serial(mo
 
 
 def test_a_single_core_has_no_thread(monkeypatch):
-    monkeypatch.setattr(executors.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     model = dropout_net()  # which needs no warning: the companion would run serially anyway
     with wrap(model, overlap=True) as optimizer:
         existing = worker_threads()  # those of earlier tests may still be ending

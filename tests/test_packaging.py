@@ -17,7 +17,8 @@ from dcl_optim import __version__
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("dcl_optim", "tests", "benchmarks", "examples", "docs")
-FILES = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "mkdocs.yml", "pyproject.toml"}
+TEXTS = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "SECURITY.md"}
+FILES = TEXTS | {"mkdocs.yml", "pyproject.toml"}
 NAME = f"dcl_optim-{__version__}"
 
 
@@ -68,10 +69,21 @@ def test_metadata(metadata):
     assert {line.split(">=")[0] for line in needed} == {"torch", "numpy"}
 
 
+def test_citation_is_the_packages(metadata):
+    """It gives no version, so there is one to raise: the package's."""
+    import yaml  # what does not run this test need not have it
+
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert [author["name"] for author in citation["authors"]] == metadata["Author"].split(", ")
+    assert [citation["abstract"], citation["license"]] == [metadata["Summary"], metadata["License-Expression"]]
+    assert sorted(citation["keywords"]) == sorted(metadata["Keywords"].split(","))
+    assert not {"version", "date-released"} & set(citation)
+
+
 def test_classifiers_name_the_pythons_of_the_matrix(metadata):
     classifiers = metadata.get_all("Classifier")
     named = {line.split(" :: ")[-1] for line in classifiers if line.startswith("Programming Language :: Python :: 3.")}
-    assert named == {"3.10", "3.11", "3.12", "3.13"}
+    assert named == {"3.10", "3.11", "3.12", "3.13", "3.14"}
     assert "Typing :: Typed" in classifiers
 
 

@@ -75,7 +75,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
         ("focal", torch.float16),
     ),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     classes=st.sampled_from([3, 10, 100]),
     rows=st.integers(4, 40),
@@ -482,13 +482,13 @@ def test_a_dimension_that_is_given_wins():
 
 def test_where_no_dimension_is_found_the_first_is_taken_and_those_that_it_matters_for_say_so():
     for distance, warns in (("mse", False), ("kl", True)):
-        model = mlp()
-        optimizer = DCLOptimizer(sgd(model), model, distance=distance, criterion=nn.MSELoss())
+        model, criterion = mlp(), nn.MSELoss()
+        _optimizer = DCLOptimizer(sgd(model), model, distance=distance, criterion=criterion)
         x, _ = sequences(1)[0]
         for _ in range(2):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                optimizer._regularizer._criterion(model(x), torch.zeros(4, 6, CLASSES).double()).backward()
+                criterion(model(x), torch.zeros(4, 6, CLASSES).double()).backward()
             assert [("class_dim" in str(w.message)) for w in caught] == [True] * warns
             warns = False
 
@@ -579,9 +579,9 @@ def test_a_device_is_not_asked_once_labels_have_been_read(dtype):
     assert optimizer.prototypes.device.type == "meta"
 
 
-def resumed(optimizer: DCPOptimizer, model: nn.Module, **options: Any) -> tuple[nn.Module, DCPOptimizer]:
+def resumed(optimizer: Any, model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
     again = copy.deepcopy(model)
-    second = DCPOptimizer(sgd(again), again, weight=1.0, **options)
+    second = type(optimizer)(sgd(again), again, weight=1.0, **options)
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return again, second
 
@@ -596,12 +596,13 @@ def test_a_batch_that_cannot_be_read_is_no_error_after_a_resumption_either():
             train(net, wrapped, [second], mixed)
 
 
-def test_a_resumed_run_knows_the_dimension_of_the_classes_before_a_gradient_tells():
+@pytest.mark.parametrize(("kind", "options"), [(DCPOptimizer, {}), (DCLOptimizer, {"distance": "kl"})])
+def test_a_resumed_run_knows_the_dimension_of_the_classes_before_a_gradient_tells(kind, options):
     model = mlp()
-    optimizer = DCPOptimizer(sgd(model), model, weight=1.0)
+    optimizer = kind(sgd(model), model, weight=1.0, **options)
     data = sequences(3)
     train(model, optimizer, data[:1], of_tokens)
-    again, second = resumed(optimizer, model)
+    again, second = resumed(optimizer, model, **options)
     for net, wrapped in ((model, optimizer), (again, second)):
         train(net, wrapped, data[1:2], lambda z, y: 0 * z.sum())  # as of a batch whose labels are all ignored
         train(net, wrapped, data[2:], of_tokens)

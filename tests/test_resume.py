@@ -139,6 +139,18 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
         dcl.load_state_dict(sgd_state)
 
 
+def test_a_damaged_state_that_only_loading_finds_out_changes_nothing():
+    dcl, _ = dcl_and_other()
+    train(dcl.model, dcl, batches(1))
+    damaged = copy.deepcopy(dcl.state_dict())
+    damaged["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["state"] = None
+    train(dcl.model, dcl, batches(1, seed=5))
+    before = copy.deepcopy(dcl.state_dict())
+    with pytest.raises(ValueError, match="state_dict could not be loaded, and nothing has changed"):
+        dcl.load_state_dict(damaged)
+    assert_same(dcl.state_dict(), before)
+
+
 class Extra(torch.nn.Linear):
     """Keeps more than tensors in its state_dict."""
 

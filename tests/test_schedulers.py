@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step
-from tests.helpers import assert_same, batches, mlp, train
+from tests.helpers import assert_same, batches, cells, mlp, train
 
 STEPS, BREAK = 12, 5
 LOSSES = (3.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5)  # for the scheduler that looks at them
@@ -116,10 +117,24 @@ def written_out(scheduler, base, layout, factor):
     return model, companion, history
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "base", "layout", "factor"),
+    cells(
+        product(SCHEDULERS, BASES, LAYOUTS, [1.0, 0.5]),
+        ("StepLR", "sgd", "one group", 1.0),
+        ("LambdaLR", "adamw", "several groups", 0.5),  # a function for each group
+        ("ExponentialLR", "sgd", "tensor", 0.5),
+        ("CosineAnnealingLR", "adamw", "several groups", 1.0),
+        ("CosineAnnealingWarmRestarts", "sgd", "several groups", 0.5),
+        ("SequentialLR", "adamw", "tensor", 0.5),
+        ("ChainedScheduler", "sgd", "several groups", 0.5),
+        ("ReduceLROnPlateau", "sgd", "several groups", 0.5),  # a metric
+        ("CyclicLR", "adamw", "several groups", 0.5),  # betas
+        ("OneCycleLR", "sgd", "several groups", 0.5),  # momentum
+        ("OneCycleLR", "adamw", "tensor", 0.5),
+        ("SWALR", "sgd", "several groups", 1.0),
+    ),
+)
 def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
     model = mlp()
     optimizer = LAYOUTS[layout](model, base)
@@ -184,9 +199,18 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "base", "variant"),
+    cells(
+        product(SCHEDULERS, BASES, ["dcl", "dcp"]),
+        ("LambdaLR", "adamw", "dcl"),
+        ("SequentialLR", "sgd", "dcl"),
+        ("ChainedScheduler", "adamw", "dcp"),
+        ("ReduceLROnPlateau", "sgd", "dcl"),
+        ("OneCycleLR", "sgd", "dcp"),
+        ("OneCycleLR", "adamw", "dcl"),
+    ),
+)
 def test_resumed_with_its_scheduler_equals_uninterrupted(scheduler, base, variant):
     whole, half, again = (build(variant, scheduler, base) for _ in range(3))
     run(whole, 0, STEPS)

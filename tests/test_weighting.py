@@ -50,6 +50,24 @@ def test_a_single_gradient_is_left_as_it_is():
     assert_same(gradient, before)
 
 
+def test_the_mean_over_a_float32_and_a_float16_forward():
+    mean, summed = WeightedMean(), torch.zeros(2, 1)
+    summed += mean.weigh(torch.full((2, 1), 1e-3), 1.0, half=False)
+    summed += mean.weigh(torch.full((2, 1), 3e-3), 1.0, half=True)
+    mean.divide([summed])
+    assert_same(summed, torch.full((2, 1), 2e-3), rtol=1e-5)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_gradient_without_rows_weighs_nothing(half):
+    mean = WeightedMean()
+    mean.weigh(torch.empty(0, 1), 8.0, half)
+    gradient = mean.weigh(torch.full((2, 1), 3.0), 2.0, half)
+    mean.divide([gradient])
+    assert_same(gradient, torch.full((2, 1), 3.0))
+    assert mean.count == 2
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_no_device_is_looked_at(half):
     with unreadable_device():

@@ -140,11 +140,22 @@ def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_s
     assert optimizer.companion_optimizer.param_groups[0]["count"] == optimizer.param_groups[0]["count"] == 5
 
 
+def test_a_companion_that_steps_less_often_counts_its_own_steps():
+    model = mlp()
+    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters()), model, companion_every=2)
+    train(model, optimizer, batches(5))
+    ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
+    assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (5, 2, 5.0, 2.0)
+
+
 class HasMethods(torch.optim.SGD):
     mode = "train"
 
     def eval(self):
         self.mode = "eval"
+
+    def train(self):
+        self.mode = "train"
 
     def first_step(self):
         raise AssertionError
@@ -154,7 +165,9 @@ def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     model = mlp()
     optimizer = DCLOptimizer(HasMethods(model.parameters(), lr=0.1), model, weight=1.0)
     optimizer.eval()
-    assert optimizer.base.mode == "eval"
+    assert optimizer.base.mode == optimizer.companion_optimizer.mode == "eval"
+    optimizer.train()
+    assert optimizer.base.mode == optimizer.companion_optimizer.mode == "train"
     assert not hasattr(optimizer, "first_step")
     with pytest.raises(AttributeError, match=r"no attribute 'first_step'; its base optimizer has: use \.base\.fir"):
         optimizer.first_step()

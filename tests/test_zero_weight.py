@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 DENSE = {
@@ -62,19 +63,36 @@ def losses(model, optimizer, loop):
             optimizer.step()
 
 
-@pytest.mark.parametrize("loop", ["plain", "closure"])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-@pytest.mark.parametrize("name", DENSE)
+def takes_only_closures(name):
+    return name.startswith("LBFGS")
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "loop"),
+    cells(
+        [
+            cell
+            for cell in product(DENSE, ["dcl", "dcp"], ["plain", "closure"])
+            if cell[2] == "closure" or not takes_only_closures(cell[0])
+        ],
+        ("SGD nesterov", "dcl", "plain"),
+        ("AdamW fused", "dcl", "closure"),
+        ("Rprop", "dcl", "plain"),  # by signs
+        ("ASGD", "dcp", "closure"),  # a learning rate in its state
+        ("Adafactor", "dcl", "closure"),  # by the parameters' own size
+        ("LBFGS", "dcp", "closure"),
+        ("LBFGS strong Wolfe", "dcl", "closure"),
+        *([("Muon", "dcl", "plain")] if "Muon" in DENSE else []),  # orthogonalised
+    ),
+)
 def test_zero_weight_is_the_base_optimizer(name, variant, loop):
-    lbfgs = name.startswith("LBFGS")
-    if lbfgs:
-        loop = "closure"
     model = network()
     alone = copy.deepcopy(model)
     expected = list(losses(alone, DENSE[name](alone.parameters()), loop))
     base = DENSE[name](model.parameters())
     if variant == "dcl":
-        optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=SGD if lbfgs else None)
+        second = SGD if takes_only_closures(name) else None
+        optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=second)
     else:
         optimizer = DCPOptimizer(
             base, model, CLASSES, weight=0.0, targets=lambda args, kwargs: (args[0][:, 0] > 0).long(), alpha=0.6
@@ -85,9 +103,27 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop):
         assert not torch.equal(optimizer.companion[0].weight, network()[0].weight), "the companion learns all the same"
 
 
+class Langevin(torch.optim.SGD):
+    """Adds noise to each step."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+        return loss
+
+
+def test_the_script_does_not_notice_what_the_companions_optimizer_draws():
+    model = network()
+    alone = copy.deepcopy(model)
+    expected = list(losses(alone, Langevin(alone.parameters(), lr=0.05), "plain"))
+    optimizer = DCLOptimizer(Langevin(model.parameters(), lr=0.05), model, weight=0.0)
+    assert list(losses(model, optimizer, "plain")) == expected
+
+
 def test_every_optimizer_trains_a_companion_of_its_own_class():
     for name, make in DENSE.items():
-        if name.startswith("LBFGS"):
+        if takes_only_closures(name):
             continue
         model = network()
         optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.5)

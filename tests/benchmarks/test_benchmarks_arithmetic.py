@@ -5,19 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import growth, networks, plot, second_device, table, threads, timing
+from benchmarks import allocator, growth, networks, plot, second_device, table, threads, timing
 from benchmarks.setting import Setting
 from benchmarks.workloads import ON_CPU, Workload
 
 GIB = 2**30
-ROOT = Path(__file__).parents[2]
 
 
 # ---- timing ---------------------------------------------------------------------------------------------------------
@@ -85,29 +81,32 @@ def test_a_ratio_is_taken_within_each_round():
     assert timing.quartiles([7.0]) == {"median": 7.0, "lower": 7.0, "upper": 7.0}
 
 
-COUNTS_FAULTS = """
-import resource, torch
-from benchmarks import allocator
+class Library:
+    """In the place of the C library: what it is told, in order."""
 
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**24)  # 64 MiB: 16,384 pages
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-with allocator.freed_memory_kept() as kept:
-    inside = [faults() for _ in range(40)]  # the first ones may find no free block of that size
-print(kept, min(inside), max(faults() for _ in range(6)))
-"""
+    def __init__(self, grants: int = 1) -> None:
+        self.told: list[tuple[int, ...]] = []
+        self.mallopt = lambda name, value: self.told.append((name, value)) or grants
+        self.malloc_trim = lambda pad: self.told.append((pad,))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator only")
-def test_memory_of_megabytes_comes_without_page_faults_and_only_there():
-    """In a process of its own: what other tests have left on the heap decides where such a block comes from."""
-    ran = subprocess.run([sys.executable, "-c", COUNTS_FAULTS], capture_output=True, text=True, check=True, cwd=ROOT)
-    kept, inside, outside = ran.stdout.split()
-    assert kept == "True"
-    assert int(inside) < 100  # small things in between may take a corner of the block that was freed
-    assert int(outside) > 10_000
+def test_freed_memory_is_kept_inside_and_only_there(monkeypatch):
+    """By the numbers of glibc's malloc.h: no block from mmap (-4), nothing trimmed (-1); its own values afterwards."""
+    library = Library()
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(allocator.sys, "platform", "linux")
+    with allocator.freed_memory_kept() as kept:
+        assert kept
+        assert library.told == [(-4, 0), (-1, -1)]
+    assert library.told[2:] == [(-4, 65536), (-1, 128 * 1024), (0,)]
+
+
+@pytest.mark.parametrize("library", [Library(grants=0), object()], ids=["refuses", "has no mallopt"])
+def test_a_library_that_does_not_keep_freed_memory_is_said_so(library, monkeypatch):
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(allocator.sys, "platform", "linux")
+    with allocator.freed_memory_kept() as kept:
+        assert kept is False
 
 
 # ---- growth and threads ---------------------------------------------------------------------------------------------

@@ -19,17 +19,22 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other s
 
 
 TWICE = """
-import json, torch
+import json, mmap
 from benchmarks import memory
 
-torch.ones(8).sum()
-print(json.dumps([memory.used_by(lambda: torch.ones(size * 2**20).sum()) for size in (50, 5)]))
+def touch(size):
+    pages = mmap.mmap(-1, size)  # from the kernel, past any allocator, which may have as much at hand
+    for start in range(0, size, mmap.PAGESIZE):
+        pages[start] = 1
+    pages.close()
+
+print(json.dumps([memory.used_by(lambda: touch(size * 2**20)) for size in (200, 20)]))
 """
 
 
 @linux
 def test_a_known_allocation_is_measured():
-    """In a fresh process: this one's heap may hold as much free memory, which is resident already."""
+    """In a fresh process: this one's peak is no longer known once it is forgotten."""
     line = [sys.executable, "-c", TWICE]
     spent, again = json.loads(subprocess.run(line, cwd=memory.ROOT, capture_output=True, text=True, check=True).stdout)
     assert 195 * MIB < spent["used_bytes"] < 230 * MIB
@@ -43,7 +48,7 @@ def test_a_process_counts_its_own_memory_and_not_that_of_who_started_it():
     held = torch.ones(250 * MIB)
     assert memory.resident_peak() > 1000 * MIB
     spent = memory.ask("mlp", "DCPOptimizer", Setting(), threads=1)
-    assert spent["peak_bytes"] < 1000 * MIB
+    assert spent["peak_bytes"] < memory.resident_peak() - 500 * MIB
     assert len(held) == 250 * MIB
 
 

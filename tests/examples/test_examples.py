@@ -9,13 +9,14 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from tests.helpers import assert_same
+from tests.helpers import assert_same, cells
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIBLINGS = ("image_classification", "data", "models", "checkpoint")
@@ -71,7 +72,7 @@ def fashion(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["sgd", "dcl", "dcp"])
+@pytest.mark.parametrize("method", cells(["sgd", "dcl", "dcp"], "dcl"))
 def test_image_classification_learns_digits(script, tmp_path, capsys, method):
     path = tmp_path / "run.pt"
     script.main(["--method", method, "--epochs", "2", "--device", "cpu", "--checkpoint", str(path)])
@@ -95,8 +96,10 @@ def test_resume_in_a_new_process_is_bit_identical(script, tmp_path, one_thread):
     assert_same(torch.load(parts, weights_only=True), expected)
 
 
-@pytest.mark.parametrize("extra", [(), ("--amp",)])
-@pytest.mark.parametrize("method", ["sgd", "dcl", "dcp"])
+@pytest.mark.parametrize(
+    ("method", "extra"),
+    cells(product(["sgd", "dcl", "dcp"], [(), ("--amp",)]), ("dcl", ("--amp",)), ("dcp", ())),
+)
 def test_resume_with_augmentation(script, fashion, tmp_path, capsys, method, extra):
     """Augmentation and dropout draw at random, so a stream that is not restored would show."""
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,12 +87,12 @@ def test_a_resumed_run_is_the_uninterrupted_run(example, tmp_path, method):
     assert not torch.equal(half["state_dict"]["net.1.weight"], whole["state_dict"]["net.1.weight"])
 
 
-def test_the_script_runs_as_a_reader_would_run_it(tmp_path):
-    command = [sys.executable, EXAMPLES / "lightning_module.py", "--epochs", "3", "--folder", tmp_path]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    name, accuracy = done.stdout.rsplit(maxsplit=1)
+def test_the_script_runs_as_a_reader_would_run_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["lightning_module.py", "--epochs", "3", "--folder", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / "lightning_module.py"), run_name="__main__")
+    sys.modules.pop("data")
+    name, accuracy = capsys.readouterr().out.rsplit(maxsplit=1)
     assert name == "test accuracy"
     assert float(accuracy) > 0.9
     assert (tmp_path / "last.ckpt").exists()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import assert_same
+from tests.helpers import assert_same, on_two_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -68,40 +71,15 @@ def execute(*command: object) -> str:
     return done.stdout
 
 
-def test_mixed_precision_as_a_script():
-    arguments = ("--method", "dcl", "--dtype", "float16", "--accumulate", 4, "--epochs", 1)
-    assert execute("-W", "error", EXAMPLES / "mixed_precision.py", *arguments).startswith("test accuracy 0.")
+def test_mixed_precision_as_a_script(mixed_precision, monkeypatch, capsys):
+    arguments = ("--method", "dcl", "--dtype", "float16", "--accumulate", "4", "--epochs", "1")
+    monkeypatch.setattr(sys, "argv", ["mixed_precision.py", *arguments])
+    runpy.run_path(mixed_precision.__file__, run_name="__main__")
+    assert capsys.readouterr().out.startswith("test accuracy 0.")
 
-
-# Both methods in one launch, since starting processes is what takes the time. Kept beside: what the ranks end with, and
-# the checkpoint after the first epoch.
-KEEP = """
-import os, pathlib, shutil, sys, torch, distributed
-
-folder, *resume = sys.argv[1:]
-save = distributed.Run.save
-
-def save_and_keep(run):
-    save(run)
-    if run.epoch == 1:
-        shutil.copy(run.options.checkpoint, f"{run.options.checkpoint}.first")
-
-distributed.Run.save = save_and_keep
-device = distributed.connect()
-for method in ("dcl", "dcp"):
-    path = pathlib.Path(folder, method)
-    arguments = ["--method", method, "--batch-size=64", "--epochs=3", f"--checkpoint={path}.pt", *resume]
-    run = distributed.train(distributed.parse(arguments), device)
-    state = {"model": run.model.module.state_dict(), "optimizer": run.optimizer.state_dict()}
-    torch.save(state, f"{path}.{run.sampler.rank}")
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)
-"""
 
 # gloo's threads outlive the process group where DDP was in it, and about once in sixty runs abort the interpreter's
-# exit, with the plain optimizer too (pytorch#179291). So these scripts leave without one.
+# exit, with the plain optimizer too (pytorch#179291). So this script leaves without one.
 AS_IT_IS = """
 import os, sys, distributed
 
@@ -111,27 +89,51 @@ os._exit(0)
 """
 
 
-def torchrun(script: Path, *arguments: object) -> str:
-    return execute("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script, *arguments)
-
-
 def test_distributed_as_a_script(tmp_path):
     script = tmp_path / "as_it_is.py"
     script.write_text(AS_IT_IS)
-    printed = torchrun(script, "--epochs", 1, "--checkpoint", tmp_path / "state.pt")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    printed = execute(*launch, script, "--epochs", 1, "--checkpoint", tmp_path / "state.pt")
     assert printed.startswith("epoch 1: test accuracy 0.")
     assert torch.load(tmp_path / "state.pt", weights_only=True)["epoch"] == 1
 
 
+def train_on_a_rank(rank: int, folder: Path, *resume: str) -> None:
+    """Keep beside the checkpoint: what the ranks end with, what they print, the checkpoint after the first epoch."""
+    sys.path.insert(0, str(EXAMPLES))
+    import distributed
+
+    save = distributed.Run.save
+
+    def save_and_keep(run: distributed.Run) -> None:
+        save(run)
+        if run.epoch == 1:
+            shutil.copy(run.options.checkpoint, f"{run.options.checkpoint}.first")
+
+    distributed.Run.save = save_and_keep
+    for method in ("dcl", "dcp"):
+        path = folder / method
+        arguments = ["--method", method, "--batch-size=64", "--epochs=3", f"--checkpoint={path}.pt", *resume]
+        with (folder / f"printed.{rank}").open("a") as printed, redirect_stdout(printed):
+            run = distributed.train(distributed.parse(arguments), torch.device("cpu"))
+        state = {"model": run.model.module.state_dict(), "optimizer": run.optimizer.state_dict()}
+        torch.save(state, f"{path}.{run.sampler.rank}")
+
+
+def printed_in(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("printed.*"))
+
+
 def test_distributed_ranks_agree_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    whole, resumed, script = (tmp_path / name for name in ("whole", "resumed", "keep.py"))
-    script.write_text(KEEP)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     whole.mkdir()
-    assert torchrun(script, whole).count("epoch") == 2 * 3
+    on_two_ranks(train_on_a_rank, whole)
+    assert printed_in(whole).count("epoch") == 2 * 3
     resumed.mkdir()
     for method in ("dcl", "dcp"):
         (whole / f"{method}.pt.first").rename(resumed / f"{method}.pt")
-    assert torchrun(script, resumed, "--resume").count("epoch") == 2 * 2
+    on_two_ranks(train_on_a_rank, resumed, "--resume")
+    assert printed_in(resumed).count("epoch") == 2 * 2
     for method in ("dcl", "dcp"):
         paths = [folder / f"{method}.{rank}" for folder in (whole, resumed) for rank in (0, 1)]
         first, *others = (torch.load(path, weights_only=True) for path in paths)

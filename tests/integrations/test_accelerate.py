@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp
+from tests.helpers import CLASSES, assert_same, batches, cells, dropout_net, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning:torch")
 SIZE, STEPS = 16, 6
@@ -103,9 +103,21 @@ def by_hand(variant, parts=1, clip=None):
     return model, optimizer
 
 
-@pytest.mark.parametrize("wrapped_after", [False, True], ids=["wrapped before", "wrapped after"])
-@pytest.mark.parametrize(("parts", "clip"), [(1, None), (3, None), (2, 0.05)])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize(
+    ("variant", "parts", "clip", "wrapped_after"),
+    cells(
+        [
+            (variant, *loop, after)
+            for variant in ("dcl", "dcp")
+            for loop in ((1, None), (3, None), (2, 0.05))
+            for after in (False, True)
+        ],
+        ("dcl", 3, None, False),
+        ("dcl", 2, 0.05, True),
+        ("dcp", 1, None, True),
+        ("dcp", 2, 0.05, False),
+    ),
+)
 def test_equals_the_loop_by_hand_bit_for_bit(variant, parts, clip, wrapped_after):
     script = Script(variant, wrapped_after=wrapped_after, gradient_accumulation_steps=parts).train(clip)
     model, optimizer = by_hand(variant, parts, clip)

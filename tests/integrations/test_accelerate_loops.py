@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import assert_same, batches, dropout_net, mlp, on_two_ranks
+from tests.helpers import assert_same, batches, cells, dropout_net, mlp, on_two_ranks
 
 METHODS = ("dcl", "dcp")
 SIZE, BATCHES, PARTS = 8, 7, 2  # an epoch's last accumulation has one batch
@@ -185,7 +185,7 @@ def _train_on_a_rank(rank, folder, method):
     torch.save(state, folder / f"{rank}.pt")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cells(METHODS, "dcl"))
 def test_two_processes_are_one_with_the_joint_batch(method, tmp_path):
     """Accelerate deals the batches out in turn; the wrapper is made before DistributedDataParallel is."""
     on_two_ranks(_train_on_a_rank, tmp_path, method)

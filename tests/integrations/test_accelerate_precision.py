@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, sgd
 
 ORDERS = ("wrapped before", "wrapped after")
 FLOAT = torch.float32
@@ -88,9 +89,15 @@ def data(steps=8):
     return list(batches(steps, dtype=FLOAT))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("method", ["dcl", "dcp"])
+@pytest.mark.parametrize(
+    ("method", "parts", "order"),
+    cells(
+        product(["dcl", "dcp"], [1, 2], ORDERS),
+        ("dcl", 2, "wrapped before"),
+        ("dcl", 1, "wrapped after"),
+        ("dcp", 2, "wrapped after"),
+    ),
+)
 def test_bfloat16_is_the_hand_written_loop_under_autocast(method, parts, order):
     criteria = nn.CrossEntropyLoss(), nn.CrossEntropyLoss()
     accelerator, model, optimizer = prepared(method, mlp(dtype=FLOAT), order, criteria[0], parts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.helpers import CLASSES, assert_same, batches, mlp, train
+from tests.helpers import CLASSES, assert_same, batches, cells, mlp, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
 
@@ -33,6 +33,19 @@ DRAWING = {"dash", "gravity", "kron", "magma"}  # steps that draw random numbers
 IN_FLOAT32_ONLY = {"fadam"}
 STATE_OF_OTHER_TYPES = {"adashift", "conda", "scalableshampoo", "scion", "scionlight"}  # not for weights_only=True
 WITH_TWO_KINDS_OF_GROUPS = {"adago", "adamuon", "muon", "muonclip", "normuon"}
+REPRESENTATIVES = (
+    "aggmo",  # momentum, several in a list
+    "adan",  # adaptive, with the last gradient in its state
+    "lion",  # signs
+    "lars",  # norms of whole layers
+    "muon",  # orthogonalised, in two kinds of groups
+    "soap",  # preconditioned
+    "prodigy",  # state in its groups
+    "schedulefreeadamw",
+    "kron",  # draws
+    "adashift",  # divides by its first gradient, and has a queue in its state
+    "fadam",  # in float32 only
+)
 
 TIMM = [name for name in timm.optim.list_optimizers() if not name.startswith(("bnb", "fused")) and name != "adahessian"]
 
@@ -64,7 +77,7 @@ def is_moved(network: nn.Module, by: float = 0.0) -> bool:
     return all((p - first[name]).abs().max() > by for name, p in network.named_parameters() if p.ndim == 2)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) -> None:
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base = in_training_mode(build(name, plain))
@@ -76,7 +89,13 @@ def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) 
     assert is_moved(plain)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in DRAWING | IN_FLOAT32_ONLY])
+@pytest.mark.parametrize(
+    "name",
+    cells(
+        [name for name in SERVED if name not in DRAWING | IN_FLOAT32_ONLY],
+        *(name for name in REPRESENTATIVES if name not in DRAWING | IN_FLOAT32_ONLY),
+    ),
+)
 def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> None:
     by_hand, model = mlp(), mlp()
     companion = copy.deepcopy(by_hand)
@@ -91,7 +110,7 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> No
     assert name in LEFT_BEHIND or is_moved(optimizer.companion)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_a_frozen_layer_in_the_base_is_an_empty_slot_in_the_companions_optimizer_until_it_trains(name: str) -> None:
     model = mlp(dtype=torch.float32)
     model[0].requires_grad_(False)
@@ -106,7 +125,7 @@ def test_a_frozen_layer_in_the_base_is_an_empty_slot_in_the_companions_optimizer
     assert name in LEFT_BEHIND or is_moved(optimizer.companion)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in DRAWING])
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if name not in DRAWING])
 def test_prototypes_train_by_labels_that_are_read_as_by_given_ones(name: str) -> None:
     trained: list[tuple[nn.Module, Any]] = []
     for given in (False, True):
@@ -133,7 +152,7 @@ def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:
     return file
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     model, data = mlp(dtype=torch.float32), list(batches(8, dtype=torch.float32))
     resumed = copy.deepcopy(model)
@@ -152,7 +171,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     assert_same(optimizer.companion, second.companion)
 
 
-@pytest.mark.parametrize("name", sorted(DRAWING | IN_FLOAT32_ONLY))
+@pytest.mark.parametrize("name", cells(sorted(DRAWING | IN_FLOAT32_ONLY), "fadam", "kron"))
 def test_a_base_that_draws_random_numbers_trains_the_companion_too(name: str) -> None:
     model = mlp(dtype=torch.float32)
     optimizer = DCLOptimizer(build(name, model), model, weight=1.0)
@@ -314,7 +333,9 @@ def test_a_base_that_maximises_is_refused_wherever_it_keeps_that() -> None:
         DCLOptimizer(pytorch_optimizer.Lion(model.parameters(), maximize=True), model, weight=1.0)
 
 
-@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize(
+    "name", cells(TIMM, "momentum", "adamw", "lion", "larc", "muon", "lamb", "madgrad", "cadamw", "adafactorbv")
+)
 def test_with_weight_zero_the_run_is_timms_optimizers_bit_for_bit(name: str) -> None:
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     # timm's own grouping: no decay on the biases

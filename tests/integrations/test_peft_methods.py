@@ -21,7 +21,7 @@ from peft import (
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.helpers import assert_same
+from tests.helpers import assert_same, cells
 from tests.integrations.huggingface import sentences, text_classifier
 from tests.integrations.test_peft import Logits, data, pairs, sgd, trained_size
 from tests.integrations.trainer_by_hand import QUIET, Tape, repeat, train
@@ -106,14 +106,14 @@ def test_the_saved_state_of_every_method_holds_what_trains(method):
     assert sum(different.values()) == trained_size(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}], ids=str)
-def test_lora_in_trainer_is_the_hand_written_loop(options, tmp_path):
+@pytest.mark.parametrize("setting", cells([None, "gradient_checkpointing", "bf16"], "gradient_checkpointing"))
+def test_lora_in_trainer_is_the_hand_written_loop(setting, tmp_path):
     """Dropout in the model and in the adapters; checkpointing makes PEFT and Trainer put hooks of theirs on."""
     model, expected = (adapted("LoRA with dropout", dropout=0.2) for _ in range(2))
     optimizer, second = (DCLOptimizer(sgd(m), m, weight=WEIGHT) for m in (model, expected))
-    tape = Tape()
+    tape, options = Tape(), {setting: True} if setting else {}
     train(tmp_path, model, optimizer, sentences(), tape, gradient_accumulation_steps=2, **options)
-    repeat(expected, second, tape.updates(2, 6), autocast=options.get("bf16", False))
+    repeat(expected, second, tape.updates(2, 6), autocast=setting == "bf16")
     assert_same(model, expected)
     assert_same(optimizer.state_dict(), second.state_dict())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim._rng import capture, replayed
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcp_step
-from tests.helpers import CLASSES, MODELS, assert_same, batches, mlp
+from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, mlp
 
 WEIGHT, ALPHA = 0.4, 0.6
 Network = nn.Module
@@ -92,8 +93,9 @@ class ByHand:
         self.second.step()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "loop"), cells(product(MODELS, LOOPS), *zip(MODELS, LOOPS, strict=True), ("dropout", LOOPS[0]))
+)
 def test_sam_is_sam_with_the_penalty_in_both_gradients(kind: str, loop: Callable[..., None]) -> None:
     hand, model = ByHand(MODELS[kind]()), MODELS[kind]()
     optimizer = DCLOptimizer(sam(model), model, weight=WEIGHT, alpha=ALPHA)

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.helpers import assert_same
-from tests.integrations.timm_models import MODELS, TINY, adamw, create, images
+from tests.helpers import assert_same, cells
+from tests.integrations.timm_models import MODELS, TINY, VIT, adamw, create, images
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cells(MODELS, VIT, "mobilenetv3_small_050"))  # layer norm, and batch norm
 def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str) -> None:
     by_hand, model = create(name), create(name)
     companion = copy.deepcopy(by_hand)

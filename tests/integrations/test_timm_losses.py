@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import timm.data
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.helpers import assert_same
+from tests.helpers import assert_same, cells
 from tests.integrations.timm_models import CLASSES, adamw, create, images
 
 
@@ -80,8 +81,10 @@ def test_mixed_labels_are_refused_without_the_criterion() -> None:
     assert not optimizer.forecaster.seen.any()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("smoothing", "dtype"),
+    cells(product([0.0, 0.1], [torch.float32, torch.bfloat16]), (0.0, torch.bfloat16), (0.1, torch.float32)),
+)
 def test_timms_training_loop_trains_by_labels_that_are_read_as_by_given_ones(
     smoothing: float, dtype: torch.dtype
 ) -> None:

@@ -8,9 +8,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import assert_same
+from tests.helpers import assert_same, cells
 from tests.integrations.huggingface import (
-    CLASSES,
     arguments,
     image_classifier,
     images,
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:'pin_memory' argument is set as true:UserWarning",
     "ignore::DeprecationWarning:torch",
     "ignore::FutureWarning:torch",
-    "ignore:`gradient_checkpointing` is deprecated:FutureWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf",
 )
 TASKS = {"text": (text_classifier, sentences), "image": (image_classifier, images)}
@@ -62,7 +60,7 @@ class Logs(TrainerCallback):
         self.seen.append(self._optimizer.logs())
 
 
-def fitted(folder, variant, model, data, options=None, callbacks=(), resume=None, **settings):
+def fitted(folder, variant, model, data, options=None, callbacks=(), **settings):
     optimizer, recorder = wrap(variant, model, **(options or {})), Recorder()
     trainer = Trainer(
         model,
@@ -72,20 +70,16 @@ def fitted(folder, variant, model, data, options=None, callbacks=(), resume=None
         optimizers=(optimizer, None),
         callbacks=[make(optimizer) for make in callbacks],
     )
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return optimizer, recorder.batches, trainer
 
 
-def by_hand(variant, model, batches, parts=1, factor=1.0, **options):
+def by_hand(variant, model, batches, parts, factor):
     """The plain loop on the logits, the loss and its factor written out."""
-    if variant == "dcp":
-        options = options | {"num_classes": CLASSES, "targets": "labels"}
-    optimizer = wrap(variant, model, **({} if variant == "plain" else {"loss_scale": factor}) | options)
+    optimizer = wrap(variant, model, **({} if variant == "plain" else {"loss_scale": factor}))
     model.train()
     for index, batch in enumerate(batches, start=1):
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        extra = {"labels": batch["labels"]} if variant == "dcp" else {}
-        logits = model(**inputs, **extra).logits
+        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
         (nn.functional.cross_entropy(logits, batch["labels"]) * factor).backward()
         if index % parts == 0:
             optimizer.step()
@@ -97,20 +91,7 @@ def own(variant, optimizer):
     return dict(optimizer.companion.named_parameters()) if variant == "dcl" else {"prototypes": optimizer.prototypes}
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_equals_the_loop_by_hand(variant, task, tmp_path):
-    build, data = TASKS[task]
-    model, expected = build(), build()
-    optimizer, batches, _ = fitted(tmp_path, variant, model, data())
-    second = by_hand(variant, expected, batches)
-    assert_same(model, expected, **ROUNDING)
-    assert_same(own(variant, optimizer), own(variant, second), **ROUNDING)
-    by_hand("plain", plain := build(), batches)
-    assert (next(plain.parameters()) - next(model.parameters())).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", cells(TASKS, "image"))
 def test_the_factor_of_accumulation_is_what_the_plain_run_has(task, tmp_path):
     """Which factor that is, is transformers' business, and differs between its models; the plain run tells it."""
     build, data = TASKS[task]
@@ -129,7 +110,7 @@ def test_the_factor_of_accumulation_is_what_the_plain_run_has(task, tmp_path):
     assert_same(own("dcl", optimizer), own("dcl", second), **ROUNDING)
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("variant", cells(["dcl", "dcp"], "dcl"))
 def test_bfloat16_whose_logits_come_out_as_a_converted_copy(variant, tmp_path):
     """The penalty acts: the run differs from the plain one as the float32 run does, to bfloat16's rounding."""
     moved = {}
@@ -147,15 +128,13 @@ def test_bfloat16_whose_logits_come_out_as_a_converted_copy(variant, tmp_path):
     assert 0.8 < moved[True].norm() / moved[False].norm() < 1.25
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-@pytest.mark.parametrize("setting", ["gradient_checkpointing", "torch_compile"])
-def test_checkpointed_and_compiled_models_train_as_plain_ones(setting, variant, tmp_path):
+@pytest.mark.parametrize("variant", cells(["dcl", "dcp"], "dcl"))
+def test_a_compiled_model_trains_as_the_plain_one(variant, tmp_path):
     torch._dynamo.reset()
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    options = options if setting == "torch_compile" else {setting: True}
     model, expected = text_classifier(), text_classifier()
     # In a graph that holds both, nothing sees the gradient that the loss sends to the logits.
-    labels = {"targets": "labels"} if (setting, variant) == ("torch_compile", "dcp") else {}
+    labels = {"targets": "labels"} if variant == "dcp" else {}
     optimizer, _, _ = fitted(tmp_path, variant, model, sentences(), labels, **options)
     second, _, _ = fitted(tmp_path, variant, expected, sentences())
     assert_same(dict(model.named_parameters()), dict(expected.named_parameters()), **ROUNDING)
@@ -174,18 +153,7 @@ def test_dropout_is_replayed_and_zero_weight_is_the_plain_run(tmp_path):
     assert logs[0].seen[-1]["penalty"] > 0.0
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_resumed_from_trainers_checkpoint_equals_uninterrupted(variant, tmp_path):
-    model, again = text_classifier(dropout=0.2), text_classifier(dropout=0.2)
-    settings = {"save_strategy": "epoch", "lr_scheduler_type": "linear"}
-    optimizer, _, _ = fitted(tmp_path, variant, model, sentences(), **settings)
-    second, _, _ = fitted(tmp_path, variant, again, sentences(), resume=str(tmp_path / "checkpoint-6"), **settings)
-    assert second.logs()["step"] == 12
-    assert_same(again, model)
-    assert_same(own(variant, second), own(variant, optimizer))
-
-
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("variant", cells(["dcl", "dcp"], "dcp"))
 def test_a_language_models_micro_batches_weigh_by_their_words(variant, tmp_path):
     """Logits of shape (batch, time, words), shifted inside; the penalty covers every position (DCP: every labelled)."""
     logs: list[Logs] = []

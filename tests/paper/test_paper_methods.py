@@ -7,6 +7,7 @@ import functools
 import io
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._pytree import tree_leaves
 
 from examples.paper.methods import METHODS, NAMES, Method, Setting, make
+from tests.helpers import cells
 
 SAMPLES, BATCH, FEATURES, CLASSES, EPOCHS = 24, 8, 6, 4, 4
 STEPS = SAMPLES // BATCH
@@ -94,8 +96,10 @@ def assert_close(left: nn.Module, right: nn.Module, tolerance: float = 1e-12) ->
 # ---- resumption, predictions, seeds ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("saved_after", [2 * STEPS, STEPS + 1])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "saved_after"),
+    cells(product(NAMES, [2 * STEPS, STEPS + 1]), *((name, STEPS + 1) for name in NAMES), ("snapshot", 2 * STEPS)),
+)
 def test_a_resumed_run_equals_the_uninterrupted_one(name: str, saved_after: int) -> None:
     whole = started(name)
     losses = train(whole)
@@ -250,7 +254,7 @@ def test_an_unknown_method_is_refused_and_the_known_ones_listed() -> None:
         make("dlc", setting())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["plain", "dcl"])  # with options of its own, and with the optimizer's
 def test_an_unknown_option_is_refused_and_the_known_ones_listed(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}' has no option rhoo; it has .*{METHODS[name].options()[-1]}"):
         make(name, setting(), rhoo=1)

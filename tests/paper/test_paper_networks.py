@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from examples import models
 from examples.paper.networks import NAMES, build
 from examples.paper.networks.residual import ResNet
+from tests.helpers import cells
 
 COLOUR, GREY = (3, 32, 32), (1, 28, 28)
+# One of each family, small.
+REPRESENTATIVES = ("cnn", "resnet10-xs", "resnet8x4", "wrn-28-2", "shufflenetv2", "efficientnet-b0", "vit-tiny")
 
 
 def built(name: str, classes: int = 10, shape: tuple[int, int, int] = COLOUR, seed: int = 0, **options) -> nn.Module:
@@ -69,8 +73,10 @@ def test_transformers_at_imagenets_size_are_imagenets(name: str, parameters: int
     assert sum(p.numel() for p in built(name, 1000, (3, 224, 224)).parameters()) == parameters
 
 
-@pytest.mark.parametrize("shape", [COLOUR, GREY])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    cells(product(NAMES, [COLOUR, GREY]), *zip(REPRESENTATIVES, [COLOUR, GREY] * 3, strict=False), ("swin-tiny", GREY)),
+)
 def test_shape_and_gradient_of_every_parameter(name: str, shape: tuple[int, int, int]):
     model = built(name, 7, shape)
     logits = model(pictures(shape, 4))
@@ -80,7 +86,7 @@ def test_shape_and_gradient_of_every_parameter(name: str, shape: tuple[int, int,
     assert without == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cells(NAMES, *REPRESENTATIVES))
 def test_the_seed_decides_the_weights_and_nothing_else(name: str):
     first, again, other = (built(name, seed=seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(tensor, again[key]) for key, tensor in first.items())
@@ -192,7 +198,15 @@ def saved(model: nn.Module, folder: Path) -> Path:
     return folder / "weights.pt"
 
 
-@pytest.mark.parametrize("name", ["efficientnet-b0", "resnet32x4", "vit-tiny", "swin-tiny", "shufflenetv2", "cnn"])
+@pytest.mark.parametrize(
+    "name",
+    cells(
+        ["efficientnet-b0", "resnet32x4", "vit-tiny", "swin-tiny", "shufflenetv2", "cnn"],
+        "resnet32x4",
+        "vit-tiny",
+        "cnn",
+    ),
+)
 def test_weights_of_as_many_classes_are_all_taken(name: str, tmp_path: Path):
     source = settled(built(name, seed=1))
     model = built(name, seed=2, weights=saved(source, tmp_path)).eval()
@@ -200,7 +214,11 @@ def test_weights_of_as_many_classes_are_all_taken(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "head"), [("efficientnet-b0", "classifier.1"), ("swin-tiny", "head.fc"), ("cnn", "16")]
+    ("name", "head"),
+    cells(
+        [("efficientnet-b0", "classifier.1"), ("swin-tiny", "head.fc"), ("cnn", "16")],
+        ("efficientnet-b0", "classifier.1"),
+    ),
 )
 def test_weights_of_other_classes_leave_the_new_head_random(name: str, head: str, tmp_path: Path):
     source = built(name, 1000, seed=1)
@@ -255,7 +273,7 @@ def test_bad_arguments(arguments: tuple, message: str):
         build(*arguments)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cells(NAMES, *REPRESENTATIVES))
 def test_the_smallest_pictures_of_the_error_message_are_taken(name: str):
     shape = (1, 4, 4)
     assert built(name, shape=shape)(pictures(shape)).shape == (2, 10)

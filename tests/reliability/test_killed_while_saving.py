@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from examples.paper import records
+from tests.helpers import PATIENCE
 from tests.reliability.processes import server
 from tests.reliability.savers import KINDS, Board, fingerprint, record
 
 KILLS = {"example": 50, "paper": 25, "results": 25}
-PATIENCE = 60.0
 
 
 def steps_of(kind: str, folder: Path) -> int:

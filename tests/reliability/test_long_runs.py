@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp
+from tests.helpers import CLASSES, PATIENCE, assert_same, batch_norm_net, batches, mlp
 from tests.reliability.hostile import VARIANTS
 from tests.reliability.long_run import MOST_BYTES, STEPS, WARM_UP, growth
 from tests.reliability.processes import server
@@ -61,7 +61,7 @@ class Trainee:
         torch.set_num_threads(1)
         for x, y in batches(150, seed=self.seed):
             if barrier:
-                barrier.wait(timeout=60)
+                barrier.wait(timeout=PATIENCE)
             self.optimizer.zero_grad()
             self.criterion(self.model(x), y).backward()
             self.optimizer.step()
