@@ -26,7 +26,7 @@ DISTANCES = [*distances.DISTANCES, huber]
 
 
 # With the mean, and every class in every batch: test_reference.py.
-CHOSEN = [("mse", "mean"), *((distance, "per_class") for distance in DISTANCES)]
+CHOSEN = [("mse", "mean"), ("infonce", "mean"), *((distance, "per_class") for distance in DISTANCES)]
 
 
 @pytest.mark.parametrize(("distance", "reduction"), cells(itertools.product(DISTANCES, ["mean", "per_class"]), *CHOSEN))

@@ -300,7 +300,7 @@ OWN_LOSSES = {
     cells(
         itertools.product(OWN_LOSSES, FORMS, [False, True]),
         *(("squares", form, False) for form in FORMS),
-        *(("cross-entropy", "tuple", False), ("cross-entropy", "dict", True), ("squares", "loss first", True)),
+        *(("cross-entropy", "tuple", False), ("cross-entropy", "list", True), ("squares", "dict", True)),
     ),
 )
 def test_the_models_own_loss_in_any_form_of_output(loss, form, compiled):
