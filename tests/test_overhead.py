@@ -234,7 +234,8 @@ def calls_of_a_steady_step(wrap: Callable[[Any, nn.Module, nn.Module], Any]) -> 
 
 def test_a_plain_dcl_step_makes_at_most_90_python_calls():
     calls = calls_of_a_steady_step(lambda base, model, criterion: DCLOptimizer(base, model))
-    assert 5 < calls.total() <= 90, calls.most_common()
+    asked = 0 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") else 2  # torch 2.6: the stack is asked
+    assert 5 < calls.total() <= 90 + asked, calls.most_common()
 
 
 def test_a_dcp_step_makes_at_most_60_python_calls():
