@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,14 +15,6 @@ from tests.helpers import CLASSES, assert_same, batches, cells, dropout_net, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning:torch")
 SIZE, STEPS = 16, 6
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """Accelerate keeps its settings in singletons."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def distance(first: nn.Module, second: nn.Module) -> float:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
@@ -17,14 +16,6 @@ from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, s
 
 ORDERS = ("wrapped before", "wrapped after")
 FLOAT = torch.float32
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator():
-    """Accelerate keeps its settings in singletons."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def wrap(method, model, criterion):
