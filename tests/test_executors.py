@@ -232,6 +232,7 @@ class Strike:
         return self
 
     def __enter__(self) -> None:
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 has to know before the trace function is installed
         self.install(self)
 
     def __exit__(self, *exception: object) -> None:
