@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-MINIMAL = Path(__file__).parent.parent / "examples" / "minimal.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_minimal() -> None:
-    command = [sys.executable, "-W", "error", MINIMAL]
+def execute(name: str, *arguments: object) -> str:
+    command = [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # networks this small only lose time to a second one
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) > 0.95
+    return done.stdout
+
+
+def test_minimal() -> None:
+    assert float(execute("minimal.py").split()[-1]) > 0.95

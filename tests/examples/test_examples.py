@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -17,8 +15,8 @@ import pytest
 import torch
 
 from tests.helpers import assert_same, cells
+from tests.test_example import EXAMPLES, execute
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SIBLINGS = ("image_classification", "data", "models", "checkpoint")
 FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
@@ -43,14 +41,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def execute(name: str, *arguments: object) -> str:
-    command = [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments)]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # networks this small only lose time to a second one
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def write_idx(path: Path, values: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from schedulefree import AdamWScheduleFree
 from torch import nn
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, batches, cells, dropout_net, mlp, on_two_ranks
+from tests.integrations.conftest import forget
 
 METHODS = ("dcl", "dcp")
 SIZE, BATCHES, PARTS = 8, 7, 2  # an epoch's last accumulation has one batch
@@ -31,8 +31,7 @@ def accelerator(**options):
     try:
         yield Accelerator(cpu=True, dataloader_config=order, **options)
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        forget()
 
 
 def wrap(method, model, criterion, weight=5.0):
