@@ -57,6 +57,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        assert " at 0x" not in item.nodeid, f"{item.nodeid} has another name in each of pytest-xdist's processes"
         if item.path.is_relative_to(HERE) and item.path.parent != HERE:
             item.add_marker(FOLDERS[item.path.relative_to(HERE).parts[0]])
         if item.path.name == "integrations.md":

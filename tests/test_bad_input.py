@@ -14,6 +14,12 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, training_forwards
 
 NAN = float("nan")
+
+
+def build_three(*arguments):
+    return 3
+
+
 SHARED = [
     ({"alpha": 1.5}, ValueError, r"alpha=1.5 at step 1 must be in \[0, 1\]"),
     ({"alpha": -0.1}, ValueError, r"alpha=-0.1"),
@@ -40,7 +46,7 @@ DCL_ONLY = [
     ({"companion_fraction": 1.01}, ValueError, r"companion_fraction=1.01 must be in \(0, 1\]"),
     ({"companion_fraction": NAN}, ValueError, r"companion_fraction=nan"),
     ({"companion": "resnet"}, TypeError, r"companion must be a module, a callable that builds one, or None"),
-    ({"companion": lambda: 3}, TypeError, r"companion must be a module, a callable that builds one, or None, got 3"),
+    ({"companion": build_three}, TypeError, r"companion must be a module, a callable that builds one, or None, got 3"),
     (
         {"companion_optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
         ValueError,
@@ -61,6 +67,11 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def identify(value):
+    """A test's name is the same in each of pytest-xdist's processes, so it holds no address of an object."""
+    return ",".join(value) if isinstance(value, dict) else str(value)[:40]
+
+
 def refused(build, error, message):
     model = mlp()
     before = copy.deepcopy(model.state_dict())
@@ -71,12 +82,12 @@ def refused(build, error, message):
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("options", "error", "message"), SHARED + DCL_ONLY, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("options", "error", "message"), SHARED + DCL_ONLY, ids=identify)
 def test_dcl_arguments(options, error, message):
     refused(lambda model: DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options), error, message)
 
 
-@pytest.mark.parametrize(("options", "error", "message"), SHARED + DCP_ONLY, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("options", "error", "message"), SHARED + DCP_ONLY, ids=identify)
 def test_dcp_arguments(options, error, message):
     if "reduction" in options and options["reduction"] == "max":
         message = r"reduction='max' is unknown; choose one of mean, sum_classes, per_class"
