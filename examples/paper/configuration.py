@@ -25,6 +25,8 @@ class Configuration:
         optimizer: "sgd" (momentum 0.9) or "adamw".
         lr: the learning rate at the start; it falls to 0 along a cosine, epoch by epoch.
         weight_decay: of the optimizer.
+        averages: decays of moving averages of the weights, each of which is a predictor of its own beside the model.
+        label_noise: the share of the training labels that are replaced by another class.
     """
 
     data: str
@@ -38,10 +40,12 @@ class Configuration:
     optimizer: str = "sgd"
     lr: float = 0.1
     weight_decay: float = 5e-4
+    averages: tuple[float, ...] = ()
+    label_noise: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration in types that JSON knows."""
-        return asdict(self)
+        return asdict(self) | {"averages": list(self.averages)}
 
     def key(self, seed: int) -> str:
         """A name for the run: it differs where anything differs."""

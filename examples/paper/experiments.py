@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from examples.paper import evidence
 from examples.paper.configuration import Configuration, Experiment
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
@@ -122,4 +123,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     "rate": _ablation("the companion's learning rate", RATES),
     "companion": _ablation("smaller companions (Table 9)", COMPANIONS),
     "fraction": _ablation("the companion's part of the batch (Table 10)", FRACTIONS),
+    **evidence.EXPERIMENTS,
 }

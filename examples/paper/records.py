@@ -36,13 +36,15 @@ def read(path: Path) -> list[Record]:
 
 
 def _by_argument(record: Record) -> Record:
-    """Name weight and alpha where a record has ``preset``, an argument that the optimizers had when it was written."""
+    """Name the arguments that had another name, or none yet, when the record was written."""
     configuration = record.get("configuration", {})  # of examples.applications, which had no other alphas than today's
     if "preset" in configuration:
         configuration["weight"] = {None: None, "default": 0.1, "paper": 1.0}[configuration.pop("preset")]
-    options = configuration.get("options", {})  # of examples.paper, where it was always the paper's
-    if options.pop("preset", None):
-        configuration["options"] = {"weight": 1.0, "alpha": 0.6} | options
+    if "options" in configuration:  # of examples.paper, where it was always the paper's
+        options = configuration["options"]
+        if options.pop("preset", None):
+            configuration["options"] = {"weight": 1.0, "alpha": 0.6} | options
+        record["configuration"] = {"averages": [], "label_noise": 0.0} | configuration
     return record
 
 

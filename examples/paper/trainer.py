@@ -15,15 +15,18 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from dcl_optim import metrics
 from dcl_optim.schedules import LinearWarmup, RunningAverage
 from examples.checkpoint import save_atomically
-from examples.paper import datasets, methods, networks
+from examples.paper import datasets, measures, methods, networks
 from examples.paper.configuration import Configuration
 from examples.paper.datasets import Data
-from examples.paper.datasets.base import steps_per_epoch
+from examples.paper.datasets.base import InMemory, steps_per_epoch
+from examples.paper.methods.averages import moving_average
+from examples.paper.methods.base import Predictor, predictor
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
     "adamw": torch.optim.AdamW,
 }
+SECONDS_BETWEEN_SAVES = 30.0
 # What JSON has no value for, by the name that a configuration gives, from the number of steps in the training.
 SCHEDULES: dict[str, Callable[[int], Callable[[int], float]]] = {
     "running-average": lambda steps: RunningAverage(),
@@ -53,6 +56,10 @@ class Run:
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         self.method = methods.make(configuration.method, self._setting(), **self._options())
+        network = self.method.main.network
+        self.averages = nn.ModuleDict(
+            {_name(decay): moving_average(network, decay, warm_up=True) for decay in configuration.averages}
+        )
         self.losses: list[float] = []
         self.seconds = 0.0
 
@@ -99,6 +106,8 @@ class Run:
             network.train()
         for x, y, index in self.data.epoch(self.configuration.batch_size, self.generator):
             loss = self.method.step(self._moved(x), y.to(self.device), index)
+            for average in self.averages.values():
+                average.update_parameters(self.method.main.network)
             total, count = total + loss * len(y), count + len(y)
         self.method.end_epoch()
         self.losses.append(float(total / count))
@@ -107,25 +116,38 @@ class Run:
     def _moved(self, x: Tensor) -> Tensor:
         return x.to(self.device).to(memory_format=torch.channels_last)
 
-    def logits(self, part: str) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def predictors(self) -> dict[str, Predictor]:
+        """The method's predictors, the deployed one first, and the moving averages of the weights."""
+        return {**self.method.predictors(), **{name: predictor(found) for name, found in self.averages.items()}}
+
+    def logits(self, part: str, corruption: str | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The predictors' names, their logits of a part of the data, and its labels."""
-        for name, predict in self.method.predictors().items():
-            pairs = [(predict(self._moved(x)).cpu(), y) for x, y in self.data.fixed(part)]
+        for name, predict in self.predictors().items():
+            batches = self.data.fixed(part) if corruption is None else self.data.corrupted(part, corruption)
+            pairs = [(predict(self._moved(x)).cpu(), y) for x, y in batches]
             yield name, torch.cat([z for z, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def figures(self, part: str) -> dict[str, Any]:
-        """Accuracy on a part of each predictor, the deployed one first; consistency and perplexity in training."""
-        found: dict[str, Any] = {"accuracy": {}, "consistency": {}, "perplexity": {}}
+        """What each predictor, the deployed one first, reaches on a part of the data and on the training part."""
+        found: dict[str, dict[str, Any]] = {
+            key: {} for key in ("accuracy", "quality", "train_accuracy", "consistency", "perplexity", "corrupted")
+        }
+        temperatures = {name: measures.fitted_temperature(z, y) for name, z, y in self.logits("validation")}
         for name, z, y in self.logits(part):
-            found["accuracy"][name] = float((z.argmax(1) == y).float().mean())
+            found["accuracy"][name] = _accuracy(z, y)
+            found["quality"][name] = measures.quality(z, y, temperatures[name])
         for name, z, y in self.logits("train"):
+            found["train_accuracy"][name] = _accuracy(z, y)
             found["consistency"][name] = float(metrics.top_non_target_consistency(z, y).nanmean())
             found["perplexity"][name] = float(metrics.non_target_perplexity(z, y).nanmean())
-        return found | {"losses": self.losses, "seconds": self.seconds}
+        for corruption in self.data.corruptions if part == "test" else ():
+            found["corrupted"][corruption] = {name: _accuracy(z, y) for name, z, y in self.logits(part, corruption)}
+        return found | {"losses": [round(loss, 6) for loss in self.losses], "seconds": round(self.seconds, 3)}
 
     def save(self, path: Path) -> None:
         """Write everything that a bit-exact continuation needs."""
-        state = {"method": self.method.state_dict(), "generator": self.generator.get_state()}
+        state = {"method": self.method.state_dict(), "averages": self.averages.state_dict()}
+        state["generator"] = self.generator.get_state()
         save_atomically(state | {"losses": self.losses, "seconds": self.seconds}, path)
 
     def resume(self, path: Path) -> None:
@@ -134,19 +156,37 @@ class Run:
         self.generator.set_state(state["generator"].cpu())
         self.losses, self.seconds = state["losses"], state["seconds"]
         self.method.load_state_dict(state["method"])
+        self.averages.load_state_dict(state["averages"])
 
 
 def load_data(configuration: Configuration) -> Data:
-    """The data set of a configuration."""
+    """The data set of a configuration, the same one for every seed, label noise included."""
     chosen = configuration
-    return datasets.load(chosen.data, train_size=chosen.train_size, augmentation=chosen.augmentation)
+    data = datasets.load(chosen.data, train_size=chosen.train_size, augmentation=chosen.augmentation)
+    if chosen.label_noise:
+        if not isinstance(data, InMemory):
+            raise ValueError(f"label_noise={chosen.label_noise} is for data sets in memory, not {chosen.data}")
+        data.relabel(chosen.label_noise, torch.Generator().manual_seed(0))
+    return data
+
+
+def _accuracy(z: Tensor, y: Tensor) -> float:
+    return float((z.argmax(1) == y).float().mean())
+
+
+def _name(decay: float) -> str:
+    """A module's name has no dot."""
+    return f"EMA over {1 / (1 - decay):.0f} steps"
 
 
 def train(run: Run, checkpoint: Path, progress: Callable[[int], None] = lambda epoch: None) -> None:
-    """Train to the last epoch, from the checkpoint if there is one."""
+    """Train to the last epoch, from the checkpoint if there is one; save at the end, and every half a minute."""
     if checkpoint.exists():
         run.resume(checkpoint)
-    while len(run.losses) < run.configuration.epochs:
+    saved = time.monotonic()
+    while (epoch := len(run.losses)) < run.configuration.epochs:
         run.train_epoch()
-        run.save(checkpoint)
+        if epoch + 1 == run.configuration.epochs or time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+            run.save(checkpoint)
+            saved = time.monotonic()
         progress(len(run.losses))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from examples.paper.augmentations import View, batch_crop, check, seeded, training
+from examples.paper.datasets import corruptions
 from examples.paper.datasets.splits import check_part
 
 Pictures = tuple[Tensor, Tensor]  # (count, C, H, W) uint8 or float, and labels (count,)
@@ -22,6 +23,7 @@ class Data(Protocol):
     classes: int
     class_names: Sequence[str]
     shape: tuple[int, int, int]
+    corruptions: Sequence[str]
 
     def train_size(self) -> int:
         """The number of training samples."""
@@ -34,6 +36,9 @@ class Data(Protocol):
 
     def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of ``train``, ``validation`` or ``test`` in order and not augmented."""
+
+    def corrupted(self, part: str, corruption: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
+        """Like :meth:`fixed`, of images in one of the ``corruptions``."""
 
 
 def batches(count: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
@@ -77,6 +82,7 @@ class InMemory:
         images = parts["train"][0]
         channels, height, width = images.shape[1:]
         self.shape = (int(channels), int(height), int(width))
+        self.corruptions = corruptions.NAMES if images.dtype == torch.uint8 else ()
         self._scale = 1 / 255 if images.dtype == torch.uint8 else 1.0
         values = images.transpose(0, 1).flatten(1).double() * self._scale
         self._mean, self._std = (found.float()[:, None, None] for found in (values.mean(1), values.std(1)))
@@ -102,6 +108,26 @@ class InMemory:
         images, labels = self._parts[check_part(part)]
         for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
             yield self._normalised(x), y
+
+    def corrupted(self, part: str, corruption: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
+        """See :meth:`Data.corrupted`."""
+        images, labels = self._parts[check_part(part)]
+        images = corruptions.corrupt(images, corruption)
+        for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+            yield self._normalised(x), y
+
+    def relabel(self, share: float, generator: torch.Generator) -> None:
+        """Replace the labels of a random share of the training samples by another class, each as likely.
+
+        Raises:
+            ValueError: the share is not in [0, 1].
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share={share!r} must be in [0, 1]")
+        images, labels = self._parts["train"]
+        chosen = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
+        steps = torch.randint(1, self.classes, (len(chosen),), generator=generator)
+        self._parts["train"] = images, labels.index_copy(0, chosen, (labels[chosen] + steps) % self.classes)
 
     def _augmented(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if self._transform is not None:

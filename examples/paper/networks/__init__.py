@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from examples import models
-from examples.paper.networks import residual, transformer, vision, wide
+from examples.paper.networks import residual, strided, transformer, vision, wide
 from examples.paper.networks.weights import load
 
 Shape = tuple[int, int, int]
@@ -30,6 +30,8 @@ _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "small-cnn": partial(_small_cnn, 16),
     "small-cnn-half": partial(_small_cnn, 8),
     "small-cnn-quarter": partial(_small_cnn, 4),
+    "strided-cnn": partial(strided.strided_cnn, width=16),
+    "strided-cnn-wide": partial(strided.strided_cnn, width=32),
     **{name: partial(vision.resnet, name) for name in ("resnet18", "resnet34", "resnet50")},
     **{name: partial(residual.resnet, name) for name in residual.WIDTHS},
     "wrn-28-10": partial(wide.wide_resnet, 28, 10),
