@@ -1,4 +1,4 @@
-"""Arrays in one file with their checksum: what noto-scripts is saved in."""
+"""Arrays in one file with their checksum: what noto-scripts and kanji-fonts are saved in."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-FILE = Path("runs/data/noto-scripts.npz")
-COMMAND = "python -m examples.paper.datasets.noto --out FILE"
+MODULES = {"noto-scripts": "noto", "kanji-fonts": "kanji"}  # that build the file
+FILES = {name: Path(f"runs/data/{name}.npz") for name in MODULES}
 
 
 def checksum(arrays: dict[str, np.ndarray]) -> str:
@@ -36,19 +36,20 @@ def save(arrays: dict[str, np.ndarray], path: Path) -> str:
     return digest
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
-    """Read what :func:`save` wrote.
+def read(path: Path, name: str = "noto-scripts") -> dict[str, np.ndarray]:
+    """Read what :func:`save` wrote of a data set.
 
     Raises:
         ValueError: the file is missing, unreadable, or not what its checksum says.
     """
+    command = f"python -m examples.paper.datasets.{MODULES[name]} --out FILE"
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            arrays = {key: file[key] for key in file.files}
     except Exception as error:  # numpy, zipfile and zlib each have their own
-        raise ValueError(f"cannot read noto-scripts from folder={path} ({error}); build it: {COMMAND}") from error
+        raise ValueError(f"cannot read {name} from folder={path} ({error}); build it: {command}") from error
     if str(arrays.pop("sha256", "")) != checksum(arrays):
         raise ValueError(
-            f"folder={path} does not have the SHA-256 checksum it was saved with; build it anew: {COMMAND}"
+            f"folder={path} does not have the SHA-256 checksum it was saved with; build it anew: {command}"
         )
     return arrays

@@ -20,8 +20,12 @@ SMALLEST = 0.8
 
 
 @lru_cache(maxsize=512)
-def pen(font: Path) -> Callable[[str], Any]:
+def pen(font: Path, number: int) -> Callable[[str], Any]:
     """A function that draws a character of the font as a grey-scale image with no border, None if it has no ink.
+
+    Args:
+        font: the font's file.
+        number: of the face in a collection of several; 0 in other files.
 
     Raises:
         ImportError: Pillow is not installed.
@@ -29,8 +33,8 @@ def pen(font: Path) -> Callable[[str], Any]:
     try:
         from PIL import Image, ImageFont
     except ImportError as error:
-        raise ImportError("noto-scripts is drawn with Pillow: pip install fonttools pillow") from error
-    face = ImageFont.truetype(str(font), SIDE * SCALE, layout_engine=ImageFont.Layout.BASIC)
+        raise ImportError("letters are drawn with Pillow: pip install fonttools pillow") from error
+    face = ImageFont.truetype(str(font), SIDE * SCALE, number, layout_engine=ImageFont.Layout.BASIC)
 
     def draw(character: str) -> Any:
         mask = face.getmask(character, mode="L")
@@ -41,15 +45,15 @@ def pen(font: Path) -> Callable[[str], Any]:
     return draw
 
 
-def plain(font: Path, character: str) -> np.ndarray | None:
+def plain(font: Path, character: str, number: int = 0) -> np.ndarray | None:
     """The letter centred in 28x28 (uint8, ink is 255), its longer side 22; None if it has no ink."""
-    return _fitted(pen(font)(character), angle=0.0, slant=0.0, size=1.0)
+    return _fitted(pen(font, number)(character), angle=0.0, slant=0.0, size=1.0)
 
 
-def distorted(font: Path, character: str, draws: random.Random) -> np.ndarray | None:
+def distorted(font: Path, character: str, draws: random.Random, number: int = 0) -> np.ndarray | None:
     """The letter turned by up to 10 degrees, slanted by up to 0.15 and shrunk by up to a fifth."""
     angle, slant = draws.uniform(-TURN, TURN), draws.uniform(-SLANT, SLANT)
-    return _fitted(pen(font)(character), angle, slant, draws.uniform(SMALLEST, 1.0))
+    return _fitted(pen(font, number)(character), angle, slant, draws.uniform(SMALLEST, 1.0))
 
 
 def _fitted(image: Any, angle: float, slant: float, size: float) -> np.ndarray | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from examples.paper.datasets.archive import FILE, save
+from examples.paper.datasets.archive import FILES, save
 from examples.paper.datasets.glyphs import distorted, plain
 from examples.paper.datasets.scripts import Letter, by_script, find_letters, largest, shuffled, split, without_twins
 from examples.paper.datasets.splits import PARTS
@@ -79,7 +79,9 @@ def _pictures(letter: Letter) -> Iterator[np.ndarray]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Build the file and print its sizes and checksum."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FILE, help="the file to write (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=FILES["noto-scripts"], help="the file to write (default: %(default)s)"
+    )
     parser.add_argument("--fonts", type=Path, default=DEBIAN, help="folder of the fonts (default: %(default)s)")
     options = parser.parse_args(arguments)
     arrays = build(options.fonts)

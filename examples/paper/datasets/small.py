@@ -1,4 +1,4 @@
-"""Data sets that fit into memory: digits, Fashion-MNIST and Noto scripts."""
+"""Data sets that fit into memory: digits, Fashion-MNIST, Noto scripts and kanji fonts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from examples.data import DEBIAN, DataError, read_idx
-from examples.paper.datasets.archive import FILE, read
+from examples.paper.datasets.archive import FILES, read
 from examples.paper.datasets.base import InMemory
 from examples.paper.datasets.splits import PARTS, others, stratified, subset, train_and_validation
 
+CLASSES = {"noto-scripts": "scripts", "kanji-fonts": "kanji"}  # the arrays of the class names
 FASHION_VALIDATION = 10_000  # of the 60,000 training pictures
 IDX_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 FASHION_NAMES = (
@@ -69,17 +70,18 @@ def _downloaded(folder: Path) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in (part.data, part.targets)]
 
 
-def noto_scripts(file: Path | None, train_size: int | None, augmentation: str) -> InMemory:
-    """100 Unicode scripts of 28x28, see :mod:`examples.paper.datasets.noto`.
+def drawn(name: str, file: Path | None, train_size: int | None, augmentation: str) -> InMemory:
+    """Characters of fonts, 28x28: see :mod:`examples.paper.datasets.noto` and :mod:`examples.paper.datasets.kanji`.
 
     Args:
-        file: what that module's command wrote (default: runs/data/noto-scripts.npz), or the folder it is in.
+        name: noto-scripts or kanji-fonts.
+        file: what that module's command wrote (default: in runs/data), or the folder it is in.
     """
-    path = file or FILE
-    arrays = read(path / FILE.name if path.is_dir() else path)
+    path = file or FILES[name]
+    arrays = read(path / FILES[name].name if path.is_dir() else path, name)
     parts = {}
     for part in PARTS:
         images, labels = (torch.from_numpy(arrays[f"{part}_{what}"]) for what in ("images", "labels"))
         kept = subset(labels, train_size if part == "train" else None)
         parts[part] = (images[kept].unsqueeze(1), labels[kept])
-    return InMemory("noto-scripts", arrays["scripts"].tolist(), parts, augmentation)
+    return InMemory(name, arrays[CLASSES[name]].tolist(), parts, augmentation)
