@@ -7,9 +7,9 @@ from typing import Any
 
 from examples.paper.configuration import Configuration, Experiment
 
-# Of these sizes an epoch has 125 and 250 steps.
-KANJI = Configuration("kanji-fonts", "strided-cnn", "plain", 32, train_size=4_000, batch_size=32, averages=(0.99, 0.999))
-SCRIPTS = replace(KANJI, data="noto-scripts", epochs=16, train_size=8_000)
+# 4,000 steps each: of these sizes an epoch has 25 and 250.
+KANJI = Configuration("kanji-fonts", "strided-cnn", "plain", 160, train_size=800, batch_size=32, averages=(0.99, 0.999))
+SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, train_size=8_000)
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
 
 RATES = (0.03, 0.1, 0.3)
