@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
 }
 SECONDS_BETWEEN_SAVES = 30.0
+AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fifth of the time
 # What JSON has no value for, by the name that a configuration gives, from the number of steps in the training.
 SCHEDULES: dict[str, Callable[[int], Callable[[int], float]]] = {
     "running-average": lambda steps: RunningAverage(),
@@ -58,7 +59,10 @@ class Run:
         self.method = methods.make(configuration.method, self._setting(), **self._options())
         network = self.method.main.network
         self.averages = nn.ModuleDict(
-            {_name(decay): moving_average(network, decay, warm_up=True) for decay in configuration.averages}
+            {
+                _name(decay): moving_average(network, decay**AVERAGED_EVERY, warm_up=True)
+                for decay in configuration.averages
+            }
         )
         self.losses: list[float] = []
         self.seconds = 0.0
@@ -104,9 +108,9 @@ class Run:
         begin, total, count = time.perf_counter(), torch.zeros((), device=self.device), 0
         for network in self.method.networks().values():
             network.train()
-        for x, y, index in self.data.epoch(self.configuration.batch_size, self.generator):
+        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator)):
             loss = self.method.step(self._moved(x), y.to(self.device), index)
-            for average in self.averages.values():
+            for average in self.averages.values() if number % AVERAGED_EVERY == 0 else ():
                 average.update_parameters(self.method.main.network)
             total, count = total + loss * len(y), count + len(y)
         self.method.end_epoch()
