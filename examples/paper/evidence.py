@@ -12,29 +12,56 @@ KANJI = Configuration("kanji-fonts", "strided-cnn", "plain", 160, train_size=800
 SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, train_size=8_000)
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
 
-RATES = (0.03, 0.1, 0.3)
+# The wrappers' defaults and the paper's settings, written out: a run's settings must not change when a default does.
+DCL: dict[str, Any] = {"weight": 0.1, "alpha": 0.6}
+DCP: dict[str, Any] = {"weight": 0.1, "alpha": 0.97}
+PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6}
+
+RATES = (0.03, 0.1, 0.3, 1.0)
 DECAYS = (1e-4, 5e-4, 2e-3)
+LENGTHS = {"1k": 1 / 4, "4k": 1, "16k": 4, "64k": 16}  # steps, and how many times those of the settings they are
 
 
-def _tuned(plain: Configuration) -> dict[str, Configuration]:
+def _with(plain: Configuration, method: str, **options: Any) -> Configuration:
+    return replace(plain, method=method, options=options)
+
+
+def _compared(plain: Configuration) -> dict[str, Configuration]:
+    """What is compared at each length; CE's averages of the weights are the rows EMA."""
     return {
+        "CE": plain,
+        "label smoothing 0.1": _with(plain, "plain", label_smoothing=0.1),
+        "DCL": _with(plain, "dcl", **DCL),
+        "DCL, λ = 1": _with(plain, "dcl", **PAPER),
+        "DCP": _with(plain, "dcp", **DCP),
+        "DCP, λ = 1, α = 0.6": _with(plain, "dcp", **PAPER),
+    }
+
+
+def _tuning(name: str, plain: Configuration) -> Experiment:
+    grid = {
         f"lr {lr:g}, weight decay {decay:g}": replace(plain, lr=lr, weight_decay=decay)
         for lr in RATES
         for decay in DECAYS
     }
+    title = f"learning rate and weight decay of plain training on {name}, 4,000 steps"
+    return Experiment(title, "validation", 2, "lr 0.1, weight decay 0.0005", grid)
 
 
-def _tuning() -> dict[str, Experiment]:
+def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
     return {
-        f"tune-{name}": Experiment(
-            f"learning rate and weight decay of plain training on {plain.data}, 4,000 steps",
-            "validation",
-            2,
-            "lr 0.1, weight decay 0.0005",
-            _tuned(plain),
+        f"length-{name}-{length}": Experiment(
+            f"CE, label smoothing, DCL and DCP on {name}, {length} steps",
+            "test",
+            3 if length == "64k" else 5,
+            "CE",
+            _compared(replace(plain, epochs=round(times * plain.epochs))),
         )
-        for name, plain in SETTINGS.items()
+        for length, times in LENGTHS.items()
     }
 
 
-EXPERIMENTS: dict[str, Experiment] = _tuning()
+EXPERIMENTS: dict[str, Experiment] = {
+    **{f"tune-{name}": _tuning(name, plain) for name, plain in SETTINGS.items()},
+    **{key: found for name, plain in SETTINGS.items() for key, found in _lengths(name, plain).items()},
+}

@@ -1,0 +1,85 @@
+"""What a row of an experiment gains over its baseline, seed by seed, and which gains are more than noise."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dcl_optim.demo.report import mean_and_error
+from examples.paper.records import Record
+from examples.paper.table import by_label
+
+Measure = Callable[[Record, str], float]
+
+# By the name that a table gives them; each of a record and the name of one of its predictors.
+MEASURES: dict[str, Measure] = {
+    "accuracy, %": lambda record, name: 100 * record["accuracy"][name],
+    "NLL": lambda record, name: record["quality"][name]["nll"],
+    "NLL, scaled": lambda record, name: record["quality"][name]["nll_scaled"],
+    "ECE, %": lambda record, name: 100 * record["quality"][name]["ece"],
+    "Brier": lambda record, name: record["quality"][name]["brier"],
+    "train accuracy, %": lambda record, name: 100 * record["train_accuracy"][name],
+    "corrupted, %": lambda record, name: 100 * statistics.fmean(found[name] for found in record["corrupted"].values()),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: whose records, and which of their predictors; "model" is what the optimizer trained."""
+
+    label: str
+    predictor: str = "model"
+
+
+def values(records: Sequence[Record], row: Row, measure: str) -> dict[int, float]:
+    """A measure by the seed."""
+    return {
+        seed: MEASURES[measure](record, row.predictor) for seed, record in by_label(records).get(row.label, {}).items()
+    }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Paired differences to the baseline: their mean, its standard error, the paired t-test's p and their number."""
+
+    mean: float
+    error: float | None
+    p: float
+    pairs: int
+
+
+def gain(records: Sequence[Record], row: Row, baseline: Row, measure: str = "accuracy, %") -> Gain | None:
+    """Compare two rows on their common seeds; None without any.
+
+    p is 1 where all differences are equal: the test has nothing to say then.
+
+    Raises:
+        ImportError: scipy, which scikit-learn brings, is not installed.
+    """
+    ours, theirs = (values(records, one, measure) for one in (row, baseline))
+    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    if not differences:
+        return None
+    p = 1.0
+    if len(differences) > 1 and max(differences) - min(differences) > 1e-9:
+        from scipy.stats import ttest_1samp
+
+        p = float(ttest_1samp(differences, 0.0).pvalue)
+    return Gain(*mean_and_error(differences), p, len(differences))
+
+
+def holm(p: Mapping[str, float]) -> dict[str, float]:
+    """Correct p values for their number (Holm 1979): the chance of one false find among all stays what p says.
+
+    The k-th smallest of n is multiplied by n - k + 1, and none is smaller than one before it.
+
+    Examples:
+        >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
+        {'a': 0.03, 'c': 0.06, 'b': 0.06}
+    """
+    corrected, largest = {}, 0.0
+    for rank, name in enumerate(sorted(p, key=lambda name: p[name])):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[name]))
+        corrected[name] = largest
+    return corrected
