@@ -8,8 +8,10 @@ from typing import Any
 from examples.paper.configuration import Configuration, Experiment
 
 # 4,000 steps each: of these sizes an epoch has 25 and 250.
-KANJI = Configuration("kanji-fonts", "strided-cnn", "plain", 160, train_size=800, batch_size=32, averages=(0.99, 0.999))
-SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, train_size=8_000)
+KANJI = Configuration(
+    "kanji-fonts", "strided-cnn", "plain", 160, train_size=800, batch_size=32, lr=0.3, averages=(0.99, 0.999)
+)
+SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, train_size=8_000, lr=0.1)
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
 
 # The wrappers' defaults and the paper's settings, written out: a run's settings must not change when a default does.
