@@ -9,7 +9,12 @@ from examples.paper.datasets import small
 from examples.paper.datasets.base import Data
 from examples.paper.datasets.folders import SOURCES, Folders
 
-AUGMENTATIONS = {"digits": "none", "fashion-mnist": "basic", "noto-scripts": "crop"}  # mirrored letters are no letters
+AUGMENTATIONS = {
+    "digits": "none",
+    "fashion-mnist": "basic",
+    "noto-scripts": "crop",  # mirrored letters are no letters
+    "debian-sections": "none",
+}
 NAMES = (*AUGMENTATIONS, *SOURCES)
 FOLDER = Path("runs/data")
 
@@ -32,9 +37,9 @@ def load(
         download: fetch it first: fashion-mnist, cifar100, pets and food101.
         train_size: use a stratified random part of the training pictures, the same for every seed; None: all.
         augmentation: one of :data:`examples.paper.augmentations.NAMES`; None: ``basic``, but ``none`` for digits and
-            ``crop`` for noto-scripts.
+            debian-sections, ``crop`` for noto-scripts.
         workers: processes that read picture files; the data sets in memory need none.
-        seed: of the validation split; digits and noto-scripts have a fixed one.
+        seed: of the validation split; digits, noto-scripts and debian-sections have a fixed one.
 
     Raises:
         ValueError: an argument is unknown or out of range, or the files are missing.
@@ -44,12 +49,14 @@ def load(
         raise ValueError(f"name={name!r} is unknown; choose one of {', '.join(NAMES)}")
     augmentation = check(AUGMENTATIONS.get(name, "basic") if augmentation is None else augmentation)
     path = None if folder is None else Path(folder)
-    if download and name in ("digits", "noto-scripts"):
-        raise ValueError(f"download=True is not possible for {name}: digits need none, noto-scripts is built")
+    if download and name in ("digits", "noto-scripts", "debian-sections"):
+        raise ValueError(f"download=True is not possible for {name}: digits need none, the other is built")
     if name == "digits":
         return small.digits(train_size, augmentation)
     if name == "noto-scripts":
         return small.noto_scripts(path, train_size, augmentation)
+    if name == "debian-sections":
+        return small.debian_sections(path, train_size, augmentation)
     if name == "fashion-mnist":
         return small.fashion_mnist(path, download, train_size, augmentation, seed)
     return Folders(name, path or FOLDER, download, train_size, augmentation, workers, seed)

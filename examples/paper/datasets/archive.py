@@ -1,4 +1,4 @@
-"""Arrays in one file with their checksum: what noto-scripts is saved in."""
+"""Arrays in one file with their checksum: what noto-scripts and debian-sections are saved in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 FILE = Path("runs/data/noto-scripts.npz")
-COMMAND = "python -m examples.paper.datasets.noto --out FILE"
+COMMAND = "python -m examples.paper.datasets.{} --out FILE"
 
 
 def checksum(arrays: dict[str, np.ndarray]) -> str:
@@ -36,19 +36,25 @@ def save(arrays: dict[str, np.ndarray], path: Path) -> str:
     return digest
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
+def read(path: Path, data: str = "noto-scripts", module: str = "noto") -> dict[str, np.ndarray]:
     """Read what :func:`save` wrote.
+
+    Args:
+        path: of the file.
+        data: name of the data set, for the errors.
+        module: of this package, which builds it.
 
     Raises:
         ValueError: the file is missing, unreadable, or not what its checksum says.
     """
+    command = COMMAND.format(module)
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # numpy, zipfile and zlib each have their own
-        raise ValueError(f"cannot read noto-scripts from folder={path} ({error}); build it: {COMMAND}") from error
+        raise ValueError(f"cannot read {data} from folder={path} ({error}); build it: {command}") from error
     if str(arrays.pop("sha256", "")) != checksum(arrays):
         raise ValueError(
-            f"folder={path} does not have the SHA-256 checksum it was saved with; build it anew: {COMMAND}"
+            f"folder={path} does not have the SHA-256 checksum it was saved with; build it anew: {command}"
         )
     return arrays

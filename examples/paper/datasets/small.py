@@ -1,14 +1,15 @@
-"""Data sets that fit into memory: digits, Fashion-MNIST and Noto scripts."""
+"""Data sets that fit into memory: digits, Fashion-MNIST, Noto scripts and Debian sections."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from examples.data import DEBIAN, DataError, read_idx
 from examples.paper.datasets.archive import FILE, read
-from examples.paper.datasets.base import InMemory
+from examples.paper.datasets.base import InMemory, Pictures
 from examples.paper.datasets.splits import PARTS, others, stratified, subset, train_and_validation
 
 FASHION_VALIDATION = 10_000  # of the 60,000 training pictures
@@ -75,11 +76,32 @@ def noto_scripts(file: Path | None, train_size: int | None, augmentation: str) -
     Args:
         file: what that module's command wrote (default: runs/data/noto-scripts.npz), or the folder it is in.
     """
-    path = file or FILE
-    arrays = read(path / FILE.name if path.is_dir() else path)
+    arrays, parts = _built("noto-scripts", "noto", "images", file, train_size)
+    return InMemory("noto-scripts", arrays["scripts"].tolist(), parts, augmentation)
+
+
+def debian_sections(file: Path | None, train_size: int | None, augmentation: str) -> InMemory:
+    """40 sections of the Debian archive, TF-IDF of 1x1x2504, see :mod:`examples.paper.datasets.debian`.
+
+    Args:
+        file: what that module's command wrote (default: runs/data/debian-sections.npz), or the folder it is in.
+    """
+    if augmentation != "none":
+        raise ValueError(f"augmentation={augmentation!r} is for pictures; debian-sections takes 'none'")
+    arrays, found = _built("debian-sections", "debian", "features", file, train_size)
+    parts = {part: (features.unsqueeze(1), labels) for part, (features, labels) in found.items()}
+    return InMemory("debian-sections", arrays["sections"].tolist(), parts, augmentation)
+
+
+def _built(
+    name: str, module: str, inputs: str, file: Path | None, train_size: int | None
+) -> tuple[dict[str, np.ndarray], dict[str, Pictures]]:
+    """What a module of this package wrote, and its parts with a dimension for the channel."""
+    path = file or FILE.with_name(f"{name}.npz")
+    arrays = read(path / f"{name}.npz" if path.is_dir() else path, name, module)
     parts = {}
     for part in PARTS:
-        images, labels = (torch.from_numpy(arrays[f"{part}_{what}"]) for what in ("images", "labels"))
+        x, labels = (torch.from_numpy(arrays[f"{part}_{what}"]) for what in (inputs, "labels"))
         kept = subset(labels, train_size if part == "train" else None)
-        parts[part] = (images[kept].unsqueeze(1), labels[kept])
-    return InMemory("noto-scripts", arrays["scripts"].tolist(), parts, augmentation)
+        parts[part] = (x[kept].unsqueeze(1), labels[kept])
+    return arrays, parts
