@@ -1,4 +1,4 @@
-"""Where the regularisers pay: long trainings, other methods, noise and controls, on data that no default was chosen on."""
+"""Where the regularisers pay: long trainings, other methods, noise and controls, on data new to the defaults."""
 
 from __future__ import annotations
 

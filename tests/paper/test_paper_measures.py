@@ -71,7 +71,7 @@ def test_corruptions_by_hand():
 def test_corruptions_that_cannot_be():
     with pytest.raises(ValueError, match=r"name='fog' is unknown; choose one of noise, blur"):
         corruptions.corrupt(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), "fog")
-    with pytest.raises(ValueError, match="images must be uint8, got torch.float32"):
+    with pytest.raises(ValueError, match=r"images must be uint8, got torch\.float32"):
         corruptions.corrupt(torch.zeros(1, 1, 2, 2), "blur")
 
 

@@ -263,6 +263,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path):
         (("cnn", 1, COLOUR), "classes is 1; it must be at least 2"),
         (("cnn", 10, (32, 32)), r"shape is \(32, 32\); it must be \(channels, height, width\)"),
         (("cnn", 10, (0, 32, 32)), r"shape is \(0, 32, 32\); .* at least \(1, 4, 4\)"),
+        (("mlp", 10, (1, 0, 5)), r"shape is \(1, 0, 5\); .* at least \(1, 1, 1\)"),
         (("resnet18", 10, (3, 32, 3)), r"shape is \(3, 32, 3\); .* at least \(1, 4, 4\)"),
         (("vit-tiny", 10, (3, 30, 32)), r"shape is \(3, 30, 32\); vit_tiny needs .* multiples of 4"),
         (("swin-tiny", 10, (3, 33, 32)), r"shape is \(3, 33, 32\); swin_tiny needs .* multiples of 2"),
@@ -277,3 +278,20 @@ def test_bad_arguments(arguments: tuple, message: str):
 def test_the_smallest_pictures_of_the_error_message_are_taken(name: str):
     shape = (1, 4, 4)
     assert built(name, shape=shape)(pictures(shape)).shape == (2, 10)
+
+
+def test_the_mlp_takes_rows():
+    model = built("mlp", 7, (1, 1, 300))
+    assert [tuple(p.shape) for p in model.parameters()] == [
+        *((128, 300), (128,), (128,)),  # weights; batch norm's scale and shift
+        *((128, 128), (128,), (128,)),
+        *((7, 128), (7,)),
+    ]
+    x = pictures((1, 1, 300), 5)
+    first, second, last = (module for module in model if isinstance(module, nn.Linear))
+    hidden = F.relu(F.batch_norm(x.flatten(1) @ first.weight.T, None, None, training=True))
+    hidden = F.relu(F.batch_norm(hidden @ second.weight.T, None, None, training=True))
+    torch.testing.assert_close(model(x), hidden @ last.weight.T + last.bias)
+    assert built("mlp", 2, (1, 1, 1))(pictures((1, 1, 1))).shape == (2, 2)
+    with pytest.raises(ValueError, match=r"at least \(1, 4, 4\)"):
+        build("cnn", 7, (1, 1, 300))

@@ -15,6 +15,7 @@ AUGMENTATIONS = {
     "fashion-mnist": "basic",
     "noto-scripts": "crop",  # mirrored letters are no letters
     "kanji-fonts": "crop",
+    "debian-sections": "none",
 }
 NAMES = (*AUGMENTATIONS, *SOURCES)
 FOLDER = Path("runs/data")
@@ -38,9 +39,9 @@ def load(
         download: fetch it first: fashion-mnist, cifar100, pets and food101.
         train_size: use a stratified random part of the training pictures, the same for every seed; None: all.
         augmentation: one of :data:`examples.paper.augmentations.NAMES`; None: ``basic``, but ``none`` for digits and
-            ``crop`` for noto-scripts and kanji-fonts.
+            debian-sections and ``crop`` for noto-scripts and kanji-fonts.
         workers: processes that read picture files; the data sets in memory need none.
-        seed: of the validation split; digits, noto-scripts and kanji-fonts have a fixed one.
+        seed: of the validation split; digits and the data sets that are built have a fixed one.
 
     Raises:
         ValueError: an argument is unknown or out of range, or the files are missing.
@@ -55,7 +56,7 @@ def load(
     if name == "digits":
         return small.digits(train_size, augmentation)
     if name in MODULES:
-        return small.drawn(name, path, train_size, augmentation)
+        return small.built(name, path, train_size, augmentation)
     if name == "fashion-mnist":
         return small.fashion_mnist(path, download, train_size, augmentation, seed)
     return Folders(name, path or FOLDER, download, train_size, augmentation, workers, seed)

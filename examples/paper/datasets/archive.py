@@ -1,4 +1,4 @@
-"""Arrays in one file with their checksum: what noto-scripts and kanji-fonts are saved in."""
+"""Arrays in one file with their checksum: what the data sets that are built here are saved in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-MODULES = {"noto-scripts": "noto", "kanji-fonts": "kanji"}  # that build the file
+MODULES = {"noto-scripts": "noto", "kanji-fonts": "kanji", "debian-sections": "debian"}  # that build the file
 FILES = {name: Path(f"runs/data/{name}.npz") for name in MODULES}
 
 

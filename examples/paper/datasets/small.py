@@ -1,4 +1,4 @@
-"""Data sets that fit into memory: digits, Fashion-MNIST, Noto scripts and kanji fonts."""
+"""Data sets that fit into memory: digits, Fashion-MNIST, and those that are built here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from examples.paper.datasets.archive import FILES, read
 from examples.paper.datasets.base import InMemory
 from examples.paper.datasets.splits import PARTS, others, stratified, subset, train_and_validation
 
-CLASSES = {"noto-scripts": "scripts", "kanji-fonts": "kanji"}  # the arrays of the class names
+CONTENTS = {  # the arrays of the class names, and those of the inputs after the part's name
+    "noto-scripts": ("scripts", "images"),
+    "kanji-fonts": ("kanji", "images"),
+    "debian-sections": ("sections", "features"),
+}
 FASHION_VALIDATION = 10_000  # of the 60,000 training pictures
 IDX_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 FASHION_NAMES = (
@@ -70,18 +74,21 @@ def _downloaded(folder: Path) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in (part.data, part.targets)]
 
 
-def drawn(name: str, file: Path | None, train_size: int | None, augmentation: str) -> InMemory:
-    """Characters of fonts, 28x28: see :mod:`examples.paper.datasets.noto` and :mod:`examples.paper.datasets.kanji`.
+def built(name: str, file: Path | None, train_size: int | None, augmentation: str) -> InMemory:
+    """Characters of fonts, 28x28, or words of descriptions, 1x1x2504: see the module that builds the data set.
 
     Args:
-        name: noto-scripts or kanji-fonts.
+        name: a key of :data:`examples.paper.datasets.archive.MODULES`.
         file: what that module's command wrote (default: in runs/data), or the folder it is in.
     """
+    if name == "debian-sections" and augmentation != "none":
+        raise ValueError(f"augmentation={augmentation!r} is for images; {name} takes 'none'")
     path = file or FILES[name]
     arrays = read(path / FILES[name].name if path.is_dir() else path, name)
+    classes, inputs = CONTENTS[name]
     parts = {}
     for part in PARTS:
-        images, labels = (torch.from_numpy(arrays[f"{part}_{what}"]) for what in ("images", "labels"))
+        x, labels = (torch.from_numpy(arrays[f"{part}_{what}"]) for what in (inputs, "labels"))
         kept = subset(labels, train_size if part == "train" else None)
-        parts[part] = (images[kept].unsqueeze(1), labels[kept])
-    return InMemory(name, arrays[CLASSES[name]].tolist(), parts, augmentation)
+        parts[part] = (x[kept].reshape(len(kept), 1, -1, x.shape[-1]), labels[kept])
+    return InMemory(name, arrays[classes].tolist(), parts, augmentation)

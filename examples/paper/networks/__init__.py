@@ -1,7 +1,8 @@
-"""The paper's networks, for pictures of any number of channels: :func:`build` makes one by its name."""
+"""The paper's networks, for pictures of any number of channels, and an MLP: :func:`build` makes one by its name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from examples.paper.networks.weights import load
 Shape = tuple[int, int, int]
 
 SMALLEST = 4  # pixels a side, below which the cnn's pooling has nothing to pool
+WIDTH = 128  # of the hidden layers of mlp, which takes inputs of any size
 
 
 def _cnn(classes: int, shape: Shape) -> nn.Module:
@@ -23,6 +25,19 @@ def _cnn(classes: int, shape: Shape) -> nn.Module:
 
 def _small_cnn(width: int, classes: int, shape: Shape) -> nn.Module:
     return models.small_cnn(classes, shape[0], width)
+
+
+def _mlp(classes: int, shape: Shape) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(math.prod(shape), WIDTH, bias=False),
+        nn.BatchNorm1d(WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, WIDTH, bias=False),
+        nn.BatchNorm1d(WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, classes),
+    )
 
 
 _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
@@ -40,6 +55,7 @@ _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "efficientnet-b0": vision.efficientnet,
     "vit-tiny": transformer.vit_tiny,
     "swin-tiny": transformer.swin_tiny,
+    "mlp": _mlp,
 }
 NAMES = tuple(_NETWORKS)
 
@@ -50,7 +66,7 @@ def build(name: str, classes: int, shape: Shape, weights: Path | None = None) ->
     Args:
         name: one of NAMES.
         classes: number of logits, at least 2.
-        shape: channels, height and width of one picture; from 1x4x4 on.
+        shape: channels, height and width of one picture; from 1x4x4 on, for mlp from 1x1x1 on.
         weights: file with a state dict of this network, by ``torch.save``. A head of another number of classes is
             left out, so the new head stays random.
 
@@ -61,9 +77,10 @@ def build(name: str, classes: int, shape: Shape, weights: Path | None = None) ->
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
     if classes < 2:
         raise ValueError(f"classes is {classes}; it must be at least 2")
-    if len(shape) != 3 or shape[0] < 1 or min(shape[1:]) < SMALLEST:
+    least = 1 if name == "mlp" else SMALLEST
+    if len(shape) != 3 or shape[0] < 1 or min(shape[1:]) < least:
         raise ValueError(
-            f"shape is {tuple(shape)}; it must be (channels, height, width), at least (1, {SMALLEST}, {SMALLEST})"
+            f"shape is {tuple(shape)}; it must be (channels, height, width), at least (1, {least}, {least})"
         )
     model = _NETWORKS[name](classes, shape)
     if weights is not None:
