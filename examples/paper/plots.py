@@ -1,0 +1,130 @@
+"""Plots of finished experiments: gains over the length of training, and over all settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcl_optim.plots.canvas import COLOURS, LINES, MARKERS, new_figure
+from examples.paper import records
+from examples.paper.configuration import Configuration, Experiment
+from examples.paper.datasets import load
+from examples.paper.datasets.base import steps_per_epoch
+from examples.paper.gains import Gain, Row, gain
+from examples.paper.records import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CE = Row("CE")
+
+
+def steps(configuration: Configuration) -> int:
+    """How many optimizer steps a configuration's training has."""
+    chosen = configuration
+    count = chosen.train_size or load(chosen.data).train_size()
+    return chosen.epochs * steps_per_epoch(count, chosen.batch_size)
+
+
+def over_length(
+    experiments: Sequence[Experiment], found: Sequence[Sequence[Record]], rows: Mapping[str, Row], title: str
+) -> Figure:
+    """Draw the gain in accuracy over CE against the number of steps, a curve for each row, with standard errors.
+
+    Args:
+        experiments: of the same rows, each of another length.
+        found: the records of each.
+        rows: what is drawn, by its name in the legend.
+        title: of the figure.
+    """
+    figure = new_figure(7, 4.2)
+    axes = figure.subplots()
+    lengths = [steps(experiment.runs["CE"]) for experiment in experiments]
+    for number, (name, row) in enumerate(rows.items()):
+        gains = [gain(some, row, CE) for some in found]
+        x = [length * 1.03 ** (number - (len(rows) - 1) / 2) for length in lengths]  # or the bars hide each other
+        axes.errorbar(
+            [one for one, known in zip(x, gains, strict=True) if known],
+            [known.mean for known in gains if known],
+            [known.error or 0.0 for known in gains if known],
+            label=name,
+            color=COLOURS[(number + 1) % len(COLOURS)],
+            linestyle=LINES[number % len(LINES)],
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=4,
+            capsize=2,
+            linewidth=1.3,
+        )
+    axes.axhline(0, color=COLOURS[0], linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    axes.set(title=title, xlabel="optimizer steps (log scale)", ylabel="test accuracy minus CE, points")
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], title: str) -> Figure:
+    """Draw the gain in accuracy over CE, plus and minus two standard errors, a line for each setting and row.
+
+    Args:
+        settings: the records of each, by its name on the axis.
+        rows: what is drawn, by its name in the legend.
+        title: of the figure.
+    """
+    figure = new_figure(7, 1.4 + 0.42 * len(settings))
+    axes = figure.subplots()
+    places = range(len(settings) - 1, -1, -1)
+    for number, (name, row) in enumerate(rows.items()):
+        gains = [gain(some, row, CE) for some in settings.values()]
+        offset = 0.28 * ((len(rows) - 1) / 2 - number)
+        _draw_intervals(axes, [place + offset for place in places], gains, name, number + 1)
+    axes.axvline(0, color=COLOURS[0], linewidth=0.8)
+    axes.set_yticks(list(places), list(settings))
+    axes.set(title=title, xlabel="test accuracy minus plain training, points (± 2 standard errors)")
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=len(rows), frameon=False)
+    return figure
+
+
+def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | None], name: str, number: int) -> None:
+    known = [(place, found) for place, found in zip(places, gains, strict=True) if found]
+    axes.errorbar(
+        [found.mean for _, found in known],
+        [place for place, _ in known],
+        xerr=[2 * (found.error or 0.0) for _, found in known],
+        label=name,
+        color=COLOURS[number % len(COLOURS)],
+        marker=MARKERS[number % len(MARKERS)],
+        linestyle="",
+        capsize=3,
+    )
+
+
+def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> list[Path]:
+    """Draw every plot whose experiments have records."""
+    from examples.paper import evidence
+
+    def read(name: str) -> list[Record]:
+        return records.read(results / f"{name}.jsonl")
+
+    figures: dict[str, Figure] = {}
+    for setting in evidence.SETTINGS:
+        names = [f"length-{setting}-{length}" for length in evidence.LENGTHS]
+        made = {name: found for name in names if (found := read(name))}
+        if made:
+            title = f"Gain over plain training, {evidence.TITLES[setting]}"
+            figures[f"length-{setting}"] = over_length(
+                [experiments[name] for name in made], list(made.values()), evidence.CURVES, title
+            )
+    settings = {title: found for name, title in evidence.PAYS.items() if (found := read(name))}
+    if settings:
+        figures["pays"] = forest(settings, evidence.METHODS, "Gain over plain training in each setting")
+    images.mkdir(parents=True, exist_ok=True)
+    paths = [images / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(path)
+    return paths
