@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer
-from dcl_optim.forecaster import LOOK_EVERY
 from tests.helpers import assert_same, train
 
 CLASSES, ROWS, FEATURES = 10, 3, 16  # rows of a class in a batch, on average
-RUNS_AWAY = "the prototypes run away"
+LOOK_EVERY = 100  # steps
 
 
 # ---- trainings -------------------------------------------------------------------------------------------------------
@@ -64,7 +63,7 @@ def trained(steps: int = 1000, head: float = 1.0, adamw: bool = False, balanced:
 
 def test_prototypes_that_run_away_are_said_once_with_the_fix():
     (message,) = trained(weight=1.0, alpha=0.6)
-    assert RUNS_AWAY in message
+    assert message.startswith("the prototypes run away")
     assert "0.97" in message
     assert 'reduction="per_class"' in message
 
@@ -171,12 +170,12 @@ def test_masked_classes_bring_no_word():
     assert script.train_to_look(masked) == script.train_to_look(masked) == []
 
 
-def test_after_loading_a_state_the_first_look_is_the_next():
+@pytest.mark.parametrize("anew", [True, False])
+def test_after_loading_a_state_the_first_look_is_the_next(anew):
     script = Script()
     assert script.train_to_look(spread_of(1, 1)) == []
     state = copy.deepcopy(script.optimizer.state_dict())
-    again = Script()
-    again.optimizer.load_state_dict(state)
-    assert_same(again.optimizer.state_dict(), state)
-    for one, looks in (script, [1, 0]), (again, [0, 1]):
-        assert [len(one.train_to_look(spread_of(size, size))) for size in (20, 90)] == looks
+    script = Script() if anew else script
+    script.optimizer.load_state_dict(state)
+    assert_same(script.optimizer.state_dict(), state)
+    assert [len(script.train_to_look(spread_of(size, size))) for size in (20, 79, 81)] == [0, 0, 1]
