@@ -73,7 +73,8 @@ class DCPOptimizer(ForecastOptimizer):
         RuntimeError: in backward: labels that were not given and cannot be read; in ``step``: see ``strict``.
 
     Warns:
-        UserWarning: later batches whose labels cannot be read, which take no part in the penalty.
+        UserWarning: later batches whose labels cannot be read, which take no part in the penalty; prototypes that run
+            away, looked at in one step of 100.
 
     Examples:
         >>> import torch

@@ -12,11 +12,15 @@ from dcl_optim._torch import warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import Ranks
-from dcl_optim.forecaster import Forecaster, ForwardRecord, Scale
+from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 from dcl_optim.prototypes.targets import check_width, to_classes
 
 REDUCTIONS = (*distances.REDUCTIONS, "per_class")
 MOST_BYTES = 2**30  # of the (K, K) prototypes
+# With this standard deviation a prototype's own class is 32 above the others, where these are level, or more with more
+# than two classes. From 17 on the cross-entropy's gradient is zero in float32: something else drives them apart.
+MOST_SPREAD = 16.0
+MOST_GROWTH = 4.0  # since the first look: a pretrained model's logits may be far apart from the beginning
 
 
 class Prototypes(Forecaster):
@@ -55,6 +59,8 @@ class Prototypes(Forecaster):
     _num_kept: int  # rows of these
     _sums: Tensor | None  # of other differences, one for each class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,)
+    _first_look: tuple[int, float] | None = None  # its step, and the prototypes' spread then
+    _has_told_growth = False
 
     def __init__(self, num_classes: int | None, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
         self._given, self._per_class, self._ignore_index, self._ranks = num_classes, per_class, ignore_index, ranks
@@ -90,8 +96,10 @@ class Prototypes(Forecaster):
 
     # ---- the penalty: 1/N Σ_i Δ(z_i, p^{y_i}) ------------------------------------------------------------------------
 
-    def before_forward(self, *arguments: Any) -> None:
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: Any, step: int) -> None:
         self._ranks.find()
+        if step % LOOK_EVERY == 0:
+            self._look_for_growth(step)
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: Any) -> None:
         """Nothing yet: the labels come with the criterion or the gradient."""
@@ -266,6 +274,28 @@ class Prototypes(Forecaster):
             self._rows.index_add_(0, classes, differences * weights.index_select(0, classes)[:, None])
         self.forget()
 
+    def _look_for_growth(self, step: int) -> None:
+        """Say once that the prototypes run away: that they are further apart than any cross-entropy drives them.
+
+        Their spread is the standard deviation within a prototype, the root mean square over those seen. What all logits
+        have in common is left out, which the softmax does not see and which may be large. Nothing of it is in the
+        state: after loading one the first look is the next.
+        """
+        variances = self._rows.var(1, correction=0)  # zero for classes that were not seen
+        spread = float((variances.sum() / self._seen.sum()).sqrt())
+        if self._first_look is None:
+            self._first_look = (step, spread) if spread > 0 else None
+        elif not self._has_told_growth and spread > max(MOST_SPREAD, MOST_GROWTH * self._first_look[1]):
+            self._has_told_growth = True
+            before, first = self._first_look
+            warn(
+                f"the prototypes run away: by step {step} the logits within one have a standard deviation of "
+                f"{spread:.3g}, {spread / first:.2g} times that of step {before} and more than a cross-entropy asks "
+                "for. They and the model's logits drive each other on, which costs accuracy in time: pass an alpha "
+                'nearer to 1 (the default is 0.97), reduction="per_class" with weight divided by the number of classes '
+                "in a batch, or batches with equally many rows of each class"
+            )
+
     def forget(self) -> None:
         self._kept, self._num_kept, self._sums, self._counts = [], 0, None, None
         self._difference, self._alpha, self._left_out = None, 0.0, False
@@ -302,6 +332,7 @@ class Prototypes(Forecaster):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
+        self._first_look = None
         device = self._rows.device
         if "table" in state:
             classes, rows = (tensor.to(device) for tensor in state["table"])
