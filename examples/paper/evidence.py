@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from examples.paper.configuration import Configuration, Experiment
+from examples.paper.gains import Row
 
 # 4,000 steps each: of these sizes an epoch has 25 and 250.
 KANJI = Configuration(
@@ -13,6 +14,7 @@ KANJI = Configuration(
 )
 SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, train_size=8_000, lr=0.1)
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
+TITLES = {"kanji": "150 kanji in unseen fonts", "scripts": "100 writing systems, unseen letters"}
 
 # The wrappers' defaults and the paper's settings, written out: a run's settings must not change when a default does.
 DCL: dict[str, Any] = {"weight": 0.1, "alpha": 0.6}
@@ -22,6 +24,33 @@ PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6}
 RATES = (0.03, 0.1, 0.3, 1.0)
 DECAYS = (1e-4, 5e-4, 2e-3)
 LENGTHS = {"1k": 1 / 4, "4k": 1, "16k": 4, "64k": 16}  # steps, and how many times those of the settings they are
+
+
+# The curves of the plots over the length; the average of the weights is CE's own.
+CURVES = {
+    "EMA": Row("CE", "EMA over 100 steps"),
+    "label smoothing 0.1": Row("label smoothing 0.1"),
+    "DCL": Row("DCL"),
+    "DCL, λ = 1": Row("DCL, λ = 1"),
+    "DCP": Row("DCP"),
+    "DCP, λ = 1, α = 0.6": Row("DCP, λ = 1, α = 0.6"),
+}
+
+
+# Where the gains are tested, each with ten seeds.
+FASHION = Configuration("fashion-mnist", "small-cnn", "plain", 50, train_size=5_000, averages=(0.99, 0.999))
+PLACES: dict[str, tuple[str, Configuration]] = {
+    "fashion-5k": ("Fashion-MNIST, 5,000 images", FASHION),
+    "fashion-50k": ("Fashion-MNIST, 50,000 images", replace(FASHION, train_size=None, epochs=10)),
+    "kanji": ("150 kanji in unseen fonts", replace(KANJI, epochs=640)),
+    "scripts": ("100 writing systems, unseen letters", replace(SCRIPTS, epochs=64)),
+    "debian": (
+        "40 sections of Debian from a line of text",
+        Configuration("debian-sections", "mlp", "plain", 20, batch_size=64, lr=0.05, weight_decay=5e-3),
+    ),
+}
+PAYS = {f"pays-{name}": title for name, (title, _) in PLACES.items()}
+METHODS = {"DCP, at plain training's cost": Row("DCP"), "DCL, at twice the cost": Row("DCL")}
 
 
 def _with(plain: Configuration, method: str, **options: Any) -> Configuration:
@@ -63,7 +92,15 @@ def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
     }
 
 
+def _pays(title: str, plain: Configuration) -> Experiment:
+    runs = {
+        label: run for label, run in _compared(plain).items() if label in ("CE", "label smoothing 0.1", "DCL", "DCP")
+    }
+    return Experiment(f"CE, label smoothing, DCL and DCP: {title}", "test", 10, "CE", runs)
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     **{f"tune-{name}": _tuning(name, plain) for name, plain in SETTINGS.items()},
     **{key: found for name, plain in SETTINGS.items() for key, found in _lengths(name, plain).items()},
+    **{f"pays-{name}": _pays(title, plain) for name, (title, plain) in PLACES.items()},
 }
