@@ -1,9 +1,10 @@
-"""Run an experiment of the paper, print its table, or draw its figures.
+"""Run an experiment, print its table, draw its figures, or draw the plots of all results.
 
     python -m examples.paper list
     python -m examples.paper run main-fashion --jobs 2
     python -m examples.paper table main-fashion
     python -m examples.paper figures main-fashion --only CE DCL DCP
+    python -m examples.paper plot
 
 A run that is in the results file is not trained again, and one that another experiment's file has is copied from there;
 one that was interrupted continues from its checkpoint in runs/paper. Results go to docs/results/<experiment>.jsonl.
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from examples.paper import figures, records
+from examples.paper import figures, plots, records
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.jobs import Job, finished, pending
 from examples.paper.table import markdown
@@ -63,7 +64,7 @@ def draw(name: str, options: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m examples.paper", description=__doc__.split("\n")[0])
-    made.add_argument("command", choices=("list", "run", "table", "figures"))
+    made.add_argument("command", choices=("list", "run", "table", "figures", "plot"))
     made.add_argument("experiment", nargs="?", choices=tuple(EXPERIMENTS))
     made.add_argument("--seeds", type=int, help="how many (default: the experiment's own number)")
     made.add_argument("--only", nargs="+", metavar="LABEL", help="these rows of the table only")
@@ -82,6 +83,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "list":
         for name, experiment in EXPERIMENTS.items():
             print(f"{name}: {experiment.title} ({len(experiment.runs)} rows, {experiment.seeds} seeds)")
+        return
+    if options.command == "plot":
+        print(*plots.draw(EXPERIMENTS, options.results, options.images), sep="\n")
         return
     if options.experiment is None:
         made.error(f"{options.command} needs an experiment: {', '.join(EXPERIMENTS)}")

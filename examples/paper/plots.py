@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcl_optim.plots.canvas import COLOURS, LINES, MARKERS, new_figure
-from examples.paper import records
+from examples.paper import evidence, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.datasets import load
 from examples.paper.datasets.base import steps_per_epoch
@@ -23,9 +23,8 @@ CE = Row("CE")
 
 def steps(configuration: Configuration) -> int:
     """How many optimizer steps a configuration's training has."""
-    chosen = configuration
-    count = chosen.train_size or load(chosen.data).train_size()
-    return chosen.epochs * steps_per_epoch(count, chosen.batch_size)
+    count = configuration.train_size or load(configuration.data).train_size()
+    return configuration.epochs * steps_per_epoch(count, configuration.batch_size)
 
 
 def over_length(
@@ -59,6 +58,7 @@ def over_length(
         )
     axes.axhline(0, color=COLOURS[0], linewidth=0.8)
     axes.set_xscale("log")
+    axes.set_xlim(0.7 * lengths[0], 1.4 * lengths[-1])
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
     axes.set(title=title, xlabel="optimizer steps (log scale)", ylabel="test accuracy minus CE, points")
@@ -106,7 +106,6 @@ def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | 
 
 def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> list[Path]:
     """Draw every plot whose experiments have records."""
-    from examples.paper import evidence
 
     def read(name: str) -> list[Record]:
         return records.read(results / f"{name}.jsonl")

@@ -1,0 +1,97 @@
+"""Gains over a baseline by hand, and the plots drawn from results alone."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from examples.paper import __main__ as command
+from examples.paper import evidence, records
+from examples.paper.experiments import EXPERIMENTS
+from examples.paper.gains import MEASURES, Row, gain, holm, values
+from examples.paper.plots import forest, over_length, steps
+
+
+EMA = "EMA over 100 steps"
+
+
+def record(label, seed, accuracy, average=0.0, nll=1.0):
+    return {
+        "label": label,
+        "seed": seed,
+        "accuracy": {"model": accuracy, EMA: average},
+        "train_accuracy": {"model": 1.0},
+        "quality": {"model": {"nll": nll, "nll_scaled": nll / 2, "ece": 0.05, "brier": 0.3}},
+        "corrupted": {"noise": {"model": 0.5}, "blur": {"model": 0.7}},
+    }
+
+
+CE = [record("CE", seed, value, value + 0.01) for seed, value in enumerate((0.80, 0.82, 0.84))]
+DCP = [record("DCP", seed, value, nll=0.9) for seed, value in enumerate((0.81, 0.84, 0.84, 0.99))]
+
+
+def test_a_gain_is_paired_by_the_seed():
+    """Differences of 1, 2 and 0 points; the fourth seed has no partner."""
+    found = gain(CE + DCP, Row("DCP"), Row("CE"))
+    assert (found.mean, found.error, found.pairs) == (pytest.approx(1.0), pytest.approx(1 / math.sqrt(3)), 3)
+    assert found.p == pytest.approx(1 - math.sqrt(3 / 5))  # t = sqrt 3 with 2 degrees of freedom: 1 - t / sqrt(2 + t²)
+
+
+def test_a_predictor_of_the_baseline_has_a_gain_of_its_own_and_no_p_without_a_spread():
+    found = gain(CE, Row("CE", EMA), Row("CE"))
+    assert (found.mean, found.p) == (pytest.approx(1.0), 1.0)
+    assert gain(CE, Row("DCP"), Row("CE")) is None
+
+
+def test_measures_by_hand():
+    expected = (80.0, 1.0, 0.5, 5.0, 0.3, 100.0, 60.0)
+    assert [values(CE, Row("CE"), name)[0] for name in MEASURES] == pytest.approx(expected)
+    assert gain(CE + DCP, Row("DCP"), Row("CE"), "NLL").mean == pytest.approx(-0.1)
+
+
+def test_holm_by_hand():
+    """0.01 x 4; 0.02 x 3; 0.025 x 2 would be smaller than that; 0.9 x 1."""
+    assert holm({"a": 0.02, "b": 0.9, "c": 0.01, "d": 0.025}) == pytest.approx(
+        {"c": 0.04, "a": 0.06, "d": 0.06, "b": 0.9}
+    )
+    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+
+
+def test_steps_are_those_of_the_lengths():
+    for setting in evidence.SETTINGS:
+        found = [steps(EXPERIMENTS[f"length-{setting}-{length}"].runs["CE"]) for length in evidence.LENGTHS]
+        assert found == [1_000, 4_000, 16_000, 64_000]
+    assert steps(replace(evidence.KANJI, train_size=801)) == 160 * 25  # a lone last image is dropped
+
+
+def lines(axes):
+    return {container.get_label(): container.lines[0].get_xydata().tolist() for container in axes.containers}
+
+
+def test_the_curves_are_the_gains():
+    experiments = [EXPERIMENTS[f"length-kanji-{length}"] for length in ("1k", "4k")]
+    rows = {"ours": Row("DCP"), "average": Row("CE", EMA), "missing": Row("DCL")}
+    (axes,) = over_length(experiments, [CE + DCP, CE], rows, "a title").axes
+    drawn = lines(axes)
+    assert drawn["ours"] == [[pytest.approx(1_000, rel=0.1), pytest.approx(1.0)]]
+    assert [y for _, y in drawn["average"]] == pytest.approx([1.0, 1.0])
+    assert drawn["missing"] == []
+    assert axes.get_title() == "a title"
+
+
+def test_the_forest_has_a_line_for_each_setting():
+    (axes,) = forest({"first": CE + DCP, "second": CE}, {"ours": Row("DCP")}, "a title").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
+    ((x, y),) = lines(axes)["ours"]
+    assert (x, y) == (pytest.approx(1.0), 1.0)
+    (bar,) = axes.containers[0].lines[2][0].get_segments()
+    assert bar[:, 0].tolist() == pytest.approx([1 - 2 / math.sqrt(3), 1 + 2 / math.sqrt(3)])
+
+
+def test_the_command_draws_what_has_results(tmp_path, capsys):
+    for name in ("length-kanji-4k", "pays-debian"):
+        for one in CE + DCP:
+            records.append(one, tmp_path / f"{name}.jsonl")
+    command.main(["plot", "--results", str(tmp_path), "--images", str(tmp_path / "images")])
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["length-kanji.png", "pays.png"]
+    assert capsys.readouterr().out.split() == [str(tmp_path / "images" / f"{n}.png") for n in ("length-kanji", "pays")]
