@@ -108,7 +108,7 @@ def test_figures_are_those_of_the_predictions():
         network = run.method.networks()[name].eval()
         with torch.no_grad():
             assert found["accuracy"][name] == pytest.approx(float((network(x).argmax(1) == y).float().mean()))
-    assert list(found["accuracy"]) == ["model", "companion"]
+    assert list(found["accuracy"]) == ["model", "companion", "mean of both"]
     assert 0 < found["consistency"]["model"] <= 1 <= found["perplexity"]["model"]
 
 

@@ -123,7 +123,8 @@ class Method(ABC):
             index: which training samples they are, (B,), on any device.
 
         Returns:
-            The task loss before the step: cross-entropy, without what the method adds; detached.
+            The task loss before the step, detached: cross-entropy, or what a method's options make of it, without
+            what the method adds.
         """
 
     def end_epoch(self) -> None:
