@@ -43,7 +43,13 @@ def setting(build: Callable[[], nn.Module] = network, momentum: float = 0.9, epo
         classes=CLASSES,
         device=torch.device("cpu"),
         scheduler=lambda optimizer: CosineAnnealingLR(optimizer, epochs),
+        partners=partners,
     )
+
+
+def partners(labels: Tensor) -> Tensor:
+    """Other inputs of these classes."""
+    return 0.5 * labels[:, None] + torch.randn(len(labels), FEATURES, dtype=torch.float64)
 
 
 def started(name: str, given: Setting | None = None, seed: int = 0, **options: Any) -> Method:
@@ -270,6 +276,11 @@ WRONG = [
     ("plain", "label_smoothing", 1.5),
     ("dcl", "weight", -1.0),
     ("dcp", "alpha", 2.0),
+    ("dcp", "random_prototypes", -1.0),
+    ("dcl-dcp", "dcl_weight", -1.0),
+    ("dcl-dcp", "dcl_alpha", 2.0),
+    ("dcl-dcp", "dcp_weight", -1.0),
+    ("dcl-dcp", "dcp_alpha", 2.0),
     ("sam", "rho", -0.1),
     ("gam", "rho", -0.1),
     ("gam", "rho_gradient", -0.1),
@@ -282,6 +293,8 @@ WRONG = [
     ("saf", "start", 2),
     ("dml", "weight", -1.0),
     ("ps-kd", "alpha", 1.1),
+    ("cs-kd", "weight", -1.0),
+    ("cs-kd", "temperature", 0.0),
     ("ema", "decay", math.nan),
     ("mean-teacher", "weight", -1.0),
     ("mean-teacher", "ramp_up", -1),

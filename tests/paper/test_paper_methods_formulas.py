@@ -78,6 +78,7 @@ DEFAULTS = {
     "saf": {"weight": 0.3, "temperature": 5.0, "lag": 3, "start": 5},
     "dml": {"weight": 1.0},
     "ps-kd": {"alpha": 0.8},
+    "cs-kd": {"weight": 1.0, "temperature": 4.0},
     "ema": {"decay": 0.999, "warm_up": False},
     "mean-teacher": {"weight": 100.0, "ramp_up": 5, "decay": 0.999},
     "voting": {"estimators": 2},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.paper.methods import Method, make
+from examples.paper.methods.companion_and_prototypes import CompanionPrototypeOptimizer
 from tests.paper.test_paper_methods import (
     BATCH,
     CLASSES,
+    FEATURES,
     STEPS,
     advance,
     assert_close,
@@ -23,6 +28,7 @@ from tests.paper.test_paper_methods import (
     batches,
     frozen,
     network,
+    partners,
     setting,
     started,
     train,
@@ -53,7 +59,11 @@ LOSSES: dict[str, float] = {
     "online_label_smoothing": 0.4,
     "center_loss": 0.5,
 }
-SHARED: list[dict[str, Any]] = [{name: value} for name, value in LOSSES.items()] + [{"mixup": 0.8}, {"rho": 0.3}]
+SHARED: list[dict[str, Any]] = [{name: value} for name, value in LOSSES.items()] + [
+    {"mixup": 0.8},
+    {"rho": 0.3},
+    {"ema": 0.9},
+]
 
 
 def one_hot(y: Tensor) -> Tensor:
@@ -161,7 +171,7 @@ def mixed(x: Tensor, y: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
 def test_the_training_step_with_each_option_is_the_one_written_out(name: str, shared: dict[str, Any]) -> None:
     (option,) = shared
     method = started(name, by_hand(normed), **WRAPPED[name], **shared)
-    hand, task = Hand(name, method), Task(option)
+    hand, task, average = Hand(name, method), Task(option), twin(method)
     for batch in batches():
         epoch, step, x, y, _ = batch
         state = torch.get_rng_state()
@@ -171,6 +181,10 @@ def test_the_training_step_with_each_option_is_the_one_written_out(name: str, sh
         expected = task(copy.deepcopy(hand.model)(x), target).detach()
         z = hand.step(epoch, x, target, task, shared.get("rho", 0.0))
         task.learn(z, y, last=step == STEPS - 1)
+        if (epoch, step) == (0, 0):
+            average = copy.deepcopy(hand.model)
+        for held, value in zip(average.state_dict().values(), hand.model.state_dict().values(), strict=True):
+            held.copy_(0.9 * held + 0.1 * value if held.is_floating_point() else value)
         tolerance = 1e-7 if option == "rho" else 1e-11  # pytorch_optimizer takes the norm in float32
         torch.testing.assert_close(loss, expected, rtol=0, atol=tolerance)
     assert_close(method.networks()["model"], hand.model, tolerance)
@@ -180,6 +194,9 @@ def test_the_training_step_with_each_option_is_the_one_written_out(name: str, sh
         forecaster = method.main.optimizer.forecaster
         ours = getattr(forecaster, "prototypes", forecaster).values
         torch.testing.assert_close(ours, torch.stack(hand.prototypes), rtol=0, atol=tolerance)
+    if option == "ema":
+        assert_close(method.networks()["average"], average, tolerance)
+        assert next(iter(method.predictors())) == "average"
     if option == "online_label_smoothing":
         assert any(row.std() > 0 for row in task.table)  # something was classified right
 
@@ -245,7 +262,7 @@ COMBINED: list[tuple[str, dict[str, Any]]] = [
     for name, shared in (
         *(("dcl-dcp", shared) for shared in SHARED),
         ("plain", {"online_label_smoothing": 0.5, "center_loss": 0.1, "rho": 0.1}),
-        ("dcl", {"mixup": 0.4, "rho": 0.1}),
+        ("dcl", {"mixup": 0.4, "rho": 0.1, "ema": 0.9}),
         ("dcp", {"mixup": 0.4, "rho": 0.1, "logit_norm": 0.5}),
         ("dcp", {"online_label_smoothing": 0.5, "center_loss": 0.1, "label_smoothing": 0.1}),
     )
@@ -259,11 +276,11 @@ def test_a_resumed_run_with_options_equals_the_uninterrupted_one(name: str, opti
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_options_of_zero_are_off_to_the_last_bit(name: str) -> None:
-    off = dict.fromkeys([*LOSSES, "mixup", "rho"], 0.0)
+    off = dict.fromkeys([*LOSSES, "mixup", "rho", "ema"], 0.0)
     assert_same(*[trained(started(name, **WRAPPED[name], **options)) for options in ({}, off)])
 
 
-@pytest.mark.parametrize("option", [*LOSSES, "mixup", "rho"])
+@pytest.mark.parametrize("option", [*LOSSES, "mixup", "rho", "ema"])
 @pytest.mark.parametrize("name", WRAPPED)
 def test_an_option_of_all_four_is_refused_by_name_where_it_is_out_of_range(name: str, option: str) -> None:
     for value in (-0.1, math.nan):
@@ -301,3 +318,127 @@ def test_sam_costs_a_second_pass_of_the_model_and_a_forward_of_the_companion(nam
 
 def test_sam_is_plain_training_with_a_radius() -> None:
     assert_same(trained(started("sam")), trained(started("plain", rho=0.05)))
+
+
+# ---- two samples of a class ------------------------------------------------------------------------------------------
+
+
+def test_class_wise_distillation_holds_a_sample_to_another_of_its_class() -> None:
+    method = started("cs-kd", by_hand(normed), weight=0.7, temperature=3.0)
+    net = twin(method)
+    for batch in batches():
+        epoch, _, x, y, _ = batch
+        state = torch.get_rng_state()
+        advance(method, batch)
+        torch.set_rng_state(state)
+        z, other = net(x), net(partners(y)).detach()
+        p, q = probabilities(other / 3), probabilities(z / 3)
+        descend(net, cross_entropy(z, y) + 0.7 * 9 * (p * (p / q).log()).sum(1).mean(), epoch)
+    assert_close(method.networks()["model"], net)
+
+
+def test_without_its_weight_class_wise_distillation_is_plain_training_but_for_what_batch_norm_saw() -> None:
+    plain, method = started("plain", by_hand()), started("cs-kd", by_hand(), weight=0.0)
+    train(plain), train(method)
+    assert_close(plain.networks()["model"], method.networks()["model"])
+
+
+# ---- controls --------------------------------------------------------------------------------------------------------
+
+
+def test_random_prototypes_are_there_from_the_start_and_stay() -> None:
+    method = started("dcp", by_hand(), weight=0.5, random_prototypes=2.0)
+    optimizer, net = method.main.optimizer, twin(method)
+    prototypes = optimizer.prototypes
+    assert 1.0 < float(prototypes.std()) < 3.0
+    for batch in batches():
+        epoch, _, x, y, _ = batch
+        advance(method, batch)
+        z = net(x)
+        descend(net, cross_entropy(z, y) + 0.5 * (z - prototypes[y]).square().mean(), epoch)
+    assert torch.equal(optimizer.prototypes, prototypes)
+    assert_close(method.networks()["model"], net)
+    same, twice, other = (
+        started("dcp", seed=seed, random_prototypes=scale).main.optimizer.prototypes
+        for seed, scale in ((0, 2.0), (0, 4.0), (1, 2.0))
+    )
+    torch.testing.assert_close(twice, 2 * same)
+    assert not torch.equal(same, other)
+    assert_resumes(lambda seed: started("dcp", seed=seed, random_prototypes=2.0), STEPS + 1)
+
+
+def test_random_prototypes_do_not_learn() -> None:
+    with pytest.raises(ValueError, match=r"alpha=0.97 but random_prototypes stay as they are: leave alpha out"):
+        make("dcp", setting(), random_prototypes=1.0, alpha=0.97)
+
+
+@pytest.mark.parametrize(("options", "stays"), [({"companion_every": 10**9}, True), ({"alpha": 1.0}, False)])
+def test_a_companion_that_never_learns_is_one_whose_turn_never_comes(options: dict[str, Any], stays: bool) -> None:
+    """An alpha of 1 leaves the weight decay."""
+    method = started("dcl", setting(normed), **options)
+    before = copy.deepcopy(method.networks()["companion"])
+    train(method)
+    weights = zip(before.parameters(), method.networks()["companion"].parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in weights) == stays
+
+
+def test_dcl_reports_the_mean_of_both_softmaxes() -> None:
+    for name in ("dcl", "dcl-dcp"):
+        method = started(name)
+        train(method, 2)
+        x = torch.randn(7, FEATURES, dtype=torch.float64)
+        model, companion, both = (predict(x) for predict in method.predictors().values())
+        torch.testing.assert_close(probabilities(both), (probabilities(model) + probabilities(companion)) / 2)
+        assert list(method.predictors()) == ["model", "companion", "mean of both"]
+
+
+# ---- dcl-dcp ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_of_both_are_the_wrappers() -> None:
+    ours = inspect.signature(CompanionPrototypeOptimizer).parameters
+    for prefix, wrapper in (("dcl_", DCLOptimizer), ("dcp_", DCPOptimizer)):
+        for name in ("weight", "alpha", "distance"):
+            assert ours[prefix + name].default == inspect.signature(wrapper).parameters[name].default
+    assert ours["companion_lr_scale"].default == 1.0
+
+
+@pytest.mark.parametrize(("alone", "without"), [("dcl", "dcp_weight"), ("dcp", "dcl_weight")])
+def test_without_one_of_its_weights_both_is_the_other(alone: str, without: str) -> None:
+    given = setting(normed)
+    options = {"weight": 0.5, "alpha": 0.3, "distance": "kl"}
+    single = started(alone, given, **options)
+    both = started("dcl-dcp", given, **{without: 0.0, **{f"{alone}_{name}": value for name, value in options.items()}})
+    train(single), train(both)
+    for name, net in single.networks().items():
+        assert_close(net, both.networks()[name])
+
+
+def test_the_companion_of_both_has_its_own_architecture_and_pace() -> None:
+    options = {"companion": functools.partial(network, 3, dropout=0.0), "companion_lr_scale": 2.0}
+    single = started("dcl", setting(normed), weight=0.5, **options)
+    both = started("dcl-dcp", setting(normed), dcl_weight=0.5, dcp_weight=0.0, **options)
+    train(single), train(both)
+    assert both.networks()["companion"][0].out_features == 3
+    for name, net in single.networks().items():
+        assert_close(net, both.networks()[name])
+
+
+def test_schedules_of_both_are_of_the_step() -> None:
+    """The prototypes stay after the first epoch; the companion's weight begins in the second."""
+    method = started(
+        "dcl-dcp",
+        by_hand(),
+        dcp_alpha=lambda step: 0.5 if step <= STEPS else 1.0,
+        dcp_weight=0.0,
+        dcl_weight=lambda step: float(step > STEPS),
+    )
+    plain, seen = started("plain", by_hand()), []
+    for batch in batches():
+        advance(method, batch), advance(plain, batch)
+        seen.append(method.main.optimizer.forecaster.prototypes.values)
+        if len(seen) == STEPS:
+            assert_close(method.networks()["model"], plain.networks()["model"])
+    assert not torch.equal(seen[0], seen[STEPS - 1])
+    assert all(torch.equal(seen[STEPS - 1], later) for later in seen[STEPS:])
+    assert not torch.equal(method.main.network[0].weight, plain.main.network[0].weight)

@@ -48,7 +48,7 @@ def test_choices_are_made_on_validation_pictures():
     assert {EXPERIMENTS[name].part for name in ("alpha", "distance", "rate", "companion", "fraction")} == {"validation"}
 
 
-@pytest.mark.parametrize("method", ["plain", "dcl", "dcp", "saf"])
+@pytest.mark.parametrize("method", ["plain", "dcl", "dcp", "saf", "cs-kd"])
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(method, tmp_path):
     configuration = replace(TINY, method=method, augmentation="crop")
     whole = Run(configuration, 1, CPU)
@@ -97,6 +97,30 @@ def test_the_weight_grows_over_half_of_the_training():
         run.train_epoch()
         seen.append(run.method.main.optimizer.logs()["weight"])
     assert seen == [3 / 4, 1.0, 1.0]
+
+
+def test_prototypes_are_frozen_after_the_first_epoch():
+    run = Run(replace(TINY, method="dcp", options={"alpha": "frozen-after-first-epoch"}), 0, CPU)
+    alphas, held = [], []
+    for _ in range(3):
+        run.train_epoch()
+        alphas.append(run.method.main.optimizer.logs()["alpha"])
+        held.append(run.method.main.optimizer.prototypes)
+    assert alphas == [0.97, 1.0, 1.0]
+    assert held[0].any()
+    assert torch.equal(held[0], held[1])
+    assert torch.equal(held[0], held[2])
+    run = Run(replace(TINY, method="dcl-dcp", options={"dcp_alpha": "frozen-after-first-epoch"}), 0, CPU)
+    assert run.method.main.optimizer.forecaster._dcp.alpha(3) == 0.97
+    assert run.method.main.optimizer.forecaster._dcp.alpha(4) == 1.0
+
+
+def test_a_method_that_asks_for_partners_sees_the_batches_of_the_others(tmp_path):
+    runs = [Run(replace(TINY, method=method, augmentation="crop"), 2, CPU) for method in ("plain", "cs-kd")]
+    for run in runs:
+        train(run, tmp_path / f"{run.configuration.method}.pt")
+    assert torch.equal(runs[0].generator.get_state(), runs[1].generator.get_state())
+    assert runs[0].losses != runs[1].losses
 
 
 def test_figures_are_those_of_the_predictions():

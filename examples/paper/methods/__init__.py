@@ -6,6 +6,7 @@ from typing import Any
 
 from examples.paper.methods.averages import MeanTeacher, WeightAverage
 from examples.paper.methods.base import Method, Setting
+from examples.paper.methods.class_wise import ClassWiseDistillation
 from examples.paper.methods.companion import CompanionLearning, CompanionLearningPrototype, CompanionPrototype
 from examples.paper.methods.ensembles import Bagging, Voting
 from examples.paper.methods.mutual import MutualLearning
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
     "saf": SharpnessFree,
     "dml": MutualLearning,
     "ps-kd": SelfDistillation,
+    "cs-kd": ClassWiseDistillation,
     "ema": WeightAverage,
     "mean-teacher": MeanTeacher,
     "voting": Voting,

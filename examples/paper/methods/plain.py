@@ -10,8 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
-from examples.paper.methods.base import Method, Setting, Trained, check_range, frozen_statistics, keywords_of
+from examples.paper.methods.averages import moving_average
+from examples.paper.methods.base import (
+    Method,
+    Predictor,
+    Setting,
+    Trained,
+    check_range,
+    frozen_statistics,
+    keywords_of,
+    predictor,
+)
 from examples.paper.methods.criterion import Criterion
 
 Wrapper = Callable[..., Optimizer]
@@ -32,6 +43,8 @@ class Plain(Method):
         rho: the radius :math:`\rho \ge 0` of SAM's step; see :class:`~examples.paper.methods.sharpness.SharpnessAware`.
             A penalty is in both of its gradients; companion, prototypes and criterion learn from the first evaluation,
             at the unperturbed weights.
+        ema: the decay in [0, 1] of a moving average of the weights, which is deployed then, as in
+            :class:`~examples.paper.methods.averages.WeightAverage` without warm-up.
         options: see :class:`~examples.paper.methods.criterion.Criterion`.
 
     Raises:
@@ -42,10 +55,18 @@ class Plain(Method):
     criterion: Criterion
 
     def __init__(
-        self, setting: Setting, wrapper: Wrapper | None = None, *, mixup: float = 0.0, rho: float = 0.0, **options: Any
+        self,
+        setting: Setting,
+        wrapper: Wrapper | None = None,
+        *,
+        mixup: float = 0.0,
+        rho: float = 0.0,
+        ema: float = 0.0,
+        **options: Any,
     ) -> None:
         check_range("mixup", mixup, 0)
         check_range("rho", rho, 0)
+        check_range("ema", ema, 0, 1)
         criterion = Criterion(setting.classes, **options)
         if mixup and criterion.state_dict():
             raise ValueError(
@@ -53,12 +74,18 @@ class Plain(Method):
                 "class a sample: leave mixup or these out"
             )
 
+        self._average: AveragedModel | None = None
+
         def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
+            if ema:  # before the model gets the wrapper's hooks, which are not the average's
+                self._average = moving_average(model, ema, warm_up=False)
             base = sharpness_aware(base, rho) if rho else base
             return base if wrapper is None else wrapper(base, model, criterion=criterion)
 
         super().__init__(setting, model=Trained(setting, wrap))
         self._mixup, self._rho = mixup, rho
+        if self._average is not None:
+            self.kept["average"] = self._average
         self.criterion = criterion.to(next(self.main.network.parameters()))
         if criterion.state_dict():
             self.kept["criterion"] = criterion
@@ -68,6 +95,14 @@ class Plain(Method):
     @classmethod
     def options(cls) -> tuple[str, ...]:
         return (*keywords_of(Criterion.__init__), *keywords_of(Plain.__init__))
+
+    def networks(self) -> dict[str, nn.Module]:
+        found = super().networks()
+        return found if self._average is None else {**found, "average": self._average.module}
+
+    def predictors(self) -> dict[str, Predictor]:
+        found = super().predictors()
+        return found if self._average is None else {"average": predictor(self._average.module), **found}
 
     def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         x, target = self._mixed(x, y) if self._mixup else (x, y)
@@ -80,6 +115,8 @@ class Plain(Method):
         else:
             self.main.optimizer.step()
         self.criterion.learn(z, y)
+        if self._average is not None:
+            self._average.update_parameters(self.main.network)
         return loss
 
     def end_epoch(self) -> None:
