@@ -31,8 +31,9 @@ class Criterion(nn.Module):
             normalisation. A control, from no paper.
         online_label_smoothing: the share :math:`s \in [0, 1]` of the soft labels (Zhang et al., "Delving Deep into
             Label Smoothing", TIP 2021): 1 - α in their Equation 6; they use 0.5. :math:`S_k` is the mean of the
-            softmaxes that the training steps of the last epoch gave for samples of class k classified right; uniform
-            in the first epoch, as theirs. A class without such a sample keeps its :math:`S_k`: the paper does not say.
+            softmaxes that the training steps of the last epoch gave for samples of class k classified right, and
+            uniform without such a sample and in the first epoch, as in the authors' code for fine-grained data (in that
+            for CIFAR the first epoch's second term is zero).
         center_loss: :math:`\lambda_c \ge 0` (Wen et al., ECCV 2016, Equation 5), here on the logits, not the last
             features, and with means where they sum over the batch. After each step
             :math:`c_k \leftarrow c_k - \alpha \sum_{i: y_i = k} (c_k - z_i) / (1 + n_k)`, :math:`n_k` samples of the
@@ -114,5 +115,6 @@ class Criterion(nn.Module):
         """Take this epoch's soft labels over."""
         if self._online:
             totals = self.sums.sum(1, keepdim=True)
-            self.table.copy_(torch.where(totals > 0, self.sums / totals.clamp(min=1e-30), self.table))
+            uniform = 1 / len(self.sums)
+            self.table.copy_(torch.where(totals > 0, self.sums / totals, uniform))
             self.sums.zero_()
