@@ -55,7 +55,6 @@ class CompanionAndPrototypes(Companion):
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._number = step
         super().before_forward(args, kwargs, rng_state, step)
-        self.prototypes.before_forward()
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
         c = record.forecast
@@ -68,10 +67,6 @@ class CompanionAndPrototypes(Companion):
     def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
         super().observe(record, self._dcl.distance, self._dcl.alpha(self._number), scale)
         self.prototypes.observe(record, self._dcp.distance, self._dcp.alpha(self._number), scale)
-
-    def skip(self, record: ForwardRecord, alpha: float) -> None:
-        super().skip(record, alpha)
-        self.prototypes.skip(record, alpha)
 
     def step(self) -> None:
         self.prototypes.step()  # first: the companion's ends with forget()
@@ -100,7 +95,7 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
         + \frac{\lambda_2}{N} \sum_i \Delta_2(z_i, p^{y_i})\Big]
 
     Companion and prototypes learn as in :class:`~dcl_optim.DCLOptimizer` and :class:`~dcl_optim.DCPOptimizer`, whose
-    defaults these are.
+    defaults these are. For one process.
 
     Args:
         base_optimizer: the optimizer to wrap.
@@ -136,7 +131,7 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
     ) -> None:
         dcl = _term("dcl", dcl_distance, dcl_weight, dcl_alpha)
         dcp = _term("dcp", dcp_distance, dcp_weight, dcp_alpha)
-        prototypes = Prototypes(num_classes, False, -100, next(model.parameters()), Ranks(model, "auto"))
+        prototypes = Prototypes(num_classes, False, -100, next(model.parameters()), Ranks(model, None))
         make = functools.partial(
             CompanionAndPrototypes,
             model,
@@ -144,6 +139,7 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
             prototypes,
             dcl,
             dcp,
+            process_group=None,
             companion=companion,
             lr_scale=companion_lr_scale,
         )
