@@ -415,6 +415,19 @@ def test_without_one_of_its_weights_both_is_the_other(alone: str, without: str) 
         assert_close(net, both.networks()[name])
 
 
+def test_a_second_backward_through_one_forward_adds_the_penalty_to_the_same_companion() -> None:
+    method = started("dcl-dcp", by_hand(normed), **WRAPPED["dcl-dcp"])
+    train(method, 1)
+    net, (_, _, x, y, _) = method.main.network, next(batches())
+    method.main.optimizer.zero_grad()
+    loss = method.criterion(net(x), y)
+    loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in net.parameters()]
+    loss.backward()
+    for parameter, gradient in zip(net.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=0, atol=1e-12)
+
+
 def test_the_companion_of_both_has_its_own_architecture_and_pace() -> None:
     options = {"companion": functools.partial(network, 3, dropout=0.0), "companion_lr_scale": 2.0}
     single = started("dcl", setting(normed), weight=0.5, **options)
