@@ -420,8 +420,11 @@ def test_a_second_backward_through_one_forward_adds_the_penalty_to_the_same_comp
     train(method, 1)
     net, (_, _, x, y, _) = method.main.network, next(batches())
     method.main.optimizer.zero_grad()
+    away = (twin(method)(x) - twin(method, "companion")(x)).square().mean()
+    apart = (twin(method)(x) - method.main.optimizer.forecaster.prototypes.values[y]).square().mean()
     loss = method.criterion(net(x), y)
     loss.backward(retain_graph=True)
+    assert method.main.optimizer.penalty == pytest.approx((0.5 * away + 0.7 * apart).item())
     once = [parameter.grad.clone() for parameter in net.parameters()]
     loss.backward()
     for parameter, gradient in zip(net.parameters(), once, strict=True):
