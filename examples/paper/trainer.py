@@ -28,10 +28,12 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 SECONDS_BETWEEN_SAVES = 30.0
 AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fifth of the time
-# What JSON has no value for, by the name that a configuration gives, from the number of steps in the training.
-SCHEDULES: dict[str, Callable[[int], Callable[[int], float]]] = {
-    "running-average": lambda steps: RunningAverage(),
-    "warm-up": lambda steps: LinearWarmup(1.0, max(1, steps // 2)),
+# What JSON has no value for, by the name that a configuration gives, from the number of steps in the training and in
+# an epoch.
+SCHEDULES: dict[str, Callable[[int, int], Callable[[int], float]]] = {
+    "running-average": lambda steps, epoch: RunningAverage(),
+    "warm-up": lambda steps, epoch: LinearWarmup(1.0, max(1, steps // 2)),
+    "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
 
 
@@ -87,6 +89,7 @@ class Run:
             classes=self.data.classes,
             device=self.device,
             scheduler=lambda stepped: CosineAnnealingLR(stepped, chosen.epochs),
+            partners=lambda labels: self._moved(self.data.same_class(labels.cpu(), torch.default_generator)),
         )
 
     def _steps_per_epoch(self) -> int:
@@ -97,10 +100,10 @@ class Run:
         if isinstance(options.get("companion"), str):
             name = options["companion"]
             options["companion"] = lambda: self._build(name)
-        for argument in ("weight", "alpha"):
-            if options.get(argument) in SCHEDULES:
-                steps = self._steps_per_epoch() * self.configuration.epochs
-                options[argument] = SCHEDULES[options[argument]](steps)
+        for argument, value in options.items():
+            if isinstance(value, str) and value in SCHEDULES:
+                epoch = self._steps_per_epoch()
+                options[argument] = SCHEDULES[value](epoch * self.configuration.epochs, epoch)
         return options
 
     def train_epoch(self) -> None:

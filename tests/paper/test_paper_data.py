@@ -136,6 +136,30 @@ def test_pictures_of_an_epoch_are_those_of_the_transform():
     torch.testing.assert_close(next(data.epoch(6, seeded_generator(5)))[0], torch.stack(expected))
 
 
+def test_a_partner_is_a_random_training_sample_of_the_same_class():
+    data = in_memory()
+    x, y = next(data.fixed("train"))
+    asked = torch.tensor([2, 0, 1, 1] * 600)
+    found = data.same_class(asked, seeded_generator())
+    numbers = (found[:, None] == x[None]).flatten(2).all(2).float().argmax(1)
+    assert torch.equal(found, x[numbers])
+    assert torch.equal(y[numbers], asked)
+    for label in range(3):
+        counts = numbers[asked == label].bincount(minlength=len(y))[y == label]
+        expected = (asked == label).sum() / (y == label).sum()
+        assert (counts - expected).abs().max() < 5 * expected.sqrt()
+
+
+@pytest.mark.parametrize("augmentation", ["crop", "trivial"])
+def test_the_generator_decides_partners_and_their_augmentation(augmentation):
+    data, state = in_memory(augmentation), torch.random.get_rng_state()
+    labels = torch.tensor([2, 0, 1, 1])
+    first, second, other = (data.same_class(labels, seeded_generator(seed)) for seed in (0, 0, 1))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
 def test_wrong_parts_and_augmentations():
     with pytest.raises(ValueError, match="part='dev' is unknown; choose one of train, validation, test"):
         next(in_memory().fixed("dev"))

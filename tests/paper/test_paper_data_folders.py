@@ -116,6 +116,16 @@ def test_workers_change_nothing(cifar, augmentation):
     assert len(forms) > len(first) / 2
 
 
+def test_partners_are_training_samples_of_the_same_class(cifar):
+    data = datasets.load("cifar100", folder=cifar, augmentation="none")
+    known, labels = reds(data, "train")
+    mean, std = GREY["cifar100"]
+    found = data.same_class(torch.arange(4).repeat(20), torch.Generator().manual_seed(0))
+    numbers = ((found[:, 0, 16, 16] * std + mean) * 255).round().int().tolist()
+    assert [labels[known.index(number)] for number in numbers] == [0, 1, 2, 3] * 20
+    assert len(set(numbers)) > 20
+
+
 def test_tiny_imagenet(tmp_path):
     root, names = tmp_path / "tiny-imagenet-200", ["n02", "n01", "n03"]
     (root / "val" / "images").mkdir(parents=True)

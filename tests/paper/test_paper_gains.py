@@ -11,7 +11,6 @@ from examples.paper.experiments import EXPERIMENTS
 from examples.paper.gains import MEASURES, Row, gain, holm, values
 from examples.paper.plots import forest, over_length, steps
 
-
 EMA = "EMA over 100 steps"
 
 

@@ -43,7 +43,13 @@ def setting(build: Callable[[], nn.Module] = network, momentum: float = 0.9, epo
         classes=CLASSES,
         device=torch.device("cpu"),
         scheduler=lambda optimizer: CosineAnnealingLR(optimizer, epochs),
+        partners=partners,
     )
+
+
+def partners(labels: Tensor) -> Tensor:
+    """Other inputs of these classes."""
+    return 0.5 * labels[:, None] + torch.randn(len(labels), FEATURES, dtype=torch.float64)
 
 
 def started(name: str, given: Setting | None = None, seed: int = 0, **options: Any) -> Method:
@@ -93,24 +99,18 @@ def assert_close(left: nn.Module, right: nn.Module, tolerance: float = 1e-12) ->
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=tolerance)
 
 
-# ---- resumption, predictions, seeds ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "saved_after"),
-    cells(product(NAMES, [2 * STEPS, STEPS + 1]), *((name, STEPS + 1) for name in NAMES), ("snapshot", 2 * STEPS)),
-)
-def test_a_resumed_run_equals_the_uninterrupted_one(name: str, saved_after: int) -> None:
-    whole = started(name)
+def assert_resumes(start: Callable[[int], Method], saved_after: int) -> None:
+    """Hold a run that was saved after some batches, and loaded into one of another seed, against the whole one."""
+    whole = start(0)
     losses = train(whole)
 
-    first, todo = started(name), list(batches())
+    first, todo = start(0), list(batches())
     for batch in todo[:saved_after]:
         advance(first, batch)
     file = io.BytesIO()
     torch.save(first.state_dict(), file)
     file.seek(0)
-    second = started(name, seed=99)
+    second = start(99)
     torch.rand(3)
     second.load_state_dict(torch.load(file, weights_only=True))
     rest = [advance(second, batch) for batch in todo[saved_after:]]
@@ -119,6 +119,17 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, saved_after: int)
     assert_same(frozen(whole), frozen(second))
     x = todo[0][2]
     assert torch.equal(whole.predict(x), second.predict(x))
+
+
+# ---- resumption, predictions, seeds ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "saved_after"),
+    cells(product(NAMES, [2 * STEPS, STEPS + 1]), *((name, STEPS + 1) for name in NAMES), ("snapshot", 2 * STEPS)),
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(name: str, saved_after: int) -> None:
+    assert_resumes(lambda seed: started(name, seed=seed), saved_after)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,6 +182,7 @@ REMOVED: dict[str, dict[str, Any]] = {
     "plain": {"label_smoothing": 0.0},
     "dcl": {"weight": 0.0},
     "dcp": {"weight": 0.0},
+    "dcl-dcp": {"dcl_weight": 0.0, "dcp_weight": 0.0},
     "sam": {"rho": 0.0},
     "saf": {"weight": 0.0, "lag": 1, "start": 1},
     "dml": {"weight": 0.0},
@@ -264,6 +276,11 @@ WRONG = [
     ("plain", "label_smoothing", 1.5),
     ("dcl", "weight", -1.0),
     ("dcp", "alpha", 2.0),
+    ("dcp", "random_prototypes", -1.0),
+    ("dcl-dcp", "dcl_weight", -1.0),
+    ("dcl-dcp", "dcl_alpha", 2.0),
+    ("dcl-dcp", "dcp_weight", -1.0),
+    ("dcl-dcp", "dcp_alpha", 2.0),
     ("sam", "rho", -0.1),
     ("gam", "rho", -0.1),
     ("gam", "rho_gradient", -0.1),
@@ -276,6 +293,8 @@ WRONG = [
     ("saf", "start", 2),
     ("dml", "weight", -1.0),
     ("ps-kd", "alpha", 1.1),
+    ("cs-kd", "weight", -1.0),
+    ("cs-kd", "temperature", 0.0),
     ("ema", "decay", math.nan),
     ("mean-teacher", "weight", -1.0),
     ("mean-teacher", "ramp_up", -1),

@@ -72,11 +72,13 @@ DEFAULTS = {
     "plain": {"label_smoothing": 0.0},
     "dcl": {"weight": 0.1, "alpha": 0.6, "distance": "mse", "reduction": "mean"},
     "dcp": {"weight": 0.1, "alpha": 0.97, "distance": "mse", "reduction": "mean"},
+    "dcl-dcp": {"dcl_weight": 0.1, "dcl_alpha": 0.6, "dcp_weight": 0.1, "dcp_alpha": 0.97},
     "sam": {"rho": 0.05},
     "gam": {"rho": 0.2, "rho_gradient": 0.02, "beta_0": 0.5, "beta_1": 0.6, "gamma": 0.03},
     "saf": {"weight": 0.3, "temperature": 5.0, "lag": 3, "start": 5},
     "dml": {"weight": 1.0},
     "ps-kd": {"alpha": 0.8},
+    "cs-kd": {"weight": 1.0, "temperature": 4.0},
     "ema": {"decay": 0.999, "warm_up": False},
     "mean-teacher": {"weight": 100.0, "ramp_up": 5, "decay": 0.999},
     "voting": {"estimators": 2},
@@ -200,7 +202,7 @@ def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: 
         apply(companion, torch.autograd.grad(chase, list(companion.parameters())), 2 * rate(epoch))
     assert_close(method.networks()["model"], model)
     assert_close(method.networks()["companion"], companion)
-    assert list(method.predictors()) == ["model", "companion"]
+    assert list(method.predictors()) == ["model", "companion", "mean of both"]
 
 
 def test_companion_prototype_holds_the_model_to_its_class_means() -> None:

@@ -48,7 +48,7 @@ def test_choices_are_made_on_validation_pictures():
     assert {EXPERIMENTS[name].part for name in ("alpha", "distance", "rate", "companion", "fraction")} == {"validation"}
 
 
-@pytest.mark.parametrize("method", ["plain", "dcl", "dcp", "saf"])
+@pytest.mark.parametrize("method", ["plain", "dcl", "dcp", "saf", "cs-kd"])
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(method, tmp_path):
     configuration = replace(TINY, method=method, augmentation="crop", averages=(0.5, 0.9))
     whole = Run(configuration, 1, CPU)
@@ -100,6 +100,30 @@ def test_the_weight_grows_over_half_of_the_training():
     assert seen == [3 / 4, 1.0, 1.0]
 
 
+def test_prototypes_are_frozen_after_the_first_epoch():
+    run = Run(replace(TINY, method="dcp", options={"alpha": "frozen-after-first-epoch"}), 0, CPU)
+    alphas, held = [], []
+    for _ in range(3):
+        run.train_epoch()
+        alphas.append(run.method.main.optimizer.logs()["alpha"])
+        held.append(run.method.main.optimizer.prototypes)
+    assert alphas == [0.97, 1.0, 1.0]
+    assert held[0].any()
+    assert torch.equal(held[0], held[1])
+    assert torch.equal(held[0], held[2])
+    run = Run(replace(TINY, method="dcl-dcp", options={"dcp_alpha": "frozen-after-first-epoch"}), 0, CPU)
+    assert run.method.main.optimizer.forecaster._dcp.alpha(3) == 0.97
+    assert run.method.main.optimizer.forecaster._dcp.alpha(4) == 1.0
+
+
+def test_a_method_that_asks_for_partners_sees_the_batches_of_the_others(tmp_path):
+    runs = [Run(replace(TINY, method=method, augmentation="crop"), 2, CPU) for method in ("plain", "cs-kd")]
+    for run in runs:
+        train(run, tmp_path / f"{run.configuration.method}.pt")
+    assert torch.equal(runs[0].generator.get_state(), runs[1].generator.get_state())
+    assert runs[0].losses != runs[1].losses
+
+
 def test_figures_are_those_of_the_predictions():
     run = Run(replace(TINY, method="dcl"), 0, CPU)
     run.train_epoch()
@@ -110,19 +134,23 @@ def test_figures_are_those_of_the_predictions():
         with torch.no_grad():
             assert found["accuracy"][name] == pytest.approx(float((network(x).argmax(1) == y).float().mean()))
     assert list(found["accuracy"]) == list(found["quality"]) == list(found["train_accuracy"])
-    assert list(found["accuracy"])[:2] == ["model", "companion"]
+    assert list(found["accuracy"]) == ["model", "companion", "mean of both"]
     assert found["corrupted"] == {}
     assert 0 < found["consistency"]["model"] <= 1 <= found["perplexity"]["model"]
 
 
-def test_averages_of_the_weights_are_predictors_and_leave_the_training_alone():
-    run, without = Run(replace(TINY, averages=(0.0, 0.9)), 0, CPU), Run(TINY, 0, CPU)
-    for _ in range(2):
+@pytest.mark.parametrize("method", ["plain", "dcl", "dcp"])
+def test_averages_of_the_weights_are_predictors_and_leave_the_training_alone(method):
+    tiny = replace(TINY, method=method, batch_size=60)  # a step an epoch: each is averaged
+    run, without = Run(replace(tiny, averages=(0.0, 0.9)), 0, CPU), Run(tiny, 0, CPU)
+    for _ in range(3):
         run.train_epoch()
         without.train_epoch()
-    assert_same(run.method.main.network, without.method.main.network)
+    assert_same(run.method.state_dict()["parts"], without.method.state_dict()["parts"])
     found = {name: z for name, z, _ in run.logits("validation")}
-    assert list(found) == ["model", "EMA over 1 steps", "EMA over 10 steps"]
+    assert [name for name in found if "companion" not in name and "both" not in name] == [
+        *("model", "EMA over 1 steps", "EMA over 10 steps")
+    ]
     assert torch.equal(found["EMA over 1 steps"], found["model"])
     assert not torch.equal(found["EMA over 10 steps"], found["model"])
 

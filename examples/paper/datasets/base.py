@@ -34,6 +34,9 @@ class Data(Protocol):
         All randomness is the generator's. A last batch of one is dropped: batch normalisation could not take it.
         """
 
+    def same_class(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """A random training sample of the class of each label (B,), augmented; all randomness is the generator's."""
+
     def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of ``train``, ``validation`` or ``test`` in order and not augmented."""
 
@@ -59,6 +62,23 @@ def draw_seeds(count: int, generator: torch.Generator) -> list[int]:
     return torch.randint(2**62, (count,), generator=generator).tolist()
 
 
+class ByClass:
+    """Draws samples by their class.
+
+    Args:
+        labels: of all samples, (count,).
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        self._order, self._counts = labels.argsort(stable=True), labels.bincount()
+        self._starts = self._counts.cumsum(0) - self._counts
+
+    def draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """The number of one sample of the class of each label (B,); each of the class is as likely."""
+        draws = torch.randint(2**62, (len(labels),), generator=generator)
+        return self._order[self._starts[labels] + draws % self._counts[labels]]
+
+
 class InMemory:
     """Tensors, normalised for each channel by the training pictures' mean and standard deviation.
 
@@ -79,6 +99,7 @@ class InMemory:
         self.name, self.class_names, self.augmentation = name, tuple(class_names), check(augmentation)
         self.classes = len(self.class_names)
         self._parts = dict(parts)
+        self._by_class = ByClass(parts["train"][1])
         images = parts["train"][0]
         channels, height, width = images.shape[1:]
         self.shape = (int(channels), int(height), int(width))
@@ -102,6 +123,10 @@ class InMemory:
         images, labels = self._parts["train"]
         for index in batches(len(labels), batch_size, generator):
             yield self._augmented(images[index], generator), labels[index], index
+
+    def same_class(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """See :meth:`Data.same_class`."""
+        return self._augmented(self._parts["train"][0][self._by_class.draw(labels, generator)], generator)
 
     def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """See :meth:`Data.fixed`."""
@@ -127,7 +152,8 @@ class InMemory:
         images, labels = self._parts["train"]
         chosen = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
         steps = torch.randint(1, self.classes, (len(chosen),), generator=generator)
-        self._parts["train"] = images, labels.index_copy(0, chosen, (labels[chosen] + steps) % self.classes)
+        labels = labels.index_copy(0, chosen, (labels[chosen] + steps) % self.classes)
+        self._parts["train"], self._by_class = (images, labels), ByClass(labels)
 
     def _augmented(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if self._transform is not None:

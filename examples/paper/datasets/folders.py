@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from examples.paper.augmentations import View, evaluation, seeded, training
 from examples.paper.datasets import listings
-from examples.paper.datasets.base import batches, draw_seeds
+from examples.paper.datasets.base import ByClass, batches, draw_seeds
 from examples.paper.datasets.listings import Listing
 from examples.paper.datasets.splits import check_part, train_and_validation
 
@@ -81,6 +81,7 @@ class Folders:
         self._augmented = Transformed(train, training(augmentation, view))
         held_out = round(VALIDATION * len(train.labels))
         numbers, validation = train_and_validation(train.labels, held_out, train_size, seed)
+        self._by_class = ByClass(train.labels[numbers])
         plain = evaluation(view)
         self._fixed = {
             "train": (Transformed(train, plain), numbers),
@@ -99,6 +100,12 @@ class Folders:
         keys = [list(zip(numbers[i].tolist(), draw_seeds(len(i), generator), strict=True)) for i in indices]
         for (x, y), index in zip(self._loader(self._augmented, keys, generator), indices, strict=True):
             yield x, y, index
+
+    def same_class(self, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """See :meth:`examples.paper.datasets.base.Data.same_class`; read by this process, not by workers."""
+        numbers = self._fixed["train"][1][self._by_class.draw(labels, generator)]
+        keys = zip(numbers.tolist(), draw_seeds(len(numbers), generator), strict=True)
+        return torch.stack([self._augmented[key][0] for key in keys])
 
     def fixed(self, part: str, batch_size: int = 500) -> Iterator[Batch]:
         """See :meth:`examples.paper.datasets.base.Data.fixed`."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from examples.paper.methods.averages import MeanTeacher, WeightAverage
 from examples.paper.methods.base import Method, Setting
-from examples.paper.methods.companion import CompanionLearning, CompanionPrototype
+from examples.paper.methods.class_wise import ClassWiseDistillation
+from examples.paper.methods.companion import CompanionLearning, CompanionLearningPrototype, CompanionPrototype
 from examples.paper.methods.ensembles import Bagging, Voting
 from examples.paper.methods.mutual import MutualLearning
 from examples.paper.methods.plain import Plain
@@ -19,11 +20,13 @@ METHODS: dict[str, type[Method]] = {
     "plain": Plain,
     "dcl": CompanionLearning,
     "dcp": CompanionPrototype,
+    "dcl-dcp": CompanionLearningPrototype,
     "sam": SharpnessAware,
     "gam": GradientNormAware,
     "saf": SharpnessFree,
     "dml": MutualLearning,
     "ps-kd": SelfDistillation,
+    "cs-kd": ClassWiseDistillation,
     "ema": WeightAverage,
     "mean-teacher": MeanTeacher,
     "voting": Voting,

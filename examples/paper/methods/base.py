@@ -37,6 +37,8 @@ class Setting:
         classes: number of classes.
         device: where the networks and the batches are.
         scheduler: builds the learning-rate schedule of an optimizer; stepped once an epoch.
+        partners: gives a random training sample of the class of each label (B,): augmented inputs (B, C, H, W) on the
+            device. All its draws are of torch's global generator, so that a method that asks sees the others' batches.
     """
 
     build: Callable[[], nn.Module]
@@ -47,6 +49,7 @@ class Setting:
     classes: int
     device: torch.device
     scheduler: Callable[[Optimizer], LRScheduler]
+    partners: Callable[[Tensor], Tensor]
 
 
 class Trained:
@@ -97,7 +100,7 @@ class Method(ABC):
     def __init__(self, setting: Setting, **trained: Trained) -> None:
         self.setting, self.trained, self.epoch = setting, trained, 0
         self.kept: dict[str, nn.Module] = {}
-        self.criterion = nn.CrossEntropyLoss()
+        self.criterion: nn.Module = nn.CrossEntropyLoss()
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -123,7 +126,8 @@ class Method(ABC):
             index: which training samples they are, (B,), on any device.
 
         Returns:
-            The task loss before the step: cross-entropy, without what the method adds; detached.
+            The task loss before the step, detached: cross-entropy, or what a method's options make of it, without
+            what the method adds.
         """
 
     def end_epoch(self) -> None:

@@ -1,74 +1,128 @@
-"""Deep Companion Learning and Deep Companion Prototype: plain training with the optimizer wrapped."""
+"""Deep Companion Learning, Deep Companion Prototype, and both: plain training with the optimizer wrapped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from examples.paper.methods.base import Method, Setting, Trained, keywords_of
+from examples.paper.methods.base import Predictor, Setting, check_range, ensemble, keywords_of
+from examples.paper.methods.companion_and_prototypes import CompanionPrototypeOptimizer
+from examples.paper.methods.plain import Plain
 
 
-class _Wrapped(Method):
-    """Plain training with a wrapped optimizer."""
+class _Wrapped(Plain):
+    """Plain training with a wrapped optimizer.
+
+    Args:
+        setting: what to train with.
+        wrapper: the optimizer's class.
+        classes: its further positional arguments.
+        options: its own keywords and those of :class:`Plain`.
+    """
 
     def __init__(self, setting: Setting, wrapper: Callable[..., Optimizer], *classes: int, **options: Any) -> None:
-        criterion = nn.CrossEntropyLoss()
+        shared = {name: options.pop(name) for name in Plain.options() if name in options}
 
-        def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
+        def wrap(base: Optimizer, model: nn.Module, criterion: nn.Module) -> Optimizer:
             return wrapper(base, model, *classes, criterion=criterion, **options)
 
-        super().__init__(setting, model=Trained(setting, wrap))
-        self.criterion = criterion
-
-    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        loss = self.criterion(self.main.network(x), y)
-        self.main.update(loss)
-        return loss.detach()
+        super().__init__(setting, wrap, **shared)
 
 
-class CompanionLearning(_Wrapped):
+class _WithCompanion(_Wrapped):
+    """A wrapper that has a companion; beside model and companion it reports the mean of their softmaxes."""
+
+    cost = 2.0
+
+    def __init__(self, setting: Setting, wrapper: Callable[..., Optimizer], *classes: int, **options: Any) -> None:
+        super().__init__(setting, wrapper, *classes, **options)
+        if self._rho:
+            self.cost += 1 / 3  # the forecast at the ascended weights
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {**super().networks(), "companion": self.main.optimizer.companion}
+
+    def predictors(self) -> dict[str, Predictor]:
+        both = [self.main.network, self.main.optimizer.companion]
+        return {**super().predictors(), "mean of both": ensemble(both)}
+
+
+class CompanionLearning(_WithCompanion):
     """Deep Companion Learning (R. Zhu and V. Saligrama, ECCV 2024): the optimizer in :class:`DCLOptimizer`.
+
+    A ``companion_every`` above the number of steps gives a companion that never learns, a control. An alpha of 1 does
+    not: the gradient is zero then, but the weight decay goes on.
 
     Args:
         setting: what to train with.
         options: the wrapper's own keywords, but for ``criterion``: weight, alpha, distance, companion (a callable that
-            builds the network), companion_lr_scale, companion_fraction and so on.
+            builds the network), companion_lr_scale, companion_fraction and so on; and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range.
     """
-
-    cost = 2.0
 
     def __init__(self, setting: Setting, **options: Any) -> None:
         super().__init__(setting, DCLOptimizer, **options)
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        return tuple(name for name in keywords_of(DCLOptimizer.__init__) if name != "criterion")
-
-    def networks(self) -> dict[str, nn.Module]:
-        return {**super().networks(), "companion": self.main.optimizer.companion}
+        return (*_keywords_of(DCLOptimizer), *super().options())
 
 
 class CompanionPrototype(_Wrapped):
-    """Deep Companion Prototype (the same paper's appendix): the optimizer in :class:`DCPOptimizer`.
+    r"""Deep Companion Prototype (the same paper's appendix): the optimizer in :class:`DCPOptimizer`.
 
     Args:
         setting: what to train with.
-        options: the wrapper's own keywords, but for ``criterion``: weight, alpha, distance and so on.
+        random_prototypes: a control: the standard deviation :math:`\ge 0` of prototypes that are drawn from a Gaussian
+            at the start, of torch's global generator, and stay: alpha is 1. Default 0 for those that learn.
+        options: the wrapper's own keywords, but for ``criterion``: weight, alpha, distance and so on; and those of
+            :class:`Plain`.
+
+    Raises:
+        ValueError: an option out of range, or another alpha with ``random_prototypes``.
+    """
+
+    def __init__(self, setting: Setting, *, random_prototypes: float = 0.0, **options: Any) -> None:
+        check_range("random_prototypes", random_prototypes, 0)
+        if random_prototypes and options.setdefault("alpha", 1.0) != 1:
+            raise ValueError(f"alpha={options['alpha']!r} but random_prototypes stay as they are: leave alpha out")
+        super().__init__(setting, DCPOptimizer, setting.classes, **options)
+        if random_prototypes:
+            values = random_prototypes * torch.randn(setting.classes, setting.classes)
+            state = {"values": values, "seen": torch.ones(setting.classes, dtype=torch.bool)}
+            self.main.optimizer.forecaster.load_state_dict(state)
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        return (*_keywords_of(DCPOptimizer), *keywords_of(cls.__init__), *super().options())
+
+
+class CompanionLearningPrototype(_WithCompanion):
+    """Both penalties summed: the optimizer in :class:`CompanionPrototypeOptimizer`.
+
+    Args:
+        setting: what to train with.
+        options: the wrapper's own keywords, but for ``criterion``: dcl_weight, dcl_alpha, dcp_weight, dcp_alpha and so
+            on; and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range.
     """
 
     def __init__(self, setting: Setting, **options: Any) -> None:
-        super().__init__(setting, DCPOptimizer, setting.classes, **options)
+        super().__init__(setting, CompanionPrototypeOptimizer, setting.classes, **options)
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        return tuple(name for name in keywords_of(DCPOptimizer.__init__) if name != "criterion")
+        return (*_keywords_of(CompanionPrototypeOptimizer), *super().options())
+
+
+def _keywords_of(wrapper: type[Any]) -> tuple[str, ...]:
+    return tuple(name for name in keywords_of(wrapper.__init__) if name != "criterion")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from examples.paper.methods.base import Method, Setting, Trained, check_range, frozen_statistics
+from examples.paper.methods.plain import Plain
 
 EPSILON = 1e-12  # keeps the division by a gradient's norm finite
 
 
-class SharpnessAware(Method):
+class SharpnessAware(Plain):
     r"""SAM (Foret et al., ICLR 2021, Algorithm 1), as in ``pytorch_optimizer``.
 
     .. math:: \theta \leftarrow \text{base step with } \nabla \ell(\theta + \rho\, g / \lVert g \rVert),
@@ -23,42 +24,16 @@ class SharpnessAware(Method):
 
     Args:
         setting: what to train with.
-        rho: the radius :math:`\rho \ge 0`. Default 0.05, the paper's for CIFAR.
+        rho: the radius :math:`\rho \ge 0`. Default 0.05, the paper's for CIFAR; at 0 it is plain training.
+        options: those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range.
         ImportError: ``pytorch_optimizer`` is not installed.
     """
 
-    cost = 2.0
-
-    def __init__(self, setting: Setting, *, rho: float = 0.05) -> None:
-        check_range("rho", rho, 0)
-        try:
-            from pytorch_optimizer import SAM
-        except ImportError as error:
-            raise ImportError("method 'sam' needs a package: pip install pytorch_optimizer") from error
-        super().__init__(setting, model=Trained(setting))
-        base = self.main.optimizer
-
-        def keep_base(groups: Any, **options: Any) -> Any:
-            return base
-
-        self._sam: Any = SAM(base.param_groups, cast(Any, keep_base), rho=rho)
-
-    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        network = self.main.network
-
-        def evaluate() -> Tensor:
-            self.main.optimizer.zero_grad()
-            loss = self.criterion(network(x), y)
-            loss.backward()
-            return loss
-
-        loss = evaluate()
-        with frozen_statistics(network):
-            self._sam.step(evaluate)
-        return loss.detach()
+    def __init__(self, setting: Setting, *, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(setting, rho=rho, **options)
 
 
 class GradientNormAware(Method):

@@ -1,0 +1,157 @@
+"""An optimizer with a companion and with prototypes: one forecaster of both, their penalties summed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim.companion import Companion
+from dcl_optim.distances import Distance, DistanceName, resolve_distance
+from dcl_optim.distributed import Ranks
+from dcl_optim.forecaster import ForwardRecord, RngState, Scale
+from dcl_optim.hooks.labels import Labels
+from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.prototypes import Prototypes
+from dcl_optim.schedules import Checked, Schedule, checked
+
+
+@dataclass(frozen=True)
+class Term:
+    """A penalty and what its forecast learns by."""
+
+    distance: Distance
+    weight: Checked
+    alpha: Checked
+
+
+class CompanionAndPrototypes(Companion):
+    """A companion that has prototypes beside it; each learns as it does alone.
+
+    It knows the weights of both penalties: the optimizer's own weight has to be 1, and its alpha and distance are not
+    looked at.
+
+    Args:
+        model: the model.
+        base: its optimizer.
+        prototypes: the prototypes.
+        dcl: the companion's term.
+        dcp: the prototypes' term.
+        options: the companion's own.
+    """
+
+    def __init__(
+        self, model: nn.Module, base: Optimizer, prototypes: Prototypes, dcl: Term, dcp: Term, **options: Any
+    ) -> None:
+        self.prototypes, self._dcl, self._dcp = prototypes, dcl, dcp
+        self._number = 1  # of the optimizer step
+        super().__init__(model, base, find_logits, **options)
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
+        self._number = step
+        super().before_forward(args, kwargs, rng_state, step)
+
+    def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
+        c = record.forecast
+        value, slope = super().penalty(record, self._dcl.distance)
+        class_value, class_slope = self.prototypes.penalty(record, self._dcp.distance)
+        record.forecast = c  # where the prototypes have put theirs
+        ours, theirs = self._dcl.weight(self._number), self._dcp.weight(self._number)
+        return ours * value + theirs * class_value, ours * slope + theirs * class_slope
+
+    def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
+        super().observe(record, self._dcl.distance, self._dcl.alpha(self._number), scale)
+        self.prototypes.observe(record, self._dcp.distance, self._dcp.alpha(self._number), scale)
+
+    def step(self) -> None:
+        self.prototypes.step()  # first: the companion's ends with forget()
+        super().step()
+
+    def forget(self) -> None:
+        self.prototypes.forget()
+        super().forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"companion": super().state_dict(), "prototypes": self.prototypes.state_dict()}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        super().check_state(state["companion"])
+        self.prototypes.check_state(state["prototypes"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["companion"])
+        self.prototypes.load_state_dict(state["prototypes"])
+
+
+class CompanionPrototypeOptimizer(ForecastOptimizer):
+    r"""DCL and DCP at once: the model is held to a companion and to its classes' prototypes.
+
+    .. math:: \theta_{t+1} = \text{base step with } \nabla_\theta\,\Big[\ell(z, y) + \lambda_1\,\Delta_1(z, c)
+        + \frac{\lambda_2}{N} \sum_i \Delta_2(z_i, p^{y_i})\Big]
+
+    Companion and prototypes learn as in :class:`~dcl_optim.DCLOptimizer` and :class:`~dcl_optim.DCPOptimizer`, whose
+    defaults these are. For one process.
+
+    Args:
+        base_optimizer: the optimizer to wrap.
+        model: the model that it trains.
+        num_classes: K.
+        dcl_weight, dcl_alpha, dcl_distance, companion, companion_lr_scale: DCLOptimizer's, the first three without
+            their prefix.
+        dcp_weight, dcp_alpha, dcp_distance: DCPOptimizer's, without their prefix.
+        criterion: the loss module; gives labels and the loss scale.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    _name = "CompanionPrototypeOptimizer"
+    forecaster: CompanionAndPrototypes
+
+    def __init__(
+        self,
+        base_optimizer: Optimizer,
+        model: nn.Module,
+        num_classes: int,
+        *,
+        dcl_weight: float | Schedule = 0.1,
+        dcl_alpha: float | Schedule = 0.6,
+        dcl_distance: DistanceName | Distance = "mse",
+        companion: nn.Module | Callable[[], nn.Module] | None = None,
+        companion_lr_scale: float = 1.0,
+        dcp_weight: float | Schedule = 0.1,
+        dcp_alpha: float | Schedule = 0.97,
+        dcp_distance: DistanceName | Distance = "mse",
+        criterion: nn.Module | None = None,
+    ) -> None:
+        dcl = _term("dcl", dcl_distance, dcl_weight, dcl_alpha)
+        dcp = _term("dcp", dcp_distance, dcp_weight, dcp_alpha)
+        prototypes = Prototypes(num_classes, False, -100, next(model.parameters()), Ranks(model, None))
+        make = functools.partial(
+            CompanionAndPrototypes,
+            model,
+            base_optimizer,
+            prototypes,
+            dcl,
+            dcp,
+            process_group=None,
+            companion=companion,
+            lr_scale=companion_lr_scale,
+        )
+        super().__init__(base_optimizer, model, make, weight=1.0, alpha=1.0, criterion=criterion, labels=Labels(None))
+
+    @property
+    def companion(self) -> nn.Module:
+        """The companion as a module. Made by this, if not before."""
+        return self.forecaster.module
+
+
+def _term(prefix: str, distance: DistanceName | Distance, weight: float | Schedule, alpha: float | Schedule) -> Term:
+    return Term(
+        resolve_distance(distance), checked(weight, f"{prefix}_weight"), checked(alpha, f"{prefix}_alpha", upper=1.0)
+    )
