@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from examples.paper import peers
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.gains import Row
 
@@ -102,5 +103,6 @@ def _pays(title: str, plain: Configuration) -> Experiment:
 EXPERIMENTS: dict[str, Experiment] = {
     **{f"tune-{name}": _tuning(name, plain) for name, plain in SETTINGS.items()},
     **{key: found for name, plain in SETTINGS.items() for key, found in _lengths(name, plain).items()},
+    "peers-kanji-grids": peers.tuning("kanji", KANJI),
     **{f"pays-{name}": _pays(title, plain) for name, (title, plain) in PLACES.items()},
 }

@@ -1,0 +1,47 @@
+"""DCL and DCP beside their relatives: each method with a grid of four values on validation, all of the same size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from examples.paper.configuration import Configuration, Experiment
+
+Grid = dict[str, Configuration]
+
+
+def _options(plain: Configuration, method: str, name: str, values: tuple[float, ...], **fixed: Any) -> Grid:
+    """A configuration for each value of one option, by the value."""
+    return {f"{value:g}": replace(plain, method=method, options={name: value, **fixed}) for value in values}
+
+
+def grids(plain: Configuration) -> dict[str, Grid]:
+    """What is tried of each method; CE has its learning rate and weight decay from a grid of its own."""
+    return {
+        "label smoothing": _options(plain, "plain", "label_smoothing", (0.05, 0.1, 0.2, 0.4)),
+        "online label smoothing": _options(plain, "plain", "online_label_smoothing", (0.25, 0.5, 0.75, 0.9)),
+        "confidence penalty": _options(plain, "plain", "confidence_penalty", (0.03, 0.1, 0.3, 1.0)),
+        "LogitNorm": _options(plain, "plain", "logit_norm", (0.02, 0.04, 0.1, 0.2)),
+        "penalty on the logits": _options(plain, "plain", "logit_penalty", (0.1, 0.3, 1.0, 3.0)),
+        # In DCP's normalisation with 150 classes these are λ = 0.075, 0.3, 0.975 and 3.
+        "center loss": _options(plain, "plain", "center_loss", (0.001, 0.004, 0.013, 0.04)),
+        "CS-KD": _options(plain, "cs-kd", "weight", (0.3, 1.0, 3.0, 10.0)),
+        "mixup": _options(plain, "plain", "mixup", (0.1, 0.2, 0.5, 1.0)),
+        "SAM": _options(plain, "plain", "rho", (0.02, 0.05, 0.1, 0.2)),
+        "DCL": _options(plain, "dcl", "weight", (0.03, 0.1, 0.3, 1.0), alpha=0.6),
+        # T² = 16 makes the gradient of the divergence as large as without a temperature.
+        "DCL, KL with T = 4": _options(
+            plain, "dcl", "weight", (1.6, 4.8, 16.0, 48.0), alpha=0.6, distance="kl", temperature=4.0
+        ),
+        "DCP": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.97),
+        "DCP, α = 0.6": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.6),
+        "DCL (λ = 0.1) and DCP": _options(
+            plain, "dcl-dcp", "dcp_weight", (0.1, 0.3, 1.0, 3.0), dcl_weight=0.1, dcl_alpha=0.6, dcp_alpha=0.97
+        ),
+    }
+
+
+def tuning(name: str, plain: Configuration) -> Experiment:
+    """All grids on validation, three seeds."""
+    runs = {f"{method} {value}": run for method, grid in grids(plain).items() for value, run in grid.items()}
+    return Experiment(f"grids of the peers on {name}, 4,000 steps", "validation", 3, "CE", {"CE": plain} | runs)
