@@ -8,6 +8,8 @@ import pytest
 from examples.paper import __main__ as command
 from examples.paper import evidence, records
 from examples.paper.experiments import EXPERIMENTS
+from examples.paper.gain_tables import over_length as over_length_table
+from examples.paper.gain_tables import over_measures, over_settings
 from examples.paper.gains import MEASURES, Row, gain, holm, values
 from examples.paper.plots import forest, over_length, steps
 
@@ -94,3 +96,31 @@ def test_the_command_draws_what_has_results(tmp_path, capsys):
     command.main(["plot", "--results", str(tmp_path), "--images", str(tmp_path / "images")])
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["length-kanji.png", "pays.png"]
     assert capsys.readouterr().out.split() == [str(tmp_path / "images" / f"{n}.png") for n in ("length-kanji", "pays")]
+
+
+def cells(table):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_the_table_over_the_length_by_hand():
+    head, _, *lines = cells(over_length_table({"4k": CE + DCP, "16k": CE}, {"ours": Row("DCP")}))
+    assert head == ["", "4k", "16k"]
+    assert lines == [
+        ["CE, training images, %", "100.00 ± 0.00", "100.00 ± 0.00"],
+        ["CE, test images, %", "82.00 ± 1.15", "82.00 ± 1.15"],
+        ["ours, minus CE", "+1.00 ± 0.58", ""],
+    ]
+
+
+def test_the_p_values_of_a_table_are_corrected_for_all_of_it():
+    """Without correction they are 0.2254 once and 1 once, where there is no spread: of two, the first counts twice."""
+    rows = {"ours": Row("DCP"), "average": Row("CE", EMA)}
+    head, _, line = cells(over_settings({"some": CE + DCP}, rows))
+    assert head == ["", "CE, %", "ours, minus CE", "p", "average, minus CE", "p", "seeds"]
+    p = 2 * (1 - math.sqrt(3 / 5))
+    assert line == ["some", "82.00 ± 1.15", "+1.00 ± 0.58", f"{p:.3f}", "+1.00 ± 0.00", "1.000", "3"]
+
+
+def test_the_table_over_measures_by_hand():
+    _, _, *lines = cells(over_measures(CE + DCP, {"ours": Row("DCP")}, ["NLL", "ECE, %"]))
+    assert lines == [["CE", "1.000 ± 0.000", "5.000 ± 0.000"], ["ours, minus CE", "-0.100 ± 0.000", "+0.000 ± 0.000"]]

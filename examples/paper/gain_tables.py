@@ -1,0 +1,67 @@
+"""Markdown tables of gains: over the length of training, over the settings, and of a measure after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.table import grid
+from dcl_optim.demo.report import mean_and_error
+from examples.paper.gains import Gain, Row, gain, holm, values
+from examples.paper.records import Record
+
+CE = Row("CE")
+ACCURACY = "accuracy, %"
+
+
+def over_length(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
+    """CE's accuracy in training and in the test, and the gain of each row over CE, a column for each length.
+
+    Args:
+        columns: the records by the head of their column.
+        rows: what is compared with CE, by its name in the table.
+    """
+    lines = [
+        ["CE, training images, %", *(_mean(found, "train accuracy, %") for found in columns.values())],
+        ["CE, test images, %", *(_mean(found, ACCURACY) for found in columns.values())],
+    ]
+    for name, row in rows.items():
+        lines.append([f"{name}, minus CE", *(_cell(gain(found, row, CE)) for found in columns.values())])
+    return "\n".join(grid(["", *columns], lines, words=1))
+
+
+def over_settings(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
+    """CE's accuracy and the gains over it in each setting, with p values corrected for all cells of the table."""
+    gains = {(title, name): gain(found, row, CE) for title, found in settings.items() for name, row in rows.items()}
+    p = holm({f"{title}\n{name}": one.p for (title, name), one in gains.items() if one})
+    lines = []
+    for title, found in settings.items():
+        cells = [title, _mean(found, ACCURACY)]
+        for name in rows:
+            cells += [_cell(gains[title, name]), _probability(p.get(f"{title}\n{name}"))]
+        lines.append([*cells, str(len(values(found, CE, ACCURACY)))])
+    head = ["", "CE, %", *(part for name in rows for part in (f"{name}, minus CE", "p")), "seeds"]
+    return "\n".join(grid(head, lines, words=1))
+
+
+def over_measures(found: Sequence[Record], rows: Mapping[str, Row], measures: Sequence[str]) -> str:
+    """Each measure of CE, and its difference to CE of each row."""
+    lines = [["CE", *(_mean(found, measure, places=3) for measure in measures)]]
+    for name, row in rows.items():
+        lines.append([f"{name}, minus CE", *(_cell(gain(found, row, CE, measure), 3) for measure in measures)])
+    return "\n".join(grid(["", *measures], lines, words=1))
+
+
+def _mean(found: Sequence[Record], measure: str, places: int = 2) -> str:
+    return _number(*mean_and_error(list(values(found, CE, measure).values())), places=places)
+
+
+def _cell(found: Gain | None, places: int = 2) -> str:
+    return "" if found is None else _number(found.mean, found.error, sign="+", places=places)
+
+
+def _number(mean: float, error: float | None, sign: str = "", places: int = 2) -> str:
+    return f"{mean:{sign}.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
+
+
+def _probability(p: float | None) -> str:
+    return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
