@@ -93,6 +93,50 @@ def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
     }
 
 
+def _data() -> dict[str, Experiment]:
+    """From a tenth of the training images of kanji to all, in about 4,000 steps; 800 are ``length-kanji-4k``."""
+    return {
+        f"data-kanji-{size}": Experiment(
+            f"CE, label smoothing, DCL and DCP on {size:,} of 4,800 kanji, 4,000 steps",
+            "test",
+            5,
+            "CE",
+            _compared(replace(KANJI, train_size=size, epochs=epochs)),
+        )
+        for size, epochs in ((480, 267), (1_600, 80), (4_800, 27))
+    }
+
+
+def _noise() -> dict[str, Experiment]:
+    return {
+        f"noise-kanji-{percent}": Experiment(
+            f"CE, label smoothing, DCL and DCP on kanji with {percent} % wrong labels, 4,000 steps",
+            "test",
+            5,
+            "CE",
+            _compared(replace(KANJI, label_noise=percent / 100)),
+        )
+        for percent in (20, 40)
+    }
+
+
+def _controls() -> Experiment:
+    """What would show the gain to be something simpler: each with DCP's settings but for what it names."""
+    never = 10**9
+    found = {
+        "CE": KANJI,
+        "DCP": _with(KANJI, "dcp", **DCP),
+        "DCP, λ = 1, α = 0.6": _with(KANJI, "dcp", **PAPER),
+        "λ = 1, penalty on the logits": _with(KANJI, "plain", logit_penalty=1.0),
+        "λ = 1, α = 0: the batch's class means": _with(KANJI, "dcp", weight=1.0, alpha=0.0),
+        "λ = 1, prototypes of the first epoch": _with(KANJI, "dcp", weight=1.0, alpha="frozen-after-first-epoch"),
+        "λ = 1, random prototypes": _with(KANJI, "dcp", weight=1.0, random_prototypes=1.0),
+        "λ = 1, random prototypes, three times as large": _with(KANJI, "dcp", weight=1.0, random_prototypes=3.0),
+        "λ = 1, a companion that never learns": _with(KANJI, "dcl", **PAPER, companion_every=never),
+    }
+    return Experiment("controls: what else would give DCP's gain, kanji, 4,000 steps", "test", 5, "CE", found)
+
+
 def _pays(title: str, plain: Configuration) -> Experiment:
     runs = {
         label: run for label, run in _compared(plain).items() if label in ("CE", "label smoothing 0.1", "DCL", "DCP")
@@ -103,6 +147,9 @@ def _pays(title: str, plain: Configuration) -> Experiment:
 EXPERIMENTS: dict[str, Experiment] = {
     **{f"tune-{name}": _tuning(name, plain) for name, plain in SETTINGS.items()},
     **{key: found for name, plain in SETTINGS.items() for key, found in _lengths(name, plain).items()},
+    **_data(),
+    **_noise(),
+    "controls-kanji": _controls(),
     "peers-kanji-grids": peers.tuning("kanji", KANJI),
     **{f"pays-{name}": _pays(title, plain) for name, (title, plain) in PLACES.items()},
 }
