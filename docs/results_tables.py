@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGES = (
     "README.md",
-    *(f"docs/{page}.md" for page in ("applications", "extending", "index", "performance", "results")),
+    *(f"docs/{page}.md" for page in ("applications", "evidence", "extending", "index", "performance", "results")),
 )
 
 
@@ -56,6 +56,31 @@ def side_by_side(names: Sequence[str]) -> str:
     titles = [", ".join(name.split("-")[1:]) for name in names]
     heads = [f"{baseline}, %", *(f"{label}, minus {baseline}" for label in others)]
     return "\n".join(grid(["", *titles], list(zip(heads, *columns, strict=True)), words=1))
+
+
+def over_length(setting: str, *lengths: str) -> str:
+    """The gains over plain training on a data set of examples/paper/evidence.py, a column for each length."""
+    from examples.paper import evidence, gain_tables
+
+    columns = {f"{length} steps": _records(f"length-{setting}-{length}") for length in lengths}
+    return gain_tables.over_length(columns, evidence.CURVES)
+
+
+def over_settings(names: Sequence[str]) -> str:
+    """The gains over plain training in several settings, with corrected p values."""
+    from examples.paper import evidence, gain_tables
+
+    return gain_tables.over_settings({evidence.PAYS[name]: _records(name) for name in names}, evidence.TESTED)
+
+
+def over_measures(name: str, *measures: str) -> str:
+    """What each row of an experiment changes, a column for each measure."""
+    from examples.paper.experiments import EXPERIMENTS
+    from examples.paper.gain_tables import over_measures
+    from examples.paper.gains import Row
+
+    rows = {label: Row(label) for label in EXPERIMENTS[name].runs if label != EXPERIMENTS[name].baseline}
+    return over_measures(_records(name), rows, measures)
 
 
 def variation(name: str) -> str:

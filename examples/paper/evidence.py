@@ -52,6 +52,7 @@ PLACES: dict[str, tuple[str, Configuration]] = {
 }
 PAYS = {f"pays-{name}": title for name, (title, _) in PLACES.items()}
 METHODS = {"DCP, at plain training's cost": Row("DCP"), "DCL, at twice the cost": Row("DCL")}
+TESTED = {label: Row(label) for label in ("label smoothing 0.1", "DCL", "DCP")}
 
 
 def _with(plain: Configuration, method: str, **options: Any) -> Configuration:
