@@ -45,9 +45,11 @@ def over_settings(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, R
 
 def over_measures(found: Sequence[Record], rows: Mapping[str, Row], measures: Sequence[str]) -> str:
     """Each measure of CE, and its difference to CE of each row."""
-    lines = [["CE", *(_mean(found, measure, places=3) for measure in measures)]]
+    places = {measure: 2 if measure.endswith("%") else 3 for measure in measures}
+    lines = [["CE", *(_mean(found, measure, places[measure]) for measure in measures)]]
     for name, row in rows.items():
-        lines.append([f"{name}, minus CE", *(_cell(gain(found, row, CE, measure), 3) for measure in measures)])
+        cells = [_cell(gain(found, row, CE, measure), places[measure]) for measure in measures]
+        lines.append([f"{name}, minus CE", *cells])
     return "\n".join(grid(["", *measures], lines, words=1))
 
 

@@ -123,4 +123,4 @@ def test_the_p_values_of_a_table_are_corrected_for_all_of_it():
 
 def test_the_table_over_measures_by_hand():
     _, _, *lines = cells(over_measures(CE + DCP, {"ours": Row("DCP")}, ["NLL", "ECE, %"]))
-    assert lines == [["CE", "1.000 ± 0.000", "5.000 ± 0.000"], ["ours, minus CE", "-0.100 ± 0.000", "+0.000 ± 0.000"]]
+    assert lines == [["CE", "1.000 ± 0.000", "5.00 ± 0.00"], ["ours, minus CE", "-0.100 ± 0.000", "+0.00 ± 0.00"]]
