@@ -111,7 +111,8 @@ class Run:
         begin, total, count = time.perf_counter(), torch.zeros((), device=self.device), 0
         for network in self.method.networks().values():
             network.train()
-        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator)):
+        first = len(self.losses) * self._steps_per_epoch()
+        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator), first):
             loss = self.method.step(self._moved(x), y.to(self.device), index)
             for average in self.averages.values() if number % AVERAGED_EVERY == 0 else ():
                 average.update_parameters(self.method.main.network)
