@@ -54,6 +54,9 @@ class Run:
     def __init__(self, configuration: Configuration, seed: int, device: torch.device, data: Data | None = None) -> None:
         if configuration.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={configuration.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+        for decay in configuration.averages:
+            if not 0 <= decay < 1:
+                raise ValueError(f"averages={configuration.averages!r} are decays in [0, 1), which {decay!r} is not")
         self.configuration, self.seed, self.device = configuration, seed, device
         self.data = data or load_data(configuration)
         self.generator = torch.Generator().manual_seed(seed)
@@ -170,6 +173,8 @@ class Run:
 def load_data(configuration: Configuration) -> Data:
     """The data set of a configuration, the same one for every seed, label noise included."""
     chosen = configuration
+    if not 0 <= chosen.label_noise <= 1:
+        raise ValueError(f"label_noise={chosen.label_noise!r} must be in [0, 1]")
     data = datasets.load(chosen.data, train_size=chosen.train_size, augmentation=chosen.augmentation)
     if chosen.label_noise:
         if not isinstance(data, InMemory):

@@ -202,6 +202,19 @@ def test_label_noise_needs_a_data_set_in_memory(monkeypatch):
         Run(replace(TINY, label_noise=0.1), 0, CPU)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"averages": (0.9, 1.0)}, r"averages=\(0.9, 1.0\) are decays in \[0, 1\), which 1.0 is not"),
+        ({"averages": (-0.1,)}, r"which -0.1 is not"),
+        ({"label_noise": 1.5}, r"label_noise=1.5 must be in \[0, 1\]"),
+    ],
+)
+def test_decays_and_shares_out_of_range_are_refused_by_name(changed, message):
+    with pytest.raises(ValueError, match=message):
+        Run(replace(TINY, **changed), 0, CPU)
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 SMALL = Experiment("a test", "validation", 2, "CE", {"CE": TINY, "DCL": replace(TINY, method="dcl")})
