@@ -54,6 +54,9 @@ class Run:
     def __init__(self, configuration: Configuration, seed: int, device: torch.device, data: Data | None = None) -> None:
         if configuration.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={configuration.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+        for decay in configuration.averages:
+            if not 0 <= decay < 1:
+                raise ValueError(f"averages={configuration.averages!r} are decays in [0, 1), which {decay!r} is not")
         self.configuration, self.seed, self.device = configuration, seed, device
         self.data = data or load_data(configuration)
         self.generator = torch.Generator().manual_seed(seed)
@@ -111,7 +114,8 @@ class Run:
         begin, total, count = time.perf_counter(), torch.zeros((), device=self.device), 0
         for network in self.method.networks().values():
             network.train()
-        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator)):
+        first = len(self.losses) * self._steps_per_epoch()
+        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator), first):
             loss = self.method.step(self._moved(x), y.to(self.device), index)
             for average in self.averages.values() if number % AVERAGED_EVERY == 0 else ():
                 average.update_parameters(self.method.main.network)
@@ -169,6 +173,8 @@ class Run:
 def load_data(configuration: Configuration) -> Data:
     """The data set of a configuration, the same one for every seed, label noise included."""
     chosen = configuration
+    if not 0 <= chosen.label_noise <= 1:
+        raise ValueError(f"label_noise={chosen.label_noise!r} must be in [0, 1]")
     data = datasets.load(chosen.data, train_size=chosen.train_size, augmentation=chosen.augmentation)
     if chosen.label_noise:
         if not isinstance(data, InMemory):

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -421,6 +422,31 @@ def test_a_second_backward_through_one_forward_adds_the_penalty_to_the_same_comp
     loss.backward()
     for parameter, gradient in zip(net.parameters(), once, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=0, atol=1e-12)
+
+
+def test_prototypes_beside_a_companion_say_that_they_run_away() -> None:
+    """A model that gives its input, and prototypes that are the last step's logits."""
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.zero = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.zero
+
+    model, y = Given(), torch.arange(2)
+    base = torch.optim.SGD(model.parameters(), lr=1e-9)
+    optimizer = CompanionPrototypeOptimizer(base, model, 2, dcl_weight=0.0, dcp_weight=0.0, dcp_alpha=0.0)
+    said = []
+    for step in range(1, 201):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model((1.0 if step <= 100 else 99.0) * torch.eye(2)), y).backward()
+            optimizer.step()
+        said += [(step, str(warning.message).partition(":")[0]) for warning in caught]
+    assert said == [(200, "the prototypes run away")]
 
 
 def test_the_companion_of_both_has_its_own_architecture_and_pace() -> None:

@@ -116,6 +116,29 @@ def test_prototypes_are_frozen_after_the_first_epoch():
     assert run.method.main.optimizer.forecaster._dcp.alpha(4) == 1.0
 
 
+DRAWING = [("dcp", {"random_prototypes": 1.0}), ("plain", {"mixup": 0.2}), ("dcl", {"mixup": 0.2, "rho": 0.05})]
+
+
+@pytest.mark.parametrize(("method", "options"), [*((name, {}) for name in methods.NAMES), *DRAWING])
+def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_batches(method, options, monkeypatch):
+    tiny = replace(TINY, augmentation="crop")
+    plain, other = Run(tiny, 3, CPU), Run(replace(tiny, method=method, options=options), 3, CPU)
+    assert_same(other.method.main.network.state_dict(), plain.method.main.network.state_dict())
+    for run in (plain, other):
+        step = run.method.step
+        run.seen = []
+
+        def recorded(*batch, step=step, seen=run.seen):
+            seen.append([tensor.clone() for tensor in batch])
+            return step(*batch)
+
+        monkeypatch.setattr(run.method, "step", recorded)
+        run.train_epoch()
+        run.train_epoch()
+    assert len(plain.seen) == 6
+    assert_same(other.seen, plain.seen)
+
+
 def test_a_method_that_asks_for_partners_sees_the_batches_of_the_others(tmp_path):
     runs = [Run(replace(TINY, method=method, augmentation="crop"), 2, CPU) for method in ("plain", "cs-kd")]
     for run in runs:
@@ -141,9 +164,9 @@ def test_figures_are_those_of_the_predictions():
 
 @pytest.mark.parametrize("method", ["plain", "dcl", "dcp"])
 def test_averages_of_the_weights_are_predictors_and_leave_the_training_alone(method):
-    tiny = replace(TINY, method=method, batch_size=60)  # a step an epoch: each is averaged
+    tiny = replace(TINY, method=method, batch_size=60, epochs=6)  # a step an epoch: the first and the last are averaged
     run, without = Run(replace(tiny, averages=(0.0, 0.9)), 0, CPU), Run(tiny, 0, CPU)
-    for _ in range(3):
+    for _ in range(6):
         run.train_epoch()
         without.train_epoch()
     assert_same(run.method.state_dict()["parts"], without.method.state_dict()["parts"])
@@ -153,6 +176,15 @@ def test_averages_of_the_weights_are_predictors_and_leave_the_training_alone(met
     ]
     assert torch.equal(found["EMA over 1 steps"], found["model"])
     assert not torch.equal(found["EMA over 10 steps"], found["model"])
+
+
+def test_averages_of_the_weights_are_updated_at_every_fifth_step_of_the_whole_training():
+    run = Run(replace(TINY, averages=(0.9,)), 0, CPU)  # three steps an epoch
+    counts = []
+    for _ in range(3):
+        run.train_epoch()
+        counts.append(int(run.averages["EMA over 10 steps"].n_averaged))
+    assert counts == [1, 2, 2]  # after the first and the sixth of nine
 
 
 def test_label_noise_is_the_same_for_every_seed_and_of_the_training_part_alone():
@@ -168,6 +200,19 @@ def test_label_noise_needs_a_data_set_in_memory(monkeypatch):
     monkeypatch.setattr(datasets, "load", lambda *arguments, **options: object())
     with pytest.raises(ValueError, match=r"label_noise=0.1 is for data sets in memory, not digits"):
         Run(replace(TINY, label_noise=0.1), 0, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"averages": (0.9, 1.0)}, r"averages=\(0.9, 1.0\) are decays in \[0, 1\), which 1.0 is not"),
+        ({"averages": (-0.1,)}, r"which -0.1 is not"),
+        ({"label_noise": 1.5}, r"label_noise=1.5 must be in \[0, 1\]"),
+    ],
+)
+def test_decays_and_shares_out_of_range_are_refused_by_name(changed, message):
+    with pytest.raises(ValueError, match=message):
+        Run(replace(TINY, **changed), 0, CPU)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ class CompanionAndPrototypes(Companion):
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._number = step
         super().before_forward(args, kwargs, rng_state, step)
+        self.prototypes.before_forward(args, kwargs, rng_state, step)
 
     def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
         c = record.forecast
