@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,14 +72,15 @@ def _compared(plain: Configuration) -> dict[str, Configuration]:
     }
 
 
-def _tuning(name: str, plain: Configuration) -> Experiment:
-    grid = {
-        f"lr {lr:g}, weight decay {decay:g}": replace(plain, lr=lr, weight_decay=decay)
-        for lr in RATES
-        for decay in DECAYS
-    }
-    title = f"learning rate and weight decay of plain training on {name}, 4,000 steps"
-    return Experiment(title, "validation", 2, "lr 0.1, weight decay 0.0005", grid)
+def _label(lr: float, decay: float) -> str:
+    return f"lr {lr:g}, weight decay {decay:g}"
+
+
+def _tuning(name: str, plain: Configuration, rates: Sequence[float], decays: Sequence[float]) -> Experiment:
+    """The grid that a setting's learning rate and weight decay come from; they are the baseline."""
+    grid = {_label(lr, decay): replace(plain, lr=lr, weight_decay=decay) for lr in rates for decay in decays}
+    title = f"learning rate and weight decay of plain training on {name}"
+    return Experiment(title, "validation", 2, _label(plain.lr, plain.weight_decay), grid)
 
 
 def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
@@ -122,14 +124,15 @@ def _noise() -> dict[str, Experiment]:
 
 
 def _controls() -> Experiment:
-    """What would show the gain to be something simpler: each with DCP's settings but for what it names."""
+    """What would show the gain to be something simpler, all with λ = 1, and DCP with both values of α to compare."""
     never = 10**9
     found = {
         "CE": KANJI,
         "DCP": _with(KANJI, "dcp", **DCP),
         "DCP, λ = 1, α = 0.6": _with(KANJI, "dcp", **PAPER),
+        "DCP, λ = 1": _with(KANJI, "dcp", weight=1.0, alpha=0.97),
         "λ = 1, penalty on the logits": _with(KANJI, "plain", logit_penalty=1.0),
-        "λ = 1, α = 0: the batch's class means": _with(KANJI, "dcp", weight=1.0, alpha=0.0),
+        "λ = 1, α = 0: the class's mean in the last batch that had it": _with(KANJI, "dcp", weight=1.0, alpha=0.0),
         "λ = 1, prototypes of the first epoch": _with(KANJI, "dcp", weight=1.0, alpha="frozen-after-first-epoch"),
         "λ = 1, random prototypes": _with(KANJI, "dcp", weight=1.0, random_prototypes=1.0),
         "λ = 1, random prototypes, three times as large": _with(KANJI, "dcp", weight=1.0, random_prototypes=3.0),
@@ -146,7 +149,8 @@ def _pays(title: str, plain: Configuration) -> Experiment:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    **{f"tune-{name}": _tuning(name, plain) for name, plain in SETTINGS.items()},
+    **{f"tune-{name}": _tuning(name, plain, RATES, DECAYS) for name, plain in SETTINGS.items()},
+    "tune-debian": _tuning("debian", PLACES["debian"][1], (0.02, 0.05, 0.1, 0.2), (5e-4, 2e-3, 5e-3, 1e-2)),
     **{key: found for name, plain in SETTINGS.items() for key, found in _lengths(name, plain).items()},
     **_data(),
     **_noise(),
