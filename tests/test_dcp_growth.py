@@ -62,16 +62,16 @@ def trained(steps: int = 1000, head: float = 1.0, adamw: bool = False, balanced:
 
 
 def test_prototypes_that_run_away_are_said_once_with_the_fix():
-    (message,) = trained(weight=1.0, alpha=0.6)
+    (message,) = trained(weight=0.3, alpha=0.0)
     assert message.startswith("the prototypes run away")
     assert "0.97" in message
     assert 'reduction="per_class"' in message
 
 
 FIXES = {
-    "the default alpha": {"weight": 1.0},
-    "per class": {"weight": 1.0 / CLASSES, "alpha": 0.6, "reduction": "per_class"},
-    "balanced batches": {"weight": 1.0, "alpha": 0.6, "balanced": True},
+    "the default alpha": {"weight": 0.3},
+    "per class": {"weight": 0.3 / CLASSES, "alpha": 0.0, "reduction": "per_class"},
+    "balanced batches": {"weight": 0.3, "alpha": 0.0, "balanced": True},
 }
 HEALTHY = {
     "defaults": {"steps": 500},
@@ -82,7 +82,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("case", FIXES | HEALTHY)
-def test_no_word_with_the_fix_and_in_ordinary_trainings(case):
+def test_no_warning_with_the_fix_and_in_ordinary_trainings(case):
     assert trained(**(FIXES | HEALTHY)[case]) == []
 
 
@@ -120,10 +120,10 @@ class Script:
         return [str(warning.message) for warning in caught]
 
 
-def spread_of(*spreads: float, common: float = 0.0) -> Tensor:
-    """A row of two logits for each, of this standard deviation, and of a common mean."""
-    signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
-    return common + torch.tensor(spreads)[:, None] * signs
+def margins(*values: float, common: float = 0.0) -> Tensor:
+    """A row of two logits for each, its own class so far above the other, and of a common mean."""
+    signs = torch.tensor([[0.5, -0.5], [-0.5, 0.5]])
+    return common + torch.tensor(values)[:, None] * signs
 
 
 def said(*rows: Tensor) -> list[int]:
@@ -132,39 +132,39 @@ def said(*rows: Tensor) -> list[int]:
     return [look for look, logits in enumerate(rows) if script.train_to_look(logits)]
 
 
-def test_beyond_sixteen_is_said():
-    assert said(spread_of(1, 1), spread_of(15.9, 15.9), spread_of(16.1, 16.1), spread_of(99, 99)) == [2]
+def test_beyond_fifty_is_said():
+    assert said(margins(2, 2), margins(49.9, 49.9), margins(50.1, 50.1), margins(99, 99)) == [2]
 
 
 def test_a_root_mean_square_over_the_classes():
-    rest = math.sqrt(2 * 16.0**2 - 20.0**2)
-    assert said(spread_of(1, 1), spread_of(20, rest - 0.1), spread_of(20, rest + 0.1)) == [2]
+    rest = math.sqrt(2 * 50.0**2 - 60.0**2)
+    assert said(margins(2, 2), margins(60, rest - 0.1), margins(60, rest + 0.1)) == [2]
 
 
 def test_logits_far_apart_from_the_beginning_may_grow_fourfold():
-    assert said(spread_of(50, 50), spread_of(199, 199), spread_of(201, 201)) == [2]
+    assert said(margins(100, 100), margins(399, 399), margins(401, 401)) == [2]
 
 
 def test_what_all_logits_have_in_common_counts_for_nothing():
-    assert said(spread_of(1, 1), spread_of(1, 1, common=-1000.0), spread_of(17, 17, common=-1000.0)) == [2]
+    assert said(margins(2, 2), margins(2, 2, common=-1000.0), margins(51, 51, common=-1000.0)) == [2]
 
 
-def test_classes_not_seen_count_for_nothing():
+def test_classes_not_seen_count_for_nothing_and_the_others_by_their_mean():
     script, padding = Script(num_classes=4), torch.zeros(2, 2)
-    for spread, expected in (1.0, 0), (22.0, 0), (23.0, 1):  # of four logits, two of them 0: divided by the root of 2
-        found = script.train_to_look(torch.cat([spread_of(spread, spread), padding], dim=1))
-        assert len(found) == expected, spread
+    for margin, expected in (1.0, 0), (74.9, 0), (75.1, 1):  # the mean of the others is -m/2, 0 and 0: 2/3 m below m/2
+        found = script.train_to_look(torch.cat([margins(margin, margin), padding], dim=1))
+        assert len(found) == expected, margin
 
 
 def test_the_message_has_steps_and_values():
     script = Script()
-    assert script.train_to_look(spread_of(2, 2)) == []
-    (message,) = script.train_to_look(spread_of(25, 25))
+    assert script.train_to_look(margins(5, 5)) == []
+    (message,) = script.train_to_look(margins(60, 60))
     assert f"by step {2 * LOOK_EVERY}" in message
-    assert "deviation of 25, 12 times that of step 100" in message
+    assert "is 60 above the mean of the others, 12 times as far as in step 100" in message
 
 
-def test_masked_classes_bring_no_word():
+def test_masked_classes_raise_no_warning():
     masked = torch.tensor([[1.0, -1.0, -torch.inf], [-1.0, 1.0, -torch.inf]])
     script = Script(num_classes=3)
     assert script.train_to_look(masked) == script.train_to_look(masked) == []
@@ -173,9 +173,9 @@ def test_masked_classes_bring_no_word():
 @pytest.mark.parametrize("anew", [True, False])
 def test_after_loading_a_state_the_first_look_is_the_next(anew):
     script = Script()
-    assert script.train_to_look(spread_of(1, 1)) == []
+    assert script.train_to_look(margins(2, 2)) == []
     state = copy.deepcopy(script.optimizer.state_dict())
     script = Script() if anew else script
     script.optimizer.load_state_dict(state)
     assert_same(script.optimizer.state_dict(), state)
-    assert [len(script.train_to_look(spread_of(size, size))) for size in (20, 79, 81)] == [0, 0, 1]
+    assert [len(script.train_to_look(margins(size, size))) for size in (20, 79, 81)] == [0, 0, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from dcl_optim.prototypes.targets import check_width, to_classes
 
 REDUCTIONS = (*distances.REDUCTIONS, "per_class")
 MOST_BYTES = 2**30  # of the (K, K) prototypes
-# With this standard deviation a prototype's own class is 32 above the others, where these are level, or more with more
-# than two classes. From 17 on the cross-entropy's gradient is zero in float32: something else drives them apart.
-MOST_SPREAD = 16.0
+# How far a prototype's own class is above the mean of the others. A healthy one reaches about 12 with 10 classes and with
+# 150; where it is 17 above each of them the cross-entropy of these logits is 0 in float32, and its gradient all but 0.
+MOST_MARGIN = 50.0
 MOST_GROWTH = 4.0  # since the first look: a pretrained model's logits may be far apart from the beginning
 
 
@@ -59,7 +60,7 @@ class Prototypes(Forecaster):
     _num_kept: int  # rows of these
     _sums: Tensor | None  # of other differences, one for each class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,)
-    _first_look: tuple[int, float] | None = None  # its step, and the prototypes' spread then
+    _first_look: tuple[int, float] | None = None  # its step, and the prototypes' margin then
     _has_told_growth = False
 
     def __init__(self, num_classes: int | None, per_class: bool, ignore_index: int, like: Tensor, ranks: Ranks) -> None:
@@ -275,25 +276,27 @@ class Prototypes(Forecaster):
         self.forget()
 
     def _look_for_growth(self, step: int) -> None:
-        """Say once that the prototypes run away: that they are further apart than any cross-entropy drives them.
+        """Say once that the prototypes run away: that their margins grow beyond what a cross-entropy needs.
 
-        Their spread is the standard deviation within a prototype, the root mean square over those seen. What all logits
-        have in common is left out, which the softmax does not see and which may be large. Nothing of it is in the
-        state: after loading one the first look is the next.
+        The margin is a prototype's logit of its own class minus the mean of the others, the root mean square over the
+        classes seen. What all logits have in common, and may be large, is left out. Nothing of it is in the state: after
+        loading one the first look is the next.
         """
-        variances = self._rows.var(1, correction=0)  # zero for classes that were not seen
-        spread = float((variances.sum() / self._seen.sum()).sqrt())
+        own = self._rows[:-1].diagonal()
+        margins = own - (self._rows[:-1].sum(1) - own) / max(self._num_classes - 1, 1)  # 0 for classes not seen
+        margin = float((margins.square().sum() / self._seen.sum()).sqrt())
         if self._first_look is None:
-            self._first_look = (step, spread) if spread > 0 else None
-        elif not self._has_told_growth and spread > max(MOST_SPREAD, MOST_GROWTH * self._first_look[1]):
+            self._first_look = (step, margin) if 0 < margin < math.inf else None
+        elif not self._has_told_growth and max(MOST_MARGIN, MOST_GROWTH * self._first_look[1]) < margin < math.inf:
             self._has_told_growth = True
             before, first = self._first_look
             warn(
-                f"the prototypes run away: by step {step} the logits within one have a standard deviation of "
-                f"{spread:.3g}, {spread / first:.2g} times that of step {before} and more than a cross-entropy asks "
-                "for. They and the model's logits drive each other on, which costs accuracy in time: pass an alpha "
-                'nearer to 1 (the default is 0.97), reduction="per_class" with weight divided by the number of classes '
-                "in a batch, or batches with equally many rows of each class"
+                f"the prototypes run away: by step {step} a prototype's logit of its own class is {margin:.3g} above the "
+                f"mean of the others, {margin / first:.2g} times as far as in step {before} and further than a "
+                "cross-entropy needs. The prototypes and the model's logits make each other grow, which costs accuracy "
+                "in time: pass an alpha nearer to 1 (the default is 0.97), "
+                'reduction="per_class" with weight divided by the number of classes in a batch, or batches with equally '
+                "many rows of each class"
             )
 
     def forget(self) -> None:
