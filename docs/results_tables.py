@@ -58,29 +58,29 @@ def side_by_side(names: Sequence[str]) -> str:
     return "\n".join(grid(["", *titles], list(zip(heads, *columns, strict=True)), words=1))
 
 
-def over_length(setting: str, *lengths: str) -> str:
+def gains_by_length(setting: str, *lengths: str) -> str:
     """The gains over plain training on a data set of examples/paper/evidence.py, a column for each length."""
     from examples.paper import evidence, gain_tables
 
     columns = {f"{length} steps": _records(f"length-{setting}-{length}") for length in lengths}
-    return gain_tables.over_length(columns, evidence.CURVES)
+    return gain_tables.by_length(columns, evidence.CURVES)
 
 
-def over_settings(names: Sequence[str]) -> str:
+def gains_by_setting(names: Sequence[str]) -> str:
     """The gains over plain training in several settings, with corrected p values."""
     from examples.paper import evidence, gain_tables
 
-    return gain_tables.over_settings({evidence.PAYS[name]: _records(name) for name in names}, evidence.TESTED)
+    return gain_tables.by_setting({evidence.PAYS[name]: _records(name) for name in names}, evidence.TESTED)
 
 
-def over_measures(name: str, *measures: str) -> str:
+def gains_by_measure(name: str, *measures: str) -> str:
     """What each row of an experiment changes, a column for each measure."""
     from examples.paper.experiments import EXPERIMENTS
-    from examples.paper.gain_tables import over_measures
+    from examples.paper.gain_tables import by_measure
     from examples.paper.gains import Row
 
     rows = {label: Row(label) for label in EXPERIMENTS[name].runs if label != EXPERIMENTS[name].baseline}
-    return over_measures(_records(name), rows, measures)
+    return by_measure(_records(name), rows, measures)
 
 
 def variation(name: str) -> str:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dcl_optim.demo.report import mean_and_error, plus_minus
 from examples.paper import records
 from examples.paper.records import Record
-from examples.paper.table import probability
+from examples.paper.table import probability_cell
 
 RESULTS = Path("docs/results")
 
@@ -102,7 +102,7 @@ def table(application: Application, found: Sequence[Record]) -> str:
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         shown = plus_minus(*mean_and_error(differences), sign="+") if differences else ""
         seconds = statistics.median(r["seconds"] for r in found if r["label"] == label)
-        cells = (label, plus_minus(*mean_and_error(list(ours.values()))), shown, probability(differences))
+        cells = (label, plus_minus(*mean_and_error(list(ours.values()))), shown, probability_cell(differences))
         lines.append(f"| {' | '.join(cells)} | {seconds:.0f} | {len(ours)} |")
     return "\n".join(lines)
 

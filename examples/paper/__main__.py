@@ -85,7 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name}: {experiment.title} ({len(experiment.runs)} rows, {experiment.seeds} seeds)")
         return
     if options.command == "plot":
-        print(*plots.draw(EXPERIMENTS, options.results, options.images), sep="\n")
+        paths = plots.draw(EXPERIMENTS, options.results, options.images)
+        print(*paths or [f"no results to plot in {options.results}"], sep="\n")
         return
     if options.experiment is None:
         made.error(f"{options.command} needs an experiment: {', '.join(EXPERIMENTS)}")

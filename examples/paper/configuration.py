@@ -25,7 +25,7 @@ class Configuration:
         optimizer: "sgd" (momentum 0.9) or "adamw".
         lr: the learning rate at the start; it falls to 0 along a cosine, epoch by epoch.
         weight_decay: of the optimizer.
-        averages: decays a step of moving averages of the weights: predictors of their own beside the model.
+        averages: decays for one step of moving averages of the weights: predictors of their own beside the model.
         label_noise: the share of the training labels that are replaced by another class.
     """
 

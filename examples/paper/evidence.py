@@ -44,16 +44,18 @@ FASHION = Configuration("fashion-mnist", "small-cnn", "plain", 50, train_size=5_
 PLACES: dict[str, tuple[str, Configuration]] = {
     "fashion-5k": ("Fashion-MNIST, 5,000 images", FASHION),
     "fashion-50k": ("Fashion-MNIST, 50,000 images", replace(FASHION, train_size=None, epochs=10)),
-    "kanji": ("150 kanji in unseen fonts", replace(KANJI, epochs=640)),
-    "scripts": ("100 writing systems, unseen letters", replace(SCRIPTS, epochs=64)),
+    "kanji": (f"{TITLES['kanji']}, 16,000 steps", replace(KANJI, epochs=640)),
+    "scripts": (f"{TITLES['scripts']}, 16,000 steps", replace(SCRIPTS, epochs=64)),
     "debian": (
         "40 sections of Debian from a line of text",
         Configuration("debian-sections", "mlp", "plain", 20, batch_size=64, lr=0.05, weight_decay=5e-3),
     ),
 }
 PAYS = {f"pays-{name}": title for name, (title, _) in PLACES.items()}
-METHODS = {"DCP, at plain training's cost": Row("DCP"), "DCL, at twice the cost": Row("DCL")}
-TESTED = {label: Row(label) for label in ("label smoothing 0.1", "DCL", "DCP")}
+FOREST = {"DCP, at plain training's cost": Row("DCP"), "DCL, at twice the cost": Row("DCL")}
+TESTED = {label: Row(label) for label in ("label smoothing 0.1", "DCL", "DCP")} | {
+    "DCL's model and companion averaged": Row("DCL", "mean of both")
+}
 
 
 def _with(plain: Configuration, method: str, **options: Any) -> Configuration:

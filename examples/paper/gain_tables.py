@@ -13,7 +13,7 @@ CE = Row("CE")
 ACCURACY = "accuracy, %"
 
 
-def over_length(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
+def by_length(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
     """CE's accuracy in training and in the test, and the gain of each row over CE, a column for each length.
 
     Args:
@@ -29,10 +29,10 @@ def over_length(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]
     return "\n".join(grid(["", *columns], lines, words=1))
 
 
-def over_settings(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
+def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
     """CE's accuracy and the gains over it in each setting, with p values corrected for all cells of the table."""
     gains = {(title, name): gain(found, row, CE) for title, found in settings.items() for name, row in rows.items()}
-    p = holm({f"{title}\n{name}": one.p for (title, name), one in gains.items() if one})
+    p = holm({f"{title}\n{name}": one.p for (title, name), one in gains.items() if one and one.p is not None})
     lines = []
     for title, found in settings.items():
         cells = [title, _mean(found, ACCURACY)]
@@ -43,7 +43,7 @@ def over_settings(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, R
     return "\n".join(grid(head, lines, words=1))
 
 
-def over_measures(found: Sequence[Record], rows: Mapping[str, Row], measures: Sequence[str]) -> str:
+def by_measure(found: Sequence[Record], rows: Mapping[str, Row], measures: Sequence[str]) -> str:
     """Each measure of CE, and its difference to CE of each row."""
     places = {measure: 2 if measure.endswith("%") else 3 for measure in measures}
     lines = [["CE", *(_mean(found, measure, places[measure]) for measure in measures)]]

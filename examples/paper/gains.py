@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dcl_optim.demo.report import mean_and_error
 from examples.paper.records import Record
-from examples.paper.table import by_label
+from examples.paper.table import by_label, probability
 
 Measure = Callable[[Record, str], float]
 
@@ -45,28 +45,17 @@ class Gain:
 
     mean: float
     error: float | None
-    p: float
+    p: float | None
     pairs: int
 
 
 def gain(records: Sequence[Record], row: Row, baseline: Row, measure: str = "accuracy, %") -> Gain | None:
-    """Compare two rows on their common seeds; None without any.
-
-    p is 1 where all differences are equal: the test has nothing to say then.
-
-    Raises:
-        ImportError: scipy, which scikit-learn brings, is not installed.
-    """
+    """Compare two rows on their common seeds; None without any."""
     ours, theirs = (values(records, one, measure) for one in (row, baseline))
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if not differences:
         return None
-    p = 1.0
-    if len(differences) > 1 and max(differences) - min(differences) > 1e-9:
-        from scipy.stats import ttest_1samp
-
-        p = float(ttest_1samp(differences, 0.0).pvalue)
-    return Gain(*mean_and_error(differences), p, len(differences))
+    return Gain(*mean_and_error(differences), probability(differences), len(differences))
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:

@@ -46,7 +46,9 @@ def fitted_temperature(z: Tensor, y: Tensor) -> float:
     It tells calibration that one number can mend from what the training has changed (Guo et al., ICML 2017).
     """
     z = z.double()
-    slope = torch.zeros((), dtype=torch.float64, requires_grad=True)  # log 1/T: the loss is convex in 1/T
+    slope = torch.zeros(
+        (), dtype=torch.float64, requires_grad=True
+    )  # log 1/T, so that T is above 0; the loss is convex in 1/T
     solver = torch.optim.LBFGS([slope], max_iter=100, line_search_fn="strong_wolfe")
 
     def evaluate() -> Tensor:

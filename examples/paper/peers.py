@@ -1,4 +1,7 @@
-"""DCL and DCP beside their relatives: each method with a grid of four values on validation, all of the same size."""
+"""DCL and DCP beside their relatives: each row has a grid of four values on validation.
+
+DCL and DCP have two rows each, by the distance and by α, which the tables name: a best of two is not quoted.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def steps(configuration: Configuration) -> int:
     return configuration.epochs * steps_per_epoch(count, configuration.batch_size)
 
 
-def over_length(
+def length_curves(
     experiments: Sequence[Experiment], found: Sequence[Sequence[Record]], rows: Mapping[str, Row], title: str
 ) -> Figure:
     """Draw the gain in accuracy over CE against the number of steps, a curve for each row, with standard errors.
@@ -116,12 +116,12 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
         made = {name: found for name in names if (found := read(name))}
         if made:
             title = f"Gain over plain training, {evidence.TITLES[setting]}"
-            figures[f"length-{setting}"] = over_length(
+            figures[f"length-{setting}"] = length_curves(
                 [experiments[name] for name in made], list(made.values()), evidence.CURVES, title
             )
     settings = {title: found for name, title in evidence.PAYS.items() if (found := read(name))}
     if settings:
-        figures["pays"] = forest(settings, evidence.METHODS, "Gain over plain training in each setting")
+        figures["pays"] = forest(settings, evidence.FOREST, "Gain over plain training in each setting")
     images.mkdir(parents=True, exist_ok=True)
     paths = [images / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.machine import processor
 
-PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "pytorch_optimizer")
+PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics", "pytorch_optimizer")
 
 Record = dict[str, Any]
 

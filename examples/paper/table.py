@@ -40,13 +40,19 @@ def paired(ours: dict[int, Record], theirs: dict[int, Record]) -> list[float]:
     return [accuracy(ours[seed]) - accuracy(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
 
 
-def probability(differences: Sequence[float]) -> str:
-    """The p of the paired t-test that differences are noise; empty without a spread to compare their mean with."""
+def probability(differences: Sequence[float]) -> float | None:
+    """The p of the paired t-test that differences are noise; None without a spread to compare their mean with."""
     if len(differences) < 2 or max(differences) - min(differences) < SAME:
-        return ""
+        return None
     from scipy.stats import ttest_1samp
 
-    return f"{ttest_1samp(differences, 0.0).pvalue:.3f}"
+    return float(ttest_1samp(differences, 0.0).pvalue)
+
+
+def probability_cell(differences: Sequence[float]) -> str:
+    """Format :func:`probability`; empty for None."""
+    p = probability(differences)
+    return "" if p is None else f"{p:.3f}"
 
 
 def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> str:
@@ -66,7 +72,7 @@ def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> st
         label,
         plus_minus(mean, error),
         difference,
-        probability(differences),
+        probability_cell(differences),
         more,
         f"{consistency:.3f}",
         f"{perplexity:.2f}",

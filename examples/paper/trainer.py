@@ -139,7 +139,11 @@ class Run:
             yield name, torch.cat([z for z, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def figures(self, part: str) -> dict[str, Any]:
-        """What each predictor, the deployed one first, reaches on a part of the data and on the training part."""
+        """What each predictor, the deployed one first, reaches on a part of the data and on the training part.
+
+        The temperature of the scaled likelihood is fitted on the validation part, also where that is the part; the
+        training part's labels are those that were trained on, noise included.
+        """
         found: dict[str, dict[str, Any]] = {
             key: {} for key in ("accuracy", "quality", "train_accuracy", "consistency", "perplexity", "corrupted")
         }
@@ -188,7 +192,7 @@ def _accuracy(z: Tensor, y: Tensor) -> float:
 
 
 def _name(decay: float) -> str:
-    """A module's name has no dot."""
+    """Name an average by its horizon: a module's name has no dot, which a decay has."""
     return f"EMA over {1 / (1 - decay):.0f} steps"
 
 

@@ -48,12 +48,12 @@ def _blur(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _contrast(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Bring all values to within 30 % of their distance to the image's mean."""
+    """Bring all values to 30 % of their distance from the image's mean."""
     return _functional().adjust_contrast(images, 0.3)
 
 
 def _rotation(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Turn every image by 20 degrees, half of them to each side."""
+    """Turn every image by 20 degrees, each second one to the other side."""
     functional = _functional()
     turned = [functional.rotate(images[start::2], angle) for start, angle in ((0, 20.0), (1, -20.0))]
     found = torch.empty_like(images)

@@ -2,8 +2,9 @@
 
 The labels are the archive's own: imbalanced, and noisy, as a player written in Perl may be in sound or in perl. A row
 is the TF-IDF of the description's words (:func:`tf_idf`), without the package's name. All packages that are built from
-one source are in one of training, validation and test, no two rows have the same words, and a source gives one row a
-section, since its packages repeat each other (:func:`choose`). Built from the index that apt keeps::
+one source are in one of training, validation and test, no two descriptions have the same words, and a source gives one
+row a section, since its packages repeat each other (:func:`choose`). Words that few texts have are left out after that,
+so 281 of the 5,019 test rows equal a training row, 213 of them with its label. Built from the index that apt keeps::
 
     apt-get update && pip install scikit-learn
     python -m examples.paper.datasets.debian --out runs/data/debian-sections.npz

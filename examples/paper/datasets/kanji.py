@@ -1,6 +1,6 @@
 r"""Kanji fonts: 150 common kanji drawn in the CJK fonts of Debian; the class is the kanji.
 
-No font, and no other one of the same design or maker, is in two of training, validation and test, so a network has to
+No font, and no other one of the same design or name, is in two of training, validation and test, so a network has to
 learn what all forms of a kanji have in common. Fonts are grouped by the images themselves, see
 :mod:`examples.paper.datasets.faces`, and every chosen face has one image of each kanji. All that draw real kanji are
 in: KanjiStrokeOrders with its small numbers and the cursive KouzanBrushFontSousyo too, most of whose kanji can be read.

@@ -75,7 +75,7 @@ def _downloaded(folder: Path) -> list[torch.Tensor]:
 
 
 def built(name: str, file: Path | None, train_size: int | None, augmentation: str) -> InMemory:
-    """Characters of fonts, 28x28, or words of descriptions, 1x1x2504: see the module that builds the data set.
+    """Characters of fonts, 28x28, or words of descriptions, 1x1xV: see the module that builds the data set.
 
     Args:
         name: a key of :data:`examples.paper.datasets.archive.MODULES`.
