@@ -54,7 +54,8 @@ def by_measure(found: Sequence[Record], rows: Mapping[str, Row], measures: Seque
 
 
 def _mean(found: Sequence[Record], measure: str, places: int = 2) -> str:
-    return _number(*mean_and_error(list(values(found, CE, measure).values())), places=places)
+    known = list(values(found, CE, measure).values())
+    return _number(*mean_and_error(known), places=places) if known else ""
 
 
 def _cell(found: Gain | None, places: int = 2) -> str:

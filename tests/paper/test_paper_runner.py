@@ -339,12 +339,15 @@ def test_presets_in_older_records_are_read_as_the_arguments_that_they_stood_for(
     ]
 
 
+# A part of an experiment's runs would be a choice: the repository has all of them, or none yet.
+NOT_RUN = {"main-cifar100"}
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_records_of_the_repository_are_the_experiments_own(name):
-    """All of its runs, or none yet: a part of them would be a choice."""
     found = records.read(Path(__file__).parents[2] / command.RESULTS / f"{name}.jsonl")
     missing = list(jobs.pending(EXPERIMENTS[name], found, EXPERIMENTS[name].seeds))
-    assert not missing or not found
+    assert (missing, found) == ([], found) if name not in NOT_RUN else not found
 
 
 def test_a_broken_line_before_the_last_is_an_error(tmp_path):
