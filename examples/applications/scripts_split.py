@@ -20,7 +20,8 @@ Arrays = dict[str, np.ndarray]
 
 def read(folder: str | None) -> Arrays:
     """All pictures of the 100 scripts; the folder is of their file, None: the usual one."""
-    return archive.read(Path(folder or archive.FILE.parent) / archive.FILE.name)
+    file = archive.FILES["noto-scripts"]
+    return archive.read(Path(folder or file.parent) / file.name)
 
 
 def split(arrays: Arrays, held_out: bool, shots: int | None = None, seed: int = 0) -> InMemory:

@@ -44,7 +44,7 @@ def pretended(seed=0):
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "weights")
-    archive.save(pretended(), tmp_path / archive.FILE.name)
+    archive.save(pretended(), tmp_path / archive.FILES["noto-scripts"].name)
     return Settings(
         folder=str(tmp_path), network="small-cnn-quarter", pretraining_epochs=1, shots=3, epochs=2, batch_size=4
     )
@@ -140,7 +140,7 @@ def test_pretraining_is_done_once_for_its_settings_and_pictures(settings, tmp_pa
     assert (longer != path, len(said)) == (True, 2)
     wider, said = texts(replace(settings, network="small-cnn-half"))
     assert (wider in (path, longer), len(said)) == (False, 1)
-    archive.save(pretended(seed=1), tmp_path / archive.FILE.name)
+    archive.save(pretended(seed=1), tmp_path / archive.FILES["noto-scripts"].name)
     anew, said = texts(settings)
     assert (anew in (path, longer, wider), len(said)) == (False, 1)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
