@@ -18,8 +18,8 @@ from dcl_optim.prototypes.targets import check_width, to_classes
 
 REDUCTIONS = (*distances.REDUCTIONS, "per_class")
 MOST_BYTES = 2**30  # of the (K, K) prototypes
-# How far a prototype's own class is above the mean of the others. A healthy one reaches about 12 with 10 classes and with
-# 150; where it is 17 above each of them the cross-entropy of these logits is 0 in float32, and its gradient all but 0.
+# How far a prototype's own class is above the mean of the others. A healthy one reaches about 12 with 10 classes and
+# with 150. Where it is 17 above each of them, the cross-entropy of these logits is 0 in float32.
 MOST_MARGIN = 50.0
 MOST_GROWTH = 4.0  # since the first look: a pretrained model's logits may be far apart from the beginning
 
@@ -279,8 +279,8 @@ class Prototypes(Forecaster):
         """Say once that the prototypes run away: that their margins grow beyond what a cross-entropy needs.
 
         The margin is a prototype's logit of its own class minus the mean of the others, the root mean square over the
-        classes seen. What all logits have in common, and may be large, is left out. Nothing of it is in the state: after
-        loading one the first look is the next.
+        classes seen. What all logits have in common, and may be large, is left out. Nothing of it is in the state:
+        after loading one the first look is the next.
         """
         own = self._rows[:-1].diagonal()
         margins = own - (self._rows[:-1].sum(1) - own) / max(self._num_classes - 1, 1)  # 0 for classes not seen
@@ -291,12 +291,12 @@ class Prototypes(Forecaster):
             self._has_told_growth = True
             before, first = self._first_look
             warn(
-                f"the prototypes run away: by step {step} a prototype's logit of its own class is {margin:.3g} above the "
-                f"mean of the others, {margin / first:.2g} times as far as in step {before} and further than a "
+                f"the prototypes run away: by step {step} a prototype's logit of its own class is {margin:.3g} above "
+                f"the mean of the others, {margin / first:.2g} times as far as in step {before} and further than a "
                 "cross-entropy needs. The prototypes and the model's logits make each other grow, which costs accuracy "
                 "in time: pass an alpha nearer to 1 (the default is 0.97), "
-                'reduction="per_class" with weight divided by the number of classes in a batch, or batches with equally '
-                "many rows of each class"
+                'reduction="per_class" with weight divided by the number of classes in a batch, or batches with '
+                "equally many rows of each class"
             )
 
     def forget(self) -> None:
