@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -58,12 +58,11 @@ def side_by_side(names: Sequence[str]) -> str:
     return "\n".join(grid(["", *titles], list(zip(heads, *columns, strict=True)), words=1))
 
 
-def gains_by_length(setting: str, *lengths: str) -> str:
-    """The gains over plain training on a data set of examples/paper/evidence.py, a column for each length."""
+def gains_by_experiment(columns: Mapping[str, str]) -> str:
+    """The gains over plain training in some experiments, by the head of their column."""
     from examples.paper import evidence, gain_tables
 
-    columns = {f"{length} steps": _records(f"length-{setting}-{length}") for length in lengths}
-    return gain_tables.by_length(columns, evidence.CURVES)
+    return gain_tables.by_experiment({head: _records(name) for head, name in columns.items()}, evidence.CURVES)
 
 
 def gains_by_setting(names: Sequence[str]) -> str:

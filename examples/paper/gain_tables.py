@@ -1,4 +1,4 @@
-"""Markdown tables of gains: over the length of training, over the settings, and of a measure after the other."""
+"""Markdown tables of gains: by experiment, by setting with corrected p values, and by measure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ CE = Row("CE")
 ACCURACY = "accuracy, %"
 
 
-def by_length(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
-    """CE's accuracy in training and in the test, and the gain of each row over CE, a column for each length.
+def by_experiment(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
+    """CE's accuracy in training and in the test, and the gain of each row over CE, a column for each experiment.
+
+    In training it is that on the labels that were trained on, noise included.
 
     Args:
         columns: the records by the head of their column.

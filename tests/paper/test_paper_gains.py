@@ -8,7 +8,7 @@ import pytest
 from examples.paper import __main__ as command
 from examples.paper import evidence, records
 from examples.paper.experiments import EXPERIMENTS
-from examples.paper.gain_tables import by_length, by_measure, by_setting
+from examples.paper.gain_tables import by_experiment, by_measure, by_setting
 from examples.paper.gains import MEASURES, Row, gain, holm, values
 from examples.paper.plots import forest, length_curves, steps
 
@@ -101,8 +101,8 @@ def cells(table):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
-def test_the_table_over_the_length_by_hand():
-    head, _, *lines = cells(by_length({"4k": CE + DCP, "16k": CE, "64k": []}, {"ours": Row("DCP")}))
+def test_the_table_over_experiments_by_hand():
+    head, _, *lines = cells(by_experiment({"4k": CE + DCP, "16k": CE, "64k": []}, {"ours": Row("DCP")}))
     assert head == ["", "4k", "16k", "64k"]
     assert lines == [
         ["CE, training images, %", "100.00 ± 0.00", "100.00 ± 0.00", ""],
