@@ -5,11 +5,13 @@ name, so ``pytest tests dcl_optim docs README.md`` runs everything.
 """
 
 import gc
+import random
 import signal
 import tempfile
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # which the first optimizer imports, otherwise in the middle of a test
@@ -69,7 +71,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def own_draws():
-    """A test that does not seed draws the same numbers in any order of the tests."""
+    """A test that does not seed draws the same numbers in any order of the tests, other libraries' among them."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - timm's mixup draws from the global state
     torch.manual_seed(0)
 
 
