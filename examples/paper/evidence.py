@@ -85,14 +85,16 @@ def _tuning(name: str, plain: Configuration, rates: Sequence[float], decays: Seq
     return Experiment(title, "validation", 2, _label(plain.lr, plain.weight_decay), grid)
 
 
+def _comparison(setting: str, plain: Configuration, seeds: int = 5) -> Experiment:
+    return Experiment(f"CE, label smoothing, DCL and DCP on {setting}", "test", seeds, "CE", _compared(plain))
+
+
 def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
     return {
-        f"length-{name}-{length}": Experiment(
-            f"CE, label smoothing, DCL and DCP on {name}, {length} steps",
-            "test",
-            3 if length == "64k" else 5,
-            "CE",
-            _compared(replace(plain, epochs=round(times * plain.epochs))),
+        f"length-{name}-{length}": _comparison(
+            f"{name}, {length} steps",
+            replace(plain, epochs=round(times * plain.epochs)),
+            seeds=3 if length == "64k" else 5,
         )
         for length, times in LENGTHS.items()
     }
@@ -101,12 +103,8 @@ def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
 def _data() -> dict[str, Experiment]:
     """From a tenth of the training images of kanji to all, in about 4,000 steps; 800 are ``length-kanji-4k``."""
     return {
-        f"data-kanji-{size}": Experiment(
-            f"CE, label smoothing, DCL and DCP on {size:,} of 4,800 kanji, 4,000 steps",
-            "test",
-            5,
-            "CE",
-            _compared(replace(KANJI, train_size=size, epochs=epochs)),
+        f"data-kanji-{size}": _comparison(
+            f"{size:,} of 4,800 kanji, 4,000 steps", replace(KANJI, train_size=size, epochs=epochs)
         )
         for size, epochs in ((480, 267), (1_600, 80), (4_800, 27))
     }
@@ -114,12 +112,8 @@ def _data() -> dict[str, Experiment]:
 
 def _noise() -> dict[str, Experiment]:
     return {
-        f"noise-kanji-{percent}": Experiment(
-            f"CE, label smoothing, DCL and DCP on kanji with {percent} % wrong labels, 4,000 steps",
-            "test",
-            5,
-            "CE",
-            _compared(replace(KANJI, label_noise=percent / 100)),
+        f"noise-kanji-{percent}": _comparison(
+            f"kanji with {percent} % wrong labels, 4,000 steps", replace(KANJI, label_noise=percent / 100)
         )
         for percent in (20, 40)
     }

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.paper.datasets.splits import PARTS
+
 MODULES = {"noto-scripts": "noto", "kanji-fonts": "kanji", "debian-sections": "debian"}  # that build the file
 FILES = {name: Path(f"runs/data/{name}.npz") for name in MODULES}
 
@@ -20,6 +22,11 @@ def checksum(arrays: dict[str, np.ndarray]) -> str:
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
+
+
+def sizes(arrays: dict[str, np.ndarray]) -> str:
+    """How many samples each part has, in words."""
+    return ", ".join(f"{len(arrays[f'{part}_labels'])} {part}" for part in PARTS)
 
 
 def save(arrays: dict[str, np.ndarray], path: Path) -> str:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.paper.datasets.archive import FILES, save
+from examples.paper.datasets.archive import FILES, save, sizes
 from examples.paper.datasets.splits import PARTS
 
 LISTS = Path("/var/lib/apt/lists")
@@ -184,9 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     arrays = build(options.packages)
     digest = save(arrays, options.out)
-    sizes = ", ".join(f"{len(arrays[f'{part}_labels'])} {part}" for part in PARTS)
     counts = Counter(arrays["sections"][arrays["train_labels"]].tolist()).most_common()
-    print(f"{options.out}: {len(arrays['sections'])} sections, {len(arrays['words'])} words, {sizes}")
+    print(f"{options.out}: {len(arrays['sections'])} sections, {len(arrays['words'])} words, {sizes(arrays)}")
     print("training rows: " + ", ".join(f"{section} {count}" for section, count in counts))
     print(f"SHA-256 of the arrays: {digest}")
 

@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from examples.paper.datasets.archive import FILES, save
+from examples.paper.datasets.archive import FILES, save, sizes
 from examples.paper.datasets.faces import Face, drawings, find_faces, grouped, split
 from examples.paper.datasets.glyphs import distorted
 from examples.paper.datasets.splits import PARTS
@@ -105,9 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     arrays = build(options.fonts)
     digest = save(arrays, options.out)
-    sizes = ", ".join(f"{len(arrays[f'{part}_labels'])} {part}" for part in PARTS)
     groups = ", ".join(f"{len(np.unique(arrays[f'{part}_groups']))} {part}" for part in PARTS)
-    print(f"{options.out}: {len(arrays['kanji'])} kanji, {sizes}; groups of fonts: {groups}")
+    print(f"{options.out}: {len(arrays['kanji'])} kanji, {sizes(arrays)}; groups of fonts: {groups}")
     print(f"SHA-256 of the arrays: {digest}")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from examples.paper.datasets.archive import FILES, save
+from examples.paper.datasets.archive import FILES, save, sizes
 from examples.paper.datasets.glyphs import distorted, plain
 from examples.paper.datasets.scripts import Letter, by_script, find_letters, largest, shuffled, split, without_twins
 from examples.paper.datasets.splits import PARTS
@@ -86,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     arrays = build(options.fonts)
     digest = save(arrays, options.out)
-    sizes = ", ".join(f"{len(arrays[f'{part}_labels'])} {part}" for part in PARTS)
-    print(f"{options.out}: {len(arrays['scripts'])} scripts, {sizes}\nSHA-256 of the arrays: {digest}")
+    print(f"{options.out}: {len(arrays['scripts'])} scripts, {sizes(arrays)}\nSHA-256 of the arrays: {digest}")
 
 
 if __name__ == "__main__":
