@@ -34,14 +34,14 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), error
 
 
-def plus_minus(mean: float, error: float | None, sign: str = "") -> str:
+def plus_minus(mean: float, error: float | None, sign: str = "", places: int = 2) -> str:
     """Format a mean and its standard error; differences take the sign "+".
 
     Examples:
         >>> plus_minus(0.5, 0.25, sign="+")
         '+0.50 ± 0.25'
     """
-    return f"{mean:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
+    return f"{mean:{sign}.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
 
 def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:

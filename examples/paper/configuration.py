@@ -8,6 +8,12 @@ from typing import Any
 
 from examples.paper.records import fingerprint
 
+# Of both methods; the tables' rows "preset paper" have these, under the name they had when they were recorded.
+PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6}
+# The wrappers' defaults, written out: a run's settings must not change when a default does.
+DEFAULT_DCL: dict[str, Any] = {"weight": 0.1}
+DEFAULT_DCP: dict[str, Any] = {"weight": 0.1, "alpha": 0.97}
+
 
 @dataclass(frozen=True)
 class Configuration:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from examples.paper import peers
-from examples.paper.configuration import Configuration, Experiment
+from examples.paper.configuration import DEFAULT_DCL, DEFAULT_DCP, PAPER, Configuration, Experiment
 from examples.paper.gains import Row
 
 # 4,000 steps each: of these sizes an epoch has 25 and 250.
@@ -18,10 +18,7 @@ SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, tr
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
 TITLES = {"kanji": "150 kanji in unseen fonts", "scripts": "100 writing systems, unseen letters"}
 
-# The wrappers' defaults and the paper's settings, written out: a run's settings must not change when a default does.
-DCL: dict[str, Any] = {"weight": 0.1, "alpha": 0.6}
-DCP: dict[str, Any] = {"weight": 0.1, "alpha": 0.97}
-PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6}
+DCL, DCP = PAPER | DEFAULT_DCL, PAPER | DEFAULT_DCP
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 DECAYS = (1e-4, 5e-4, 2e-3)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from examples.paper import evidence
-from examples.paper.configuration import Configuration, Experiment
+from examples.paper.configuration import DEFAULT_DCL, DEFAULT_DCP, PAPER, Configuration, Experiment
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
 SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40, train_size=8_000)
@@ -23,11 +23,6 @@ SHORT = {
     "scripts": replace(SCRIPTS, epochs=8),
 }
 
-# Of both methods; the tables' rows "preset paper" have these, under the name they had when they were recorded.
-PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6}
-# The wrappers' defaults, written out: a run's settings must not change when a default does.
-DEFAULT_DCL: dict[str, Any] = {"weight": 0.1}
-DEFAULT_DCP: dict[str, Any] = {"weight": 0.1, "alpha": 0.97}
 # What the paper's settings have already (α = 0.6, mse, the model's learning rate, the whole batch) is named by {}, so
 # that it is one run for all ablations.
 ALPHAS: dict[str, dict[str, Any]] = {

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.table import grid
-from dcl_optim.demo.report import mean_and_error
-from examples.paper.gains import Gain, Row, gain, holm, values
+from dcl_optim.demo.report import mean_and_error, plus_minus
+from examples.paper.gains import CE, Gain, Row, gain, holm, values
 from examples.paper.records import Record
 
-CE = Row("CE")
 ACCURACY = "accuracy, %"
 
 
@@ -57,15 +56,11 @@ def by_measure(found: Sequence[Record], rows: Mapping[str, Row], measures: Seque
 
 def _mean(found: Sequence[Record], measure: str, places: int = 2) -> str:
     known = list(values(found, CE, measure).values())
-    return _number(*mean_and_error(known), places=places) if known else ""
+    return plus_minus(*mean_and_error(known), places=places) if known else ""
 
 
 def _cell(found: Gain | None, places: int = 2) -> str:
-    return "" if found is None else _number(found.mean, found.error, sign="+", places=places)
-
-
-def _number(mean: float, error: float | None, sign: str = "", places: int = 2) -> str:
-    return f"{mean:{sign}.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
+    return "" if found is None else plus_minus(found.mean, found.error, sign="+", places=places)
 
 
 def _probability(p: float | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dcl_optim.demo.report import mean_and_error
 from examples.paper.records import Record
-from examples.paper.table import by_label, probability
+from examples.paper.table import by_label, by_seed, probability
 
 Measure = Callable[[Record, str], float]
 
@@ -32,6 +32,9 @@ class Row:
     predictor: str = "model"
 
 
+CE = Row("CE")
+
+
 def values(records: Sequence[Record], row: Row, measure: str) -> dict[int, float]:
     """A measure by the seed."""
     return {
@@ -51,8 +54,7 @@ class Gain:
 
 def gain(records: Sequence[Record], row: Row, baseline: Row, measure: str = "accuracy, %") -> Gain | None:
     """Compare two rows on their common seeds; None without any."""
-    ours, theirs = (values(records, one, measure) for one in (row, baseline))
-    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    differences = by_seed(values(records, row, measure), values(records, baseline, measure))
     if not differences:
         return None
     return Gain(*mean_and_error(differences), probability(differences), len(differences))

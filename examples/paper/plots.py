@@ -11,14 +11,12 @@ from examples.paper import evidence, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.datasets import load
 from examples.paper.datasets.base import steps_per_epoch
-from examples.paper.gains import Gain, Row, gain
+from examples.paper.gains import CE, Gain, Row, gain
 from examples.paper.records import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-CE = Row("CE")
 
 
 def steps(configuration: Configuration) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dcl_optim.demo.report import mean_and_error, plus_minus
 from examples.paper.configuration import Experiment
@@ -37,7 +37,12 @@ def accuracy(record: Record) -> float:
 
 def paired(ours: dict[int, Record], theirs: dict[int, Record]) -> list[float]:
     """The differences in accuracy, seed by seed."""
-    return [accuracy(ours[seed]) - accuracy(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    return by_seed(*({seed: accuracy(record) for seed, record in runs.items()} for runs in (ours, theirs)))
+
+
+def by_seed(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """The differences of the common seeds."""
+    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
 
 def probability(differences: Sequence[float]) -> float | None:

@@ -133,9 +133,9 @@ class Run:
 
     def logits(self, part: str, corruption: str | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The predictors' names, their logits of a part of the data, and its labels."""
+        corrupted = list(self.data.corrupted(part, corruption)) if corruption else None  # once for all predictors
         for name, predict in self.predictors().items():
-            batches = self.data.fixed(part) if corruption is None else self.data.corrupted(part, corruption)
-            pairs = [(predict(self._moved(x)).cpu(), y) for x, y in batches]
+            pairs = [(predict(self._moved(x)).cpu(), y) for x, y in corrupted or self.data.fixed(part)]
             yield name, torch.cat([z for z, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def figures(self, part: str) -> dict[str, Any]:
@@ -147,8 +147,9 @@ class Run:
         found: dict[str, dict[str, Any]] = {
             key: {} for key in ("accuracy", "quality", "train_accuracy", "consistency", "perplexity", "corrupted")
         }
-        temperatures = {name: measures.fitted_temperature(z, y) for name, z, y in self.logits("validation")}
-        for name, z, y in self.logits(part):
+        validation = list(self.logits("validation"))
+        temperatures = {name: measures.fitted_temperature(z, y) for name, z, y in validation}
+        for name, z, y in validation if part == "validation" else self.logits(part):
             found["accuracy"][name] = _accuracy(z, y)
             found["quality"][name] = measures.quality(z, y, temperatures[name])
         for name, z, y in self.logits("train"):

@@ -130,14 +130,14 @@ class InMemory:
 
     def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """See :meth:`Data.fixed`."""
-        images, labels = self._parts[check_part(part)]
-        for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
-            yield self._normalised(x), y
+        return self._in_order(*self._parts[check_part(part)], batch_size)
 
     def corrupted(self, part: str, corruption: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """See :meth:`Data.corrupted`."""
         images, labels = self._parts[check_part(part)]
-        images = corruptions.corrupt(images, corruption)
+        return self._in_order(corruptions.corrupt(images, corruption), labels, batch_size)
+
+    def _in_order(self, images: Tensor, labels: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
             yield self._normalised(x), y
 
