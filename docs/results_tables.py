@@ -67,9 +67,9 @@ def gains_by_experiment(columns: Mapping[str, str]) -> str:
 
 def gains_by_setting(names: Sequence[str]) -> str:
     """The gains over plain training in several settings, with corrected p values."""
-    from examples.paper import evidence, gain_tables
+    from examples.paper import gain_tables, pays
 
-    return gain_tables.by_setting({evidence.PAYS[name]: _records(name) for name in names}, evidence.TESTED)
+    return gain_tables.by_setting({pays.PAYS[name]: _records(name) for name in names}, pays.TESTED)
 
 
 def gains_by_measure(name: str, *measures: str) -> str:
@@ -80,6 +80,22 @@ def gains_by_measure(name: str, *measures: str) -> str:
 
     rows = {label: Row(label) for label in EXPERIMENTS[name].runs if label != EXPERIMENTS[name].baseline}
     return by_measure(_records(name), rows, measures)
+
+
+def gains_of_peers(cost: str, *measures: str) -> str:
+    """What other methods of a training cost, "plain" or "twice", change, a column for each measure."""
+    from examples.paper import gain_tables, peers
+
+    rows = {"plain": peers.PLAIN_COST, "twice": peers.TWICE_THE_COST}[cost]
+    return gain_tables.by_measure(_records("peers-kanji"), rows, measures)
+
+
+def grids_of_peers() -> str:
+    """The gains on validation data of all values that were tried."""
+    from examples.paper import gain_tables, peers
+    from examples.paper.evidence import KANJI
+
+    return gain_tables.by_value(_records("peers-kanji-grids"), peers.grids(KANJI))
 
 
 def variation(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Where the regularisers pay: long trainings, other methods, noise and controls, on data new to the defaults."""
+"""What DCL and DCP do, and why: lengths of training, sizes of data, wrong labels and controls, on data new to the defaults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from examples.paper import peers
 from examples.paper.configuration import DEFAULT_DCL, DEFAULT_DCP, PAPER, Configuration, Experiment
 from examples.paper.gains import Row
 
@@ -22,6 +21,7 @@ DCL, DCP = PAPER | DEFAULT_DCL, PAPER | DEFAULT_DCP
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 DECAYS = (1e-4, 5e-4, 2e-3)
+SMOOTHED = (0.1, 0.2, 0.4, 0.6, 0.8)
 LENGTHS = {"1k": 1 / 4, "4k": 1, "16k": 4, "64k": 16}  # steps, and how many times those of the settings they are
 
 
@@ -36,38 +36,20 @@ CURVES = {
 }
 
 
-# Where the gains are tested, each with ten seeds.
-FASHION = Configuration("fashion-mnist", "small-cnn", "plain", 50, train_size=5_000, averages=(0.99, 0.999))
-PLACES: dict[str, tuple[str, Configuration]] = {
-    "fashion-5k": ("Fashion-MNIST, 5,000 images", FASHION),
-    "fashion-50k": ("Fashion-MNIST, 50,000 images", replace(FASHION, train_size=None, epochs=10)),
-    "kanji": (f"{TITLES['kanji']}, 16,000 steps", replace(KANJI, epochs=640)),
-    "scripts": (f"{TITLES['scripts']}, 16,000 steps", replace(SCRIPTS, epochs=64)),
-    "debian": (
-        "40 sections of Debian from a line of text",
-        Configuration("debian-sections", "mlp", "plain", 20, batch_size=64, lr=0.05, weight_decay=5e-3),
-    ),
-}
-PAYS = {f"pays-{name}": title for name, (title, _) in PLACES.items()}
-FOREST = {"DCP, at plain training's cost": Row("DCP"), "DCL, at twice the cost": Row("DCL")}
-TESTED = {label: Row(label) for label in ("label smoothing 0.1", "DCL", "DCP")} | {
-    "DCL's model and companion averaged": Row("DCL", "mean of both")
-}
-
-
-def _with(plain: Configuration, method: str, **options: Any) -> Configuration:
+def with_method(plain: Configuration, method: str, **options: Any) -> Configuration:
+    """The same training by another method."""
     return replace(plain, method=method, options=options)
 
 
-def _compared(plain: Configuration) -> dict[str, Configuration]:
+def compared(plain: Configuration) -> dict[str, Configuration]:
     """What is compared at each length; CE's averages of the weights are the rows EMA."""
     return {
         "CE": plain,
-        "label smoothing 0.1": _with(plain, "plain", label_smoothing=0.1),
-        "DCL": _with(plain, "dcl", **DCL),
-        "DCL, λ = 1": _with(plain, "dcl", **PAPER),
-        "DCP": _with(plain, "dcp", **DCP),
-        "DCP, λ = 1, α = 0.6": _with(plain, "dcp", **PAPER),
+        "label smoothing 0.1": with_method(plain, "plain", label_smoothing=0.1),
+        "DCL": with_method(plain, "dcl", **DCL),
+        "DCL, λ = 1": with_method(plain, "dcl", **PAPER),
+        "DCP": with_method(plain, "dcp", **DCP),
+        "DCP, λ = 1, α = 0.6": with_method(plain, "dcp", **PAPER),
     }
 
 
@@ -75,20 +57,21 @@ def _label(lr: float, decay: float) -> str:
     return f"lr {lr:g}, weight decay {decay:g}"
 
 
-def _tuning(name: str, plain: Configuration, rates: Sequence[float], decays: Sequence[float]) -> Experiment:
+def tuning(name: str, plain: Configuration, rates: Sequence[float], decays: Sequence[float]) -> Experiment:
     """The grid that a setting's learning rate and weight decay come from; they are the baseline."""
     grid = {_label(lr, decay): replace(plain, lr=lr, weight_decay=decay) for lr in rates for decay in decays}
     title = f"learning rate and weight decay of plain training on {name}"
     return Experiment(title, "validation", 2, _label(plain.lr, plain.weight_decay), grid)
 
 
-def _comparison(setting: str, plain: Configuration, seeds: int = 5) -> Experiment:
-    return Experiment(f"CE, label smoothing, DCL and DCP on {setting}", "test", seeds, "CE", _compared(plain))
+def comparison(setting: str, plain: Configuration, seeds: int = 5) -> Experiment:
+    """What is compared at each length, on test data."""
+    return Experiment(f"CE, label smoothing, DCL and DCP on {setting}", "test", seeds, "CE", compared(plain))
 
 
 def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
     return {
-        f"length-{name}-{length}": _comparison(
+        f"length-{name}-{length}": comparison(
             f"{name}, {length} steps",
             replace(plain, epochs=round(times * plain.epochs)),
             seeds=3 if length == "64k" else 5,
@@ -100,7 +83,7 @@ def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
 def _data() -> dict[str, Experiment]:
     """From a tenth of the training images of kanji to all, in about 4,000 steps; 800 are ``length-kanji-4k``."""
     return {
-        f"data-kanji-{size}": _comparison(
+        f"data-kanji-{size}": comparison(
             f"{size:,} of 4,800 kanji, 4,000 steps", replace(KANJI, train_size=size, epochs=epochs)
         )
         for size, epochs in ((480, 267), (1_600, 80), (4_800, 27))
@@ -109,7 +92,7 @@ def _data() -> dict[str, Experiment]:
 
 def _noise() -> dict[str, Experiment]:
     return {
-        f"noise-kanji-{percent}": _comparison(
+        f"noise-kanji-{percent}": comparison(
             f"kanji with {percent} % wrong labels, 4,000 steps", replace(KANJI, label_noise=percent / 100)
         )
         for percent in (20, 40)
@@ -121,33 +104,36 @@ def _controls() -> Experiment:
     never = 10**9
     found = {
         "CE": KANJI,
-        "DCP": _with(KANJI, "dcp", **DCP),
-        "DCP, λ = 1, α = 0.6": _with(KANJI, "dcp", **PAPER),
-        "DCP, λ = 1": _with(KANJI, "dcp", weight=1.0, alpha=0.97),
-        "λ = 1, penalty on the logits": _with(KANJI, "plain", logit_penalty=1.0),
-        "λ = 1, α = 0: the class's mean in the last batch that had it": _with(KANJI, "dcp", weight=1.0, alpha=0.0),
-        "λ = 1, prototypes of the first epoch": _with(KANJI, "dcp", weight=1.0, alpha="frozen-after-first-epoch"),
-        "λ = 1, random prototypes": _with(KANJI, "dcp", weight=1.0, random_prototypes=1.0),
-        "λ = 1, random prototypes, three times as large": _with(KANJI, "dcp", weight=1.0, random_prototypes=3.0),
-        "λ = 1, a companion that never learns": _with(KANJI, "dcl", **PAPER, companion_every=never),
+        "DCP": with_method(KANJI, "dcp", **DCP),
+        "DCP, λ = 1, α = 0.6": with_method(KANJI, "dcp", **PAPER),
+        "DCP, λ = 1": with_method(KANJI, "dcp", weight=1.0, alpha=0.97),
+        "λ = 1, penalty on the logits": with_method(KANJI, "plain", logit_penalty=1.0),
+        "λ = 1, α = 0: the class's mean in the last batch that had it": with_method(KANJI, "dcp", weight=1.0, alpha=0.0),
+        "λ = 1, prototypes of the first epoch": with_method(KANJI, "dcp", weight=1.0, alpha="frozen-after-first-epoch"),
+        "λ = 1, random prototypes": with_method(KANJI, "dcp", weight=1.0, random_prototypes=1.0),
+        "λ = 1, random prototypes, three times as large": with_method(KANJI, "dcp", weight=1.0, random_prototypes=3.0),
+        "λ = 1, a companion that never learns": with_method(KANJI, "dcl", **PAPER, companion_every=never),
     }
     return Experiment("controls: what else would give DCP's gain, kanji, 4,000 steps", "test", 5, "CE", found)
 
 
-def _pays(title: str, plain: Configuration) -> Experiment:
-    runs = {
-        label: run for label, run in _compared(plain).items() if label in ("CE", "label smoothing 0.1", "DCL", "DCP")
+def _scale() -> Experiment:
+    """Label smoothing so strong that it makes the logits as small as DCP does; a diagnosis, not on test data."""
+    smoothed = {f"label smoothing {share:g}": with_method(KANJI, "plain", label_smoothing=share) for share in SMOOTHED}
+    held = {
+        "DCP": with_method(KANJI, "dcp", **DCP),
+        "DCP, λ = 1": with_method(KANJI, "dcp", weight=1.0, alpha=0.97),
     }
-    return Experiment(f"CE, label smoothing, DCL and DCP: {title}", "test", 10, "CE", runs)
+    runs = {"CE": KANJI} | smoothed | held
+    return Experiment("label smoothing at DCP's scale of the logits, kanji, 4,000 steps", "validation", 5, "CE", runs)
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    **{f"tune-{name}": _tuning(name, plain, RATES, DECAYS) for name, plain in SETTINGS.items()},
-    "tune-debian": _tuning("debian", PLACES["debian"][1], (0.02, 0.05, 0.1, 0.2), (5e-4, 2e-3, 5e-3, 1e-2)),
+    **{f"tune-{name}": tuning(name, plain, RATES, DECAYS) for name, plain in SETTINGS.items()},
     **{key: found for name, plain in SETTINGS.items() for key, found in _lengths(name, plain).items()},
     **_data(),
     **_noise(),
+    "wide-kanji": comparison("kanji, twice the width, 4,000 steps", replace(KANJI, network="strided-cnn-wide")),
     "controls-kanji": _controls(),
-    "peers-kanji-grids": peers.tuning("kanji", KANJI),
-    **{f"pays-{name}": _pays(title, plain) for name, (title, plain) in PLACES.items()},
+    "scale-kanji": _scale(),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper import evidence
+from examples.paper import evidence, pays, peers
 from examples.paper.configuration import DEFAULT_DCL, DEFAULT_DCP, PAPER, Configuration, Experiment
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
@@ -90,6 +90,7 @@ def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict
         tried = {
             "DCL, λ grows to 1 over half of the training": _dcl(plain, weight="warm-up"),
             "DCP, λ = 0.3, α = 0.97": _dcp(plain, weight=0.3, alpha=0.97),
+            "DCP, λ = 1, α = 0.97": _dcp(plain, weight=1.0, alpha=0.97),
         }
         title = f"the defaults on {name}, {kind}"
         found[f"defaults-{name}-{kind}"] = Experiment(title, "validation", seeds, "CE", _main(plain) | tried)
@@ -119,4 +120,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "companion": _ablation("smaller companions (Table 9)", COMPANIONS),
     "fraction": _ablation("the companion's part of the batch (Table 10)", FRACTIONS),
     **evidence.EXPERIMENTS,
+    **pays.EXPERIMENTS,
+    **peers.EXPERIMENTS,
 }

@@ -1,4 +1,4 @@
-"""The paper's Figures 2, 3, 5 and 6 from an experiment's runs, trained once more and looked at after every epoch."""
+"""The paper's Figures 2, 3, 5 and 6, and how the logits spread: runs trained once more, looked at after every epoch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from dcl_optim import metrics, plots
 from examples.checkpoint import save_atomically
-from examples.paper import records
+from examples.paper import measures, records
 from examples.paper.configuration import Configuration, Experiment
+from examples.paper.plots import spread_curves
 from examples.paper.trainer import Run, load_data
 
 STAGES = {"early": 0.1, "middle": 0.5, "end": 1.0}  # shares of the training
@@ -29,6 +30,7 @@ class Watched:
         accuracy: after each epoch, of the model on the experiment's part of the data.
         consistency: after each epoch, of the top non-target classes on the training part.
         drift: d, how far the logits of the experiment's part moved in each epoch; that of the first is missing.
+        spread: :func:`~examples.paper.measures.spread` of the experiment's part after each epoch, by the measure.
         kept: the logits of that part after the epochs that the figures show, by the epoch, from 1 on.
         labels: of that part.
         train: logits and labels of the training part at the end.
@@ -37,13 +39,14 @@ class Watched:
     accuracy: list[float] = field(default_factory=list)
     consistency: list[float] = field(default_factory=list)
     drift: list[float] = field(default_factory=list)
+    spread: dict[str, list[float]] = field(default_factory=dict)
     kept: dict[int, Tensor] = field(default_factory=dict)
     labels: Tensor = field(default_factory=lambda: torch.empty(0))
     train: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0), torch.empty(0)))
 
     def history(self) -> dict[str, list[float]]:
         """The figures by epoch, as JSON takes them."""
-        return {"accuracy": self.accuracy, "consistency": self.consistency, "drift": self.drift}
+        return {"accuracy": self.accuracy, "consistency": self.consistency, "drift": self.drift, **self.spread}
 
 
 def stages(epochs: int) -> dict[str, int]:
@@ -61,6 +64,8 @@ def watch(run: Run, part: str) -> Watched:
         _, *seen.train = next(run.logits("train"))
         seen.accuracy.append(float((z.argmax(1) == seen.labels).float().mean()))
         seen.consistency.append(float(metrics.top_non_target_consistency(*seen.train).nanmean()))
+        for measure, value in measures.spread(z, seen.labels).items():
+            seen.spread.setdefault(measure, []).append(value)
         if before is not None:
             seen.drift.append(float(metrics.logit_drift(before, z)))
         if epoch in shown:
@@ -97,6 +102,7 @@ def draw(title: str, part: str, names: Sequence[str], found: Mapping[str, Sequen
     epochs = ("the epoch before", "the epoch named")
     figures = {
         "curves": plots.training_curves(histories, title=title, split=part),
+        "spread": spread_curves(histories, f"Logits of {part} images: {title}"),
         "perplexity": plots.perplexity_bars(train, some.train[1], names),
         "top-non-target": plots.top_non_target_histogram(train, some.train[1], hardest, names),
         "drift": plots.logit_embedding(panels(-1), panels(0), labels[few], names, epochs=epochs),

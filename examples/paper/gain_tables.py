@@ -1,4 +1,4 @@
-"""Markdown tables of gains: by experiment, by setting with corrected p values, and by measure."""
+"""Markdown tables of gains: by experiment, by setting with corrected p values, by measure, and by value of a grid."""
 
 from __future__ import annotations
 
@@ -52,6 +52,25 @@ def by_measure(found: Sequence[Record], rows: Mapping[str, Row], measures: Seque
         cells = [_cell(gain(found, row, CE, measure), places[measure]) for measure in measures]
         lines.append([f"{name}, minus CE", *cells])
     return "\n".join(grid(["", *measures], lines, words=1))
+
+
+def by_value(found: Sequence[Record], grids: Mapping[str, Mapping[str, object]]) -> str:
+    """The gain over CE of each value of each grid, a line for each grid; its best is bold.
+
+    Args:
+        found: the records, of rows that are named by the grid and the value.
+        grids: the values of each.
+    """
+    lines = []
+    for name, grid_of_one in grids.items():
+        gains = {value: gain(found, Row(f"{name} {value}"), CE) for value in grid_of_one}
+        best = max((one.mean for one in gains.values() if one), default=None)
+        cells = [
+            f"**{value}: {_cell(one)}**" if one and one.mean == best else f"{value}: {_cell(one)}"
+            for value, one in gains.items()
+        ]
+        lines.append([name, *cells])
+    return "\n".join(grid(["", *(str(number) for number in range(1, 5))], lines, words=1))
 
 
 def _mean(found: Sequence[Record], measure: str, places: int = 2) -> str:

@@ -19,6 +19,8 @@ MEASURES: dict[str, Measure] = {
     "NLL, scaled": lambda record, name: record["quality"][name]["nll_scaled"],
     "ECE, %": lambda record, name: 100 * record["quality"][name]["ece"],
     "Brier": lambda record, name: record["quality"][name]["brier"],
+    "largest logit": lambda record, name: record["spread"][name]["top"],
+    "within / between classes": lambda record, name: record["spread"][name]["within"] / record["spread"][name]["between"],
     "train accuracy, %": lambda record, name: 100 * record["train_accuracy"][name],
     "corrupted, %": lambda record, name: 100 * statistics.fmean(found[name] for found in record["corrupted"].values()),
 }

@@ -9,8 +9,30 @@ from dataclasses import replace
 from typing import Any
 
 from examples.paper.configuration import Configuration, Experiment
+from examples.paper.evidence import KANJI
+from examples.paper.gains import Row
 
 Grid = dict[str, Configuration]
+
+BOTH = "DCL (λ = 0.1) and DCP"
+# By validation accuracy in peers-kanji-grids, before the test images were looked at.
+CHOSEN = {
+    "label smoothing": "0.2",
+    "online label smoothing": "0.5",
+    "confidence penalty": "0.3",
+    "LogitNorm": "0.04",
+    "penalty on the logits": "1",
+    "center loss": "0.013",
+    "CS-KD": "1",
+    "mixup": "0.2",
+    "SAM": "0.1",
+    "DCL": "0.3",
+    "DCL, KL with T = 4": "4.8",
+    "DCP": "1",
+    "DCP, α = 0.6": "1",
+    BOTH: "1",
+}
+TWICE = ("SAM", "DCL", "DCL, KL with T = 4", BOTH)  # as much computation as twice the steps
 
 
 def _options(plain: Configuration, method: str, name: str, values: tuple[float, ...], **fixed: Any) -> Grid:
@@ -38,13 +60,61 @@ def grids(plain: Configuration) -> dict[str, Grid]:
         ),
         "DCP": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.97),
         "DCP, α = 0.6": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.6),
-        "DCL (λ = 0.1) and DCP": _options(
+        BOTH: _options(
             plain, "dcl-dcp", "dcp_weight", (0.1, 0.3, 1.0, 3.0), dcl_weight=0.1, dcl_alpha=0.6, dcp_alpha=0.97
         ),
     }
 
 
-def tuning(name: str, plain: Configuration) -> Experiment:
+def _chosen(plain: Configuration) -> dict[str, Configuration]:
+    """The best of each grid, by validation accuracy."""
+    found = grids(plain)
+    return {f"{method}, {value}": found[method][value] for method, value in CHOSEN.items()}
+
+
+def _pairs(plain: Configuration) -> dict[str, Configuration]:
+    """DCP beside another method, each with the value that was best alone."""
+    options = {method: grids(plain)[method][value].options for method, value in CHOSEN.items()}
+    others = ("label smoothing", "mixup", "SAM")
+    return {f"DCP and {other}": replace(plain, method="dcp", options=options["DCP"] | options[other]) for other in others}
+
+
+def _tuning(name: str, plain: Configuration) -> Experiment:
     """All grids on validation, three seeds."""
     runs = {f"{method} {value}": run for method, grid in grids(plain).items() for value, run in grid.items()}
     return Experiment(f"grids of the peers on {name}, 4,000 steps", "validation", 3, "CE", {"CE": plain} | runs)
+
+
+def _comparison(name: str, plain: Configuration) -> Experiment:
+    """Each method with its best value, pairs, and plain training of twice the steps; five seeds."""
+    runs = {"CE": plain, "CE, twice the steps": replace(plain, epochs=2 * plain.epochs)}
+    runs |= _chosen(plain) | _pairs(plain)
+    return Experiment(f"peers of DCP and DCL on {name}, 4,000 steps", "test", 5, "CE", runs)
+
+
+def _row(method: str, predictor: str = "model") -> Row:
+    return Row(f"{method}, {CHOSEN[method]}", predictor)
+
+
+EMA = "EMA over 100 steps"
+# What a table compares with CE, by what training costs: DCP's company, and DCL's.
+PLAIN_COST: dict[str, Row] = {
+    "EMA of the weights": Row("CE", EMA),
+    **{f"{method}, {value}": _row(method) for method, value in CHOSEN.items() if method not in TWICE},
+    "DCP and label smoothing": Row("DCP and label smoothing"),
+    "DCP and mixup": Row("DCP and mixup"),
+    "DCP and EMA of the weights": _row("DCP", EMA),
+}
+TWICE_THE_COST: dict[str, Row] = {
+    "CE, twice the steps": Row("CE, twice the steps"),
+    **{f"{method}, {value}": _row(method) for method, value in CHOSEN.items() if method in TWICE},
+    "DCP and SAM": Row("DCP and SAM"),
+    "DCL: the companion": _row("DCL", "companion"),
+    "DCL: the mean of both softmaxes": _row("DCL", "mean of both"),
+    "DCL and DCP: the mean of both softmaxes": _row(BOTH, "mean of both"),
+}
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "peers-kanji-grids": _tuning("kanji", KANJI),
+    "peers-kanji": _comparison("kanji", KANJI),
+}

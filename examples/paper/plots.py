@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcl_optim.plots.canvas import COLOURS, LINES, MARKERS, new_figure
-from examples.paper import evidence, records
+from examples.paper import evidence, pays, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.datasets import load
 from examples.paper.datasets.base import steps_per_epoch
@@ -102,6 +103,32 @@ def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | 
     )
 
 
+def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], title: str) -> Figure:
+    """Draw the size of the logits and their spread over the epochs, the mean over the runs.
+
+    Args:
+        histories: for each method its runs; a run has ``top``, ``within`` and ``between``, one value per epoch each.
+        title: of the figure.
+    """
+    figure = new_figure(9, 3.6)
+    panels = {
+        "largest logit minus their mean": lambda run: run["top"],
+        "spread within classes": lambda run: run["within"],
+        "within divided by between": lambda run: [a / b for a, b in zip(run["within"], run["between"], strict=True)],
+    }
+    for axes, (label, measure) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for number, (method, runs) in enumerate(histories.items()):
+            means = [statistics.fmean(values) for values in zip(*map(measure, runs), strict=True)]
+            colour, line = COLOURS[number % len(COLOURS)], LINES[number % len(LINES)]
+            axes.plot(range(1, len(means) + 1), means, color=colour, linestyle=line, linewidth=1.3, label=method)
+        axes.set(title=label, xlabel="epoch")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
 def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> list[Path]:
     """Draw every plot whose experiments have records."""
 
@@ -117,9 +144,9 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
             figures[f"length-{setting}"] = length_curves(
                 [experiments[name] for name in made], list(made.values()), evidence.CURVES, title
             )
-    settings = {title: found for name, title in evidence.PAYS.items() if (found := read(name))}
+    settings = {title: found for name, title in pays.PAYS.items() if (found := read(name))}
     if settings:
-        figures["pays"] = forest(settings, evidence.FOREST, "Gain over plain training in each setting")
+        figures["pays"] = forest(settings, pays.FOREST, "Gain over plain training in each setting")
     images.mkdir(parents=True, exist_ok=True)
     paths = [images / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):

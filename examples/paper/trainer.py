@@ -145,13 +145,14 @@ class Run:
         training part's labels are those that were trained on, noise included.
         """
         found: dict[str, dict[str, Any]] = {
-            key: {} for key in ("accuracy", "quality", "train_accuracy", "consistency", "perplexity", "corrupted")
+            key: {} for key in ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
         }
         validation = list(self.logits("validation"))
         temperatures = {name: measures.fitted_temperature(z, y) for name, z, y in validation}
         for name, z, y in validation if part == "validation" else self.logits(part):
             found["accuracy"][name] = _accuracy(z, y)
             found["quality"][name] = measures.quality(z, y, temperatures[name])
+            found["spread"][name] = measures.spread(z, y)
         for name, z, y in self.logits("train"):
             found["train_accuracy"][name] = _accuracy(z, y)
             found["consistency"][name] = float(metrics.top_non_target_consistency(z, y).nanmean())

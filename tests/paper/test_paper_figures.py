@@ -14,6 +14,7 @@ from examples.paper import __main__ as command
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.figures import most_errors, stages, watch
+from examples.paper.measures import spread
 from examples.paper.trainer import Run
 
 TINY = Configuration("digits", "small-cnn", "plain", epochs=4, train_size=60, batch_size=20, lr=0.05)
@@ -34,6 +35,7 @@ def test_a_watched_run_is_the_run_that_nobody_watches():
         logits.append(z)
         assert watched.accuracy[epoch] == pytest.approx(float((z.argmax(1) == y).float().mean()))
         assert watched.accuracy[epoch] == pytest.approx(run.figures("validation")["accuracy"]["model"])
+        assert watched.spread["within"][epoch] == pytest.approx(spread(z, y)["within"])
         assert watched.consistency[epoch] == pytest.approx(run.figures("validation")["consistency"]["model"])
     distances = [(after - before).norm(dim=1).mean() for before, after in itertools.pairwise(logits)]
     assert watched.drift == pytest.approx([float(d) for d in distances], rel=1e-5)
@@ -62,7 +64,7 @@ def drawn(tmp_path, monkeypatch):
 
 
 def test_the_command_draws_all_and_writes_the_figures_by_epoch(drawn, monkeypatch):
-    names = ("classes", "curves", "drift", "perplexity", "top-non-target")
+    names = ("classes", "curves", "drift", "perplexity", "spread", "top-non-target")
     assert sorted(path.name for path in (drawn / "images").iterdir()) == [f"small-{name}.png" for name in names]
     assert all((drawn / "images" / f"small-{name}.png").read_bytes()[:4] == b"\x89PNG" for name in names)
     found = json.loads((drawn / "results" / "figures-small.json").read_text())
@@ -78,5 +80,6 @@ def test_the_command_draws_all_and_writes_the_figures_by_epoch(drawn, monkeypatc
     folders = [f"--{name}={drawn / name}" for name in ("results", "images", "checkpoints")]
     command.main(["figures", "small", "--threads", "1", "--device", "cpu", *folders])
     assert len(list((drawn / "images").iterdir())) == len(names)
+    assert {len(history["top"]) for history in found["runs"]["CE"]} == {4}
     assert {len(history["drift"]) for history in found["runs"]["CE"]} == {3}
     assert found["versions"]["torch"]

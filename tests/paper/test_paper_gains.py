@@ -8,7 +8,7 @@ import pytest
 from examples.paper import __main__ as command
 from examples.paper import evidence, records
 from examples.paper.experiments import EXPERIMENTS
-from examples.paper.gain_tables import by_experiment, by_measure, by_setting
+from examples.paper.gain_tables import by_experiment, by_measure, by_setting, by_value
 from examples.paper.gains import MEASURES, Row, gain, holm, values
 from examples.paper.plots import forest, length_curves, steps
 
@@ -22,6 +22,7 @@ def record(label, seed, accuracy, average=0.0, nll=1.0):
         "accuracy": {"model": accuracy, EMA: average},
         "train_accuracy": {"model": 1.0},
         "quality": {"model": {"nll": nll, "nll_scaled": nll / 2, "ece": 0.05, "brier": 0.3}},
+        "spread": {"model": {"top": 7.0, "within": 1.0, "between": 4.0}},
         "corrupted": {"noise": {"model": 0.5}, "blur": {"model": 0.7}},
     }
 
@@ -44,7 +45,7 @@ def test_a_predictor_of_the_baseline_has_a_gain_of_its_own_and_no_p_without_a_sp
 
 
 def test_measures_by_hand():
-    expected = (80.0, 1.0, 0.5, 5.0, 0.3, 100.0, 60.0)
+    expected = (80.0, 1.0, 0.5, 5.0, 0.3, 7.0, 0.25, 100.0, 60.0)
     assert [values(CE, Row("CE"), name)[0] for name in MEASURES] == pytest.approx(expected)
     assert gain(CE + DCP, Row("DCP"), Row("CE"), "NLL").mean == pytest.approx(-0.1)
 
@@ -124,3 +125,9 @@ def test_the_p_values_of_a_table_are_corrected_for_all_of_it():
 def test_the_table_over_measures_by_hand():
     _, _, *lines = cells(by_measure(CE + DCP, {"ours": Row("DCP")}, ["NLL", "ECE, %"]))
     assert lines == [["CE", "1.000 ± 0.000", "5.00 ± 0.00"], ["ours, minus CE", "-0.100 ± 0.000", "+0.00 ± 0.00"]]
+
+
+def test_the_best_value_of_a_grid_is_bold():
+    found = [one | {"label": f"smooth {one['label']}"} for one in CE + DCP] + CE
+    _, _, (name, *values) = cells(by_value(found, {"smooth": {"CE": None, "DCP": None, "none": None}}))
+    assert (name, values) == ("smooth", ["CE: +0.00 ± 0.00", "**DCP: +1.00 ± 0.58**", "none:"])

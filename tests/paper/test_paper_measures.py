@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.paper.datasets import corruptions
-from examples.paper.measures import fitted_temperature, quality
+from examples.paper.measures import fitted_temperature, quality, spread
 from tests.paper.test_paper_data import everything, in_memory, seeded_generator
 
 
@@ -39,6 +39,16 @@ def test_the_temperature_is_the_best_one():
     best = fitted_temperature(3 * z, y)
     values = [quality(3 * z, y, best * factor)["nll_scaled"] for factor in (0.9, 1.0, 1.1)]
     assert min(values) == values[1]
+
+
+def test_the_spread_by_hand():
+    """Class means (2, 0) and (0, 4); their mean over the rows is (4/3, 4/3); no row of the third class."""
+    z, y = torch.tensor([[1.0, 0.0, 5.0], [3.0, 0.0, 5.0], [0.0, 4.0, 5.0]]), torch.tensor([0, 0, 1])
+    found = spread(z, y)
+    assert found["top"] == pytest.approx(((5 - 2) + (5 - 8 / 3) + (5 - 3)) / 3)
+    assert found["within"] == pytest.approx(math.sqrt(2 / 9))
+    between = 2 * ((2 / 3) ** 2 + (4 / 3) ** 2) + (4 / 3) ** 2 + (8 / 3) ** 2
+    assert found["between"] == pytest.approx(math.sqrt(between / 9))
 
 
 @pytest.mark.parametrize("name", corruptions.NAMES)

@@ -1,0 +1,47 @@
+"""Whether DCL and DCP gain: one comparison in each of several settings, ten seeds, all of them in one table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from examples.paper.configuration import Configuration, Experiment
+from examples.paper.evidence import KANJI, SCRIPTS, TITLES, compared, tuning
+from examples.paper.gains import Row
+
+FASHION = Configuration("fashion-mnist", "small-cnn", "plain", 50, train_size=5_000, averages=(0.99, 0.999))
+DEBIAN = Configuration("debian-sections", "mlp", "plain", 20, batch_size=64, lr=0.05, weight_decay=5e-3)
+KANJI_ADAMW = replace(KANJI, optimizer="adamw", lr=3e-3, weight_decay=1e-2)
+DEBIAN_ADAMW = replace(DEBIAN, optimizer="adamw", lr=1e-3, weight_decay=1e-2)
+TEXT = "40 sections of Debian from a line of text"
+
+PLACES: dict[str, tuple[str, Configuration]] = {
+    "fashion-5k": ("Fashion-MNIST, 5,000 images", FASHION),
+    "fashion-50k": ("Fashion-MNIST, 50,000 images", replace(FASHION, train_size=None, epochs=10)),
+    "kanji": (f"{TITLES['kanji']}, 16,000 steps", replace(KANJI, epochs=640)),
+    "kanji-adamw": (f"{TITLES['kanji']}, AdamW", KANJI_ADAMW),
+    "scripts": (f"{TITLES['scripts']}, 16,000 steps", replace(SCRIPTS, epochs=64)),
+    "debian": (TEXT, DEBIAN),
+    "debian-adamw": (f"{TEXT}, AdamW", DEBIAN_ADAMW),
+}
+PAYS = {f"pays-{name}": title for name, (title, _) in PLACES.items()}
+FOREST = {"DCP, at plain training's cost": Row("DCP"), "DCL, at twice the cost": Row("DCL")}
+TESTED = {label: Row(label) for label in ("label smoothing 0.1", "DCL", "DCP")} | {
+    "DCL's model and companion averaged": Row("DCL", "mean of both")
+}
+
+ADAMW_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+ADAMW_DECAYS = (1e-2, 1e-1)
+
+
+def _pays(title: str, plain: Configuration) -> Experiment:
+    chosen = ("CE", "label smoothing 0.1", "DCL", "DCP")
+    runs = {label: run for label, run in compared(plain).items() if label in chosen}
+    return Experiment(f"CE, label smoothing, DCL and DCP: {title}", "test", 10, "CE", runs)
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "tune-debian": tuning("debian", DEBIAN, (0.02, 0.05, 0.1, 0.2), (5e-4, 2e-3, 5e-3, 1e-2)),
+    "tune-kanji-adamw": tuning("kanji, AdamW", KANJI_ADAMW, ADAMW_RATES, ADAMW_DECAYS),
+    "tune-debian-adamw": tuning("debian, AdamW", DEBIAN_ADAMW, ADAMW_RATES, ADAMW_DECAYS),
+    **{f"pays-{name}": _pays(title, plain) for name, (title, plain) in PLACES.items()},
+}
