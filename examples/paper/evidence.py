@@ -1,4 +1,4 @@
-"""What DCL and DCP do, and why: lengths of training, sizes of data, wrong labels and controls, on data new to the defaults."""
+"""What DCL and DCP do, and why: by length, data, wrong labels and controls, on data new to the defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CURVES = {
 }
 
 
-def with_method(plain: Configuration, method: str, **options: Any) -> Configuration:
+def _with(plain: Configuration, method: str, **options: Any) -> Configuration:
     """The same training by another method."""
     return replace(plain, method=method, options=options)
 
@@ -45,11 +45,11 @@ def compared(plain: Configuration) -> dict[str, Configuration]:
     """What is compared at each length; CE's averages of the weights are the rows EMA."""
     return {
         "CE": plain,
-        "label smoothing 0.1": with_method(plain, "plain", label_smoothing=0.1),
-        "DCL": with_method(plain, "dcl", **DCL),
-        "DCL, λ = 1": with_method(plain, "dcl", **PAPER),
-        "DCP": with_method(plain, "dcp", **DCP),
-        "DCP, λ = 1, α = 0.6": with_method(plain, "dcp", **PAPER),
+        "label smoothing 0.1": _with(plain, "plain", label_smoothing=0.1),
+        "DCL": _with(plain, "dcl", **DCL),
+        "DCL, λ = 1": _with(plain, "dcl", **PAPER),
+        "DCP": _with(plain, "dcp", **DCP),
+        "DCP, λ = 1, α = 0.6": _with(plain, "dcp", **PAPER),
     }
 
 
@@ -64,14 +64,14 @@ def tuning(name: str, plain: Configuration, rates: Sequence[float], decays: Sequ
     return Experiment(title, "validation", 2, _label(plain.lr, plain.weight_decay), grid)
 
 
-def comparison(setting: str, plain: Configuration, seeds: int = 5) -> Experiment:
+def _comparison(setting: str, plain: Configuration, seeds: int = 5) -> Experiment:
     """What is compared at each length, on test data."""
     return Experiment(f"CE, label smoothing, DCL and DCP on {setting}", "test", seeds, "CE", compared(plain))
 
 
 def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
     return {
-        f"length-{name}-{length}": comparison(
+        f"length-{name}-{length}": _comparison(
             f"{name}, {length} steps",
             replace(plain, epochs=round(times * plain.epochs)),
             seeds=3 if length == "64k" else 5,
@@ -83,7 +83,7 @@ def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
 def _data() -> dict[str, Experiment]:
     """From a tenth of the training images of kanji to all, in about 4,000 steps; 800 are ``length-kanji-4k``."""
     return {
-        f"data-kanji-{size}": comparison(
+        f"data-kanji-{size}": _comparison(
             f"{size:,} of 4,800 kanji, 4,000 steps", replace(KANJI, train_size=size, epochs=epochs)
         )
         for size, epochs in ((480, 267), (1_600, 80), (4_800, 27))
@@ -92,7 +92,7 @@ def _data() -> dict[str, Experiment]:
 
 def _noise() -> dict[str, Experiment]:
     return {
-        f"noise-kanji-{percent}": comparison(
+        f"noise-kanji-{percent}": _comparison(
             f"kanji with {percent} % wrong labels, 4,000 steps", replace(KANJI, label_noise=percent / 100)
         )
         for percent in (20, 40)
@@ -104,25 +104,25 @@ def _controls() -> Experiment:
     never = 10**9
     found = {
         "CE": KANJI,
-        "DCP": with_method(KANJI, "dcp", **DCP),
-        "DCP, λ = 1, α = 0.6": with_method(KANJI, "dcp", **PAPER),
-        "DCP, λ = 1": with_method(KANJI, "dcp", weight=1.0, alpha=0.97),
-        "λ = 1, penalty on the logits": with_method(KANJI, "plain", logit_penalty=1.0),
-        "λ = 1, α = 0: the class's mean in the last batch that had it": with_method(KANJI, "dcp", weight=1.0, alpha=0.0),
-        "λ = 1, prototypes of the first epoch": with_method(KANJI, "dcp", weight=1.0, alpha="frozen-after-first-epoch"),
-        "λ = 1, random prototypes": with_method(KANJI, "dcp", weight=1.0, random_prototypes=1.0),
-        "λ = 1, random prototypes, three times as large": with_method(KANJI, "dcp", weight=1.0, random_prototypes=3.0),
-        "λ = 1, a companion that never learns": with_method(KANJI, "dcl", **PAPER, companion_every=never),
+        "DCP": _with(KANJI, "dcp", **DCP),
+        "DCP, λ = 1, α = 0.6": _with(KANJI, "dcp", **PAPER),
+        "DCP, λ = 1": _with(KANJI, "dcp", weight=1.0, alpha=0.97),
+        "λ = 1, penalty on the logits": _with(KANJI, "plain", logit_penalty=1.0),
+        "λ = 1, α = 0: the class's mean in the last batch that had it": _with(KANJI, "dcp", weight=1.0, alpha=0.0),
+        "λ = 1, prototypes of the first epoch": _with(KANJI, "dcp", weight=1.0, alpha="frozen-after-first-epoch"),
+        "λ = 1, random prototypes": _with(KANJI, "dcp", weight=1.0, random_prototypes=1.0),
+        "λ = 1, random prototypes, three times as large": _with(KANJI, "dcp", weight=1.0, random_prototypes=3.0),
+        "λ = 1, a companion that never learns": _with(KANJI, "dcl", **PAPER, companion_every=never),
     }
     return Experiment("controls: what else would give DCP's gain, kanji, 4,000 steps", "test", 5, "CE", found)
 
 
 def _scale() -> Experiment:
     """Label smoothing so strong that it makes the logits as small as DCP does; a diagnosis, not on test data."""
-    smoothed = {f"label smoothing {share:g}": with_method(KANJI, "plain", label_smoothing=share) for share in SMOOTHED}
+    smoothed = {f"label smoothing {share:g}": _with(KANJI, "plain", label_smoothing=share) for share in SMOOTHED}
     held = {
-        "DCP": with_method(KANJI, "dcp", **DCP),
-        "DCP, λ = 1": with_method(KANJI, "dcp", weight=1.0, alpha=0.97),
+        "DCP": _with(KANJI, "dcp", **DCP),
+        "DCP, λ = 1": _with(KANJI, "dcp", weight=1.0, alpha=0.97),
     }
     runs = {"CE": KANJI} | smoothed | held
     return Experiment("label smoothing at DCP's scale of the logits, kanji, 4,000 steps", "validation", 5, "CE", runs)
@@ -133,7 +133,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     **{key: found for name, plain in SETTINGS.items() for key, found in _lengths(name, plain).items()},
     **_data(),
     **_noise(),
-    "wide-kanji": comparison("kanji, twice the width, 4,000 steps", replace(KANJI, network="strided-cnn-wide")),
+    "wide-kanji": _comparison("kanji, twice the width, 4,000 steps", replace(KANJI, network="strided-cnn-wide")),
     "controls-kanji": _controls(),
     "scale-kanji": _scale(),
 }

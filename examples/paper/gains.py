@@ -20,7 +20,7 @@ MEASURES: dict[str, Measure] = {
     "ECE, %": lambda record, name: 100 * record["quality"][name]["ece"],
     "Brier": lambda record, name: record["quality"][name]["brier"],
     "largest logit": lambda record, name: record["spread"][name]["top"],
-    "within / between classes": lambda record, name: record["spread"][name]["within"] / record["spread"][name]["between"],
+    "within / between": lambda record, name: record["spread"][name]["within"] / record["spread"][name]["between"],
     "train accuracy, %": lambda record, name: 100 * record["train_accuracy"][name],
     "corrupted, %": lambda record, name: 100 * statistics.fmean(found[name] for found in record["corrupted"].values()),
 }

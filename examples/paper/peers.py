@@ -75,8 +75,9 @@ def _chosen(plain: Configuration) -> dict[str, Configuration]:
 def _pairs(plain: Configuration) -> dict[str, Configuration]:
     """DCP beside another method, each with the value that was best alone."""
     options = {method: grids(plain)[method][value].options for method, value in CHOSEN.items()}
+    dcp = replace(plain, method="dcp", options=options["DCP"])
     others = ("label smoothing", "mixup", "SAM")
-    return {f"DCP and {other}": replace(plain, method="dcp", options=options["DCP"] | options[other]) for other in others}
+    return {f"DCP and {other}": replace(dcp, options={**dcp.options, **options[other]}) for other in others}
 
 
 def _tuning(name: str, plain: Configuration) -> Experiment:

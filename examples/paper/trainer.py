@@ -144,9 +144,8 @@ class Run:
         The temperature of the scaled likelihood is fitted on the validation part, also where that is the part; the
         training part's labels are those that were trained on, noise included.
         """
-        found: dict[str, dict[str, Any]] = {
-            key: {} for key in ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
-        }
+        keys = ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
+        found: dict[str, dict[str, Any]] = {key: {} for key in keys}
         validation = list(self.logits("validation"))
         temperatures = {name: measures.fitted_temperature(z, y) for name, z, y in validation}
         for name, z, y in validation if part == "validation" else self.logits(part):
