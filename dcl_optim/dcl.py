@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -192,6 +193,27 @@ class DCLOptimizer(ForecastOptimizer):
     def companion(self) -> nn.Module:
         r"""The companion :math:`\omega` as a module; evaluate it as any other. Made by this, if not before."""
         return self.forecaster.module
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Give the companion in eval mode, for as long as a ``with`` block lasts; then each module is as it was.
+
+        Examples:
+            >>> import torch
+            >>> model = torch.nn.Linear(4, 3)
+            >>> optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            >>> with torch.no_grad(), optimizer.evaluating() as companion:
+            ...     companion(torch.ones(2, 4)).shape
+            torch.Size([2, 3])
+        """
+        companion = self.companion
+        modes = {module: module.training for module in companion.modules()}
+        companion.eval()
+        try:
+            yield companion
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
     def reset_companion(self) -> None:
         """Start the companion anew: a copy of the model as it is when its next training forward begins.

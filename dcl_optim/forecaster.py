@@ -252,6 +252,14 @@ class Forecaster(ABC):
             alpha: this step's, in [0, 1].
         """
 
+    def figures(self) -> dict[str, Any]:
+        """Numbers or scalar tensors of its own for the optimizer's ``logs``, always the same keys. Default: none."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """What the optimizer's repr shows of it. Default: nothing."""
+        return {}
+
     def backward(self) -> None:  # noqa: B027
         """Compute the gradients of what was observed, before the base optimizer steps. Default: nothing."""
 

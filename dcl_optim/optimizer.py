@@ -259,17 +259,28 @@ class ForecastOptimizer(OptimizerWrapper):
     @property
     def penalty(self) -> float:
         r"""The last forward's :math:`\Delta(z, c)`, without :math:`\lambda`; nan before the first. Synchronises."""
-        return float(self._regularizer.last.get("penalty", float("nan")))
+        return float(self._regularizer.figures()["penalty"])
 
-    def logs(self) -> dict[str, float]:
-        """Figures of the last backward for a logger: penalty, weight, alpha, loss_scale, step. Synchronises."""
-        last = self._regularizer.last
-        return {"step": float(self._regularizer.steps)} | {name: float(value) for name, value in last.items()}
+    def logs(self, prefix: str = "") -> dict[str, float]:
+        """Figures for a logger, always the same keys: those of the last backward, and the forecaster's own.
+
+        ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale``;
+        with DCP ``prototype_norm``, the mean length of the prototypes that were seen. Synchronises.
+
+        Args:
+            prefix: put before each key, as in ``"dcl/"``. Default: nothing.
+
+        Returns:
+            Floats by their names; nan for what is not known yet.
+        """
+        regularizer = self._regularizer
+        figures = {"step": regularizer.steps, **regularizer.figures(), **self.forecaster.figures()}
+        return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
     def __repr__(self) -> str:
-        weight, alpha = self._regularizer.weight, self._regularizer.alpha
-        model = type(unwrapped(self.model)).__name__
-        return f"{self._name}(weight={weight}, alpha={alpha}, model={model})\n{self.base!r}"
+        settings = {**self._regularizer.settings(), "model": type(unwrapped(self.model)).__name__}
+        shown = ", ".join(f"{name}={value}" for name, value in {**settings, **self.forecaster.settings()}.items())
+        return f"{self._name}({shown})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:
         regularizer = self._regularizer

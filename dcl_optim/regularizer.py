@@ -29,7 +29,7 @@ from dcl_optim._torch import (
     version_of,
     warn,
 )
-from dcl_optim._validation import PRIVATE, is_private
+from dcl_optim._validation import PRIVATE, is_number, is_private
 from dcl_optim.distances import Distance, depends_on_class_dim
 from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 from dcl_optim.hooks import outputs
@@ -42,6 +42,7 @@ from dcl_optim.hooks.outputs import candidates, conversion_source, find_loss, th
 from dcl_optim.schedules import Checked
 
 _requires_grad = attrgetter("requires_grad")
+FIGURES = ("penalty", "weight", "alpha", "loss_scale")  # of each backward, for logs
 MOST_RECORDS = 64  # of forwards, before those that are gone are looked for
 
 
@@ -127,6 +128,21 @@ class Regularizer:
         self.detach()
         self.forecaster.forget()
         self.state, self.superseded = StepState(), True
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of the last backward, numbers or scalar tensors; nan before the first."""
+        return dict.fromkeys(FIGURES, math.nan) | self.last
+
+    def settings(self) -> dict[str, Any]:
+        """What was chosen, as the optimizer's repr shows it."""
+        distance = getattr(self._distance, "func", self._distance)
+        source = self._loss_scale.source
+        if self._criterion is not None and source == "auto":
+            scale = f"from {type(self._criterion).__name__}"
+        else:
+            scale = source if isinstance(source, str) or is_number(source) else type(source).__name__
+        name = getattr(distance, "__name__", type(distance).__name__)
+        return {"weight": self.weight, "alpha": self.alpha, "distance": name, "loss_scale": scale}
 
     # ---- the forward: c = f(ω, x) ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from operator import itemgetter
 
 import pytest
@@ -260,7 +261,7 @@ def test_criterion_on_validation_data_is_left_alone():
     with torch.no_grad():
         criterion(model(x), y)
     criterion(torch.randn(3, CLASSES, requires_grad=True), torch.tensor([0, 1, 2])).backward()
-    assert "penalty" not in optimizer.logs()
+    assert math.isnan(optimizer.logs()["penalty"])
 
 
 def test_dense_labels():
@@ -364,3 +365,13 @@ def test_criterion_on_a_converted_copy_of_the_logits():
     x, y = next(iter(batches(1, dtype=torch.float32)))
     (3.0 * criterion(model(x).double(), y)).backward()
     assert optimizer.logs()["loss_scale"] == 3.0
+
+
+def test_logs_give_the_mean_length_of_the_prototypes_that_were_seen():
+    model = mlp()
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert math.isnan(optimizer.logs()["prototype_norm"])
+    x, y = next(batches(1))
+    F.cross_entropy(model(x), torch.ones_like(y)).backward()
+    optimizer.step()
+    assert optimizer.logs()["prototype_norm"] == pytest.approx(optimizer.prototypes[1].norm().item())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,8 +78,10 @@ def test_the_companion_learns_from_the_first_of_several_evaluations():
 def test_logs():
     model = mlp()
     optimizer = wrap(model, weight=lambda t: 0.1 * t, alpha=0.25, companion=mlp(seed=3))
-    assert optimizer.logs() == {"step": 0.0}
-    assert optimizer.penalty != optimizer.penalty  # nan before the first
+    before = optimizer.logs()
+    assert before.pop("step") == 0.0
+    assert list(before) == ["penalty", "weight", "alpha", "loss_scale"]
+    assert all(map(math.isnan, [*before.values(), optimizer.penalty]))
     x, y = one()
     expected = F.mse_loss(model(x), optimizer.companion(x)).item()
     optimizer.zero_grad()
@@ -86,4 +90,5 @@ def test_logs():
     logs = optimizer.logs()
     assert logs["penalty"] == optimizer.penalty == pytest.approx(expected, abs=1e-12)
     assert (logs["step"], logs["weight"], logs["alpha"]) == (1.0, 0.1, 0.25)
+    assert optimizer.logs(prefix="dcl/") == {f"dcl/{name}": value for name, value in logs.items()}
     assert logs["loss_scale"] == pytest.approx(1.0)

@@ -31,6 +31,7 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance
         criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .companion
     .companion_optimizer
+    .evaluating(self)
     .reset_companion(self)
 dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
         reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None, process_group='auto',
@@ -108,7 +109,7 @@ dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distanc
     .defaults
     .detach(self)
     .load_state_dict(self, state_dict)
-    .logs(self)
+    .logs(self, prefix='')
     .param_groups
     .penalty
     .state
@@ -123,6 +124,7 @@ dcl_optim.forecaster.Forecaster()
     .check_state(self, state)
     .close(self)
     .create_state(self)
+    .figures(self)
     .forget(self)
     .load_state_dict(self, state)
     .model_loaded(self)
@@ -132,6 +134,7 @@ dcl_optim.forecaster.Forecaster()
     .predict(self, args, kwargs, record, rng_state)
     .replays_draws = True
     .set_mode(self, mode)
+    .settings(self)
     .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
@@ -162,6 +165,7 @@ dcl_optim.companion.Companion(model, base, find_logits, *, companion=None, compa
     .predict(self, args, kwargs, record, rng_state)
     .reset(self)
     .set_mode(self, mode)
+    .settings(self)
     .skip(self, record, alpha)
     .state_dict(self)
     .step(self)
@@ -177,6 +181,7 @@ dcl_optim.overlap.OverlappedCompanion(*args, **options)
 dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, ranks)
     .before_forward(self, args, kwargs, rng_state, step)
     .check_state(self, state)
+    .figures(self)
     .forget(self)
     .load_state_dict(self, state)
     .observe(self, record, distance, alpha, scale)
@@ -184,6 +189,7 @@ dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, rank
     .predict(self, args, kwargs, record, rng_state)
     .replays_draws = False
     .seen
+    .settings(self)
     .skip(self, record, alpha)
     .state_dict(self)
     .step(self)

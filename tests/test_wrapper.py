@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import (
     assert_same,
     backward,
+    batch_norm_net,
     batches,
     mlp,
     one,
@@ -57,7 +59,56 @@ def test_step_and_state_hooks_fire_once_and_may_replace_the_state():
 
 def test_repr_shows_method_and_base():
     model = mlp()
-    assert repr(wrap(model)).startswith("DCLOptimizer(weight=1, alpha=0.6, model=Sequential)\nSGD (")
+    optimizer = wrap(model)
+    shown = "DCLOptimizer(weight=1, alpha=0.6, distance=mse, loss_scale=auto, model=Sequential, companion={})\nSGD ("
+    assert repr(optimizer).startswith(shown.format("not made yet"))
+    train(model, optimizer, batches(1))
+    size = sum(p.numel() for p in model.parameters())
+    assert repr(optimizer).startswith(shown.format(f"{size:,} parameters"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"criterion": nn.CrossEntropyLoss()}, "loss_scale=from CrossEntropyLoss"),
+        ({"loss_scale": 2.0}, "loss_scale=2.0"),
+        ({"loss_scale": torch.amp.GradScaler("cpu")}, "loss_scale=GradScaler"),
+        ({"distance": "kl"}, "distance=kl"),
+        ({"distance": nn.L1Loss()}, "distance=L1Loss"),
+        ({}, "num_classes=not known yet"),
+        ({"num_classes": 3}, "num_classes=3"),
+    ],
+)
+def test_repr_shows_what_was_chosen(arguments, shown):
+    model = mlp()
+    assert shown in repr(DCPOptimizer(sgd(model), model, **arguments)).splitlines()[0]
+
+
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+@pytest.mark.parametrize("options", [{}, {"lr": 0.1}, {"model": nn.Linear(2, 2)}])
+def test_parameters_in_place_of_an_optimizer_get_the_right_call(kind, options):
+    message = rf"got generator: .*{kind.__name__}\(torch.optim.SGD\(model.parameters\(\), lr=0.1\), model\)"
+    with pytest.raises(TypeError, match=message):
+        kind(mlp().parameters(), **options)
+
+
+def test_evaluating_gives_the_companion_in_eval_mode_and_leaves_it_as_it_was():
+    model = batch_norm_net()
+    model[1].eval()  # frozen statistics
+    optimizer = DCLOptimizer(sgd(model), model)
+    train(model, optimizer, batches(2))
+    modes = [module.training for module in optimizer.companion.modules()]
+    assert modes == [True, True, False, True, True]
+
+    def look():
+        with optimizer.evaluating() as companion:
+            assert companion is optimizer.companion
+            assert not any(module.training for module in companion.modules())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        look()
+    assert [module.training for module in optimizer.companion.modules()] == modes
 
 
 def test_zero_grad_both_ways():

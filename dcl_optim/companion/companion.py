@@ -135,6 +135,11 @@ class Companion(Forecaster):
         if self._mode is not None:
             self.set_mode(self._mode)
 
+    def settings(self) -> dict[str, Any]:
+        if not self._made:
+            return {"companion": "not made yet"}
+        return {"companion": f"{sum(p.numel() for p in self._module.parameters()):,} parameters"}
+
     @property
     def module(self) -> nn.Module:
         """The companion as a module."""

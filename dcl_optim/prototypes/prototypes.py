@@ -95,6 +95,12 @@ class Prototypes(Forecaster):
         """A copy of all prototypes, (K, K); zero for a class that no step has seen, (0, 0) where K is not known yet."""
         return self._rows[:-1].clone()
 
+    def figures(self) -> dict[str, Any]:
+        return {"prototype_norm": self.values[self.seen].norm(dim=1).mean()}  # nan without a row
+
+    def settings(self) -> dict[str, Any]:
+        return {"num_classes": self._num_classes or "not known yet"}
+
     # ---- the penalty: 1/N Σ_i Δ(z_i, p^{y_i}) ------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: Any, step: int) -> None:
