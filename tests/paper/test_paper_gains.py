@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from examples.paper import __main__ as command
-from examples.paper import evidence, records
+from examples.paper import evidence, peers, records
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.gain_tables import by_experiment, by_measure, by_setting, by_value
 from examples.paper.gains import MEASURES, Row, gain, holm, values
@@ -131,3 +132,10 @@ def test_the_best_value_of_a_grid_is_bold():
     found = [one | {"label": f"smooth {one['label']}"} for one in CE + DCP] + CE
     _, _, (name, *values) = cells(by_value(found, {"smooth": {"CE": None, "DCP": None, "none": None}}))
     assert (name, values) == ("smooth", ["CE: +0.00 ± 0.00", "**DCP: +1.00 ± 0.58**", "none:"])
+
+
+def test_the_chosen_values_are_the_best_of_their_grids():
+    found = records.read(Path(__file__).parents[2] / command.RESULTS / "peers-kanji-grids.jsonl")
+    for method, grid in peers.grids(evidence.KANJI).items():
+        gains = {value: gain(found, Row(f"{method} {value}"), Row("CE")).mean for value in grid}
+        assert peers.CHOSEN[method] == max(gains, key=gains.get)
