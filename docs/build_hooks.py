@@ -1,4 +1,4 @@
-"""Turn the docstrings' roles into what a browser shows: formulas as MathML, references as code.
+"""Turn the docstrings' roles into what a browser shows, formulas as MathML and references as code; mark what is no code.
 
 Docstrings carry torch's notation (``:math:`` and ``:class:``), which reads well in a terminal. Formulas are translated
 while the site is built, so that no page loads anything from elsewhere.
@@ -12,7 +12,8 @@ from typing import Any
 
 INLINE = re.compile(r":math:<code>(.*?)</code>", re.DOTALL)
 BLOCK = re.compile(r"<p>\.\. math::\s*(.*?)</p>", re.DOTALL)
-REFERENCE = re.compile(r":(?:class|func|meth|mod):<code>~?(?:[\w.]*\.)?(\w+)</code>")
+REFERENCE = re.compile(r":(?:attr|class|func|meth|mod):<code>~?(?:[\w.]*\.)?(\w+)</code>")
+PROMPT_OR_OUTPUT = re.compile(r'<span class="(gp|go)">([^<]*)</span>')
 LITERAL = re.compile(r"``([^`]+)``")
 
 
@@ -29,4 +30,6 @@ def on_page_content(content: str, **_: Any) -> str:
     """Called by mkdocs with each page's HTML."""
     content = INLINE.sub(lambda found: _formula(found.group(1), "inline"), content)
     content = BLOCK.sub(lambda found: f"<p>{_formula(found.group(1), 'block')}</p>", content)
+    # The style sheet shows them again: what it generates is not part of what the button copies.
+    content = PROMPT_OR_OUTPUT.sub(r'<span class="\1" data-text="\2"></span>', content)
     return REFERENCE.sub(r"<code>\1</code>", content)

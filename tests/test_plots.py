@@ -75,5 +75,5 @@ def test_bad_histories(histories: dict):
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"dcl-optim\[demo\]"):
+    with pytest.raises(ImportError, match=r"dcl-optim\[plots\]"):
         training_curves({"plain": runs(1)})

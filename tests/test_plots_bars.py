@@ -244,5 +244,5 @@ def test_no_samples():
 )
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, draw):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"dcl-optim\[demo\]"):
+    with pytest.raises(ImportError, match=r"dcl-optim\[plots\]"):
         draw()

@@ -223,5 +223,5 @@ def test_bad_classes(change: dict, message: str):
 @pytest.mark.parametrize("module", ["sklearn.manifold", "threadpoolctl", "matplotlib.figure"])
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, module: str):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"dcl-optim\[demo\]"):
+    with pytest.raises(ImportError, match=r"dcl-optim\[plots\]"):
         class_embedding(clusters(), LABELS)

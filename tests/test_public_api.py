@@ -1,4 +1,4 @@
-"""The public names, those that docs/api.md documents, and their signatures change only on purpose.
+"""The public names, those that docs/api*.md document, and their signatures change only on purpose.
 
 After a change on purpose, replace ``FROZEN`` by what ``python -m tests.test_public_api`` prints.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import dcl_optim
 from tests.typing import user_script
 
-PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+PAGES = [Path(__file__).parent.parent / "docs" / f"{name}.md" for name in ("api", "api-metrics", "api-internals")]
 DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
 
 FROZEN = """\
@@ -199,7 +199,7 @@ dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, rank
 
 def documented() -> Iterator[str]:
     """The full names on the page: of modules the members that are named, or all functions and classes of their own."""
-    for name, members in DIRECTIVE.findall(PAGE.read_text(encoding="utf-8")):
+    for name, members in DIRECTIVE.findall("".join(page.read_text(encoding="utf-8") for page in PAGES)):
         found = resolve_name(name)
         if inspect.ismodule(found):
             yield from (f"{name}.{member}" for member in (members.split(", ") if members else own(found)))

@@ -137,7 +137,7 @@ def _embed(name: str, logits: Tensor) -> Points:
         from sklearn.manifold import TSNE
         from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ImportError('a t-SNE needs scikit-learn: pip install "dcl-optim[demo]"') from error
+        raise ImportError('a t-SNE needs scikit-learn: pip install "dcl-optim[plots]"') from error
     if not logits.isfinite().all() or not (logits != logits[0]).any():
         raise ValueError(
             f"logits{f' of {name}' if name else ''} of {len(logits)} samples are not finite or all the same; a t-SNE "
