@@ -1,4 +1,4 @@
-"""Turn the docstrings' roles into what a browser shows, formulas as MathML and references as code; mark what is no code.
+"""Turn the docstrings' roles into what a browser shows, formulas as MathML, and mark what is not to be copied.
 
 Docstrings carry torch's notation (``:math:`` and ``:class:``), which reads well in a terminal. Formulas are translated
 while the site is built, so that no page loads anything from elsewhere.

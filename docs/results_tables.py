@@ -30,6 +30,36 @@ def demo(name: str = "demo") -> str:
     return "```text\n" + format_table([Row(**row) for row in found["table"]], "test") + "\n```"
 
 
+OVERVIEW = {
+    "150 kanji in unseen fonts, 5 images of each": "length-kanji-4k",
+    "the same with a fifth of the labels wrong": "noise-kanji-20",
+    "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
+    "100 writing systems": "main-scripts",
+    "40 sections of Debian from a line of text": "pays-debian",
+}
+
+
+def overview() -> str:
+    """The first page's table: both optimizers, what they cost and what they gain."""
+    from benchmarks import table
+    from dcl_optim.demo.report import plus_minus
+    from examples.paper.gains import CE, Row, gain
+
+    lines = benchmark("summary").splitlines()
+    head, _, *models = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    times = [sorted(float(cells[head.index(name)]) for cells in models) for name in ("DCPOptimizer", "DCLOptimizer")]
+    lines = [
+        ["time of a step, over plain training's", *(f"{some[0]:.2f} to {some[-1]:.2f}" for some in times)],
+        ["memory", "K x K numbers for K classes", "a second network with its optimizer"],
+        ["works for", "softmax classifiers", "any model, without labels too"],
+        ["what you deploy", "the model, unchanged", "the model, unchanged"],
+    ]
+    for title, name in OVERVIEW.items():
+        gains = [gain(_records(name), Row(label), CE) for label in ("DCP", "DCL")]
+        lines.append([title, *(plus_minus(one.mean, one.error, sign="+") for one in gains if one)])
+    return "\n".join(table.grid(["", "`DCPOptimizer`", "`DCLOptimizer`"], lines, words=3))
+
+
 def experiment(name: str) -> str:
     """The table of an experiment of examples/paper."""
     from examples.paper.experiments import EXPERIMENTS
@@ -158,7 +188,7 @@ def _records(name: str) -> list[Any]:
     return records.read(RESULTS / f"{name}.jsonl")
 
 
-def _benchmark(name: str) -> Any:
+def _benchmark(name: str = "cpu-2-threads") -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
