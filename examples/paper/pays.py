@@ -10,7 +10,7 @@ from examples.paper.gains import Row
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", 50, train_size=5_000, averages=(0.99, 0.999))
 DEBIAN = Configuration("debian-sections", "mlp", "plain", 20, batch_size=64, lr=0.05, weight_decay=5e-3)
-KANJI_ADAMW = replace(KANJI, optimizer="adamw", lr=3e-3, weight_decay=1e-2)
+KANJI_ADAMW = replace(KANJI, optimizer="adamw", lr=1e-2, weight_decay=1e-1)
 DEBIAN_ADAMW = replace(DEBIAN, optimizer="adamw", lr=1e-3, weight_decay=1e-2)
 TEXT = "40 sections of Debian from a line of text"
 
@@ -41,7 +41,7 @@ def _pays(title: str, plain: Configuration) -> Experiment:
 
 EXPERIMENTS: dict[str, Experiment] = {
     "tune-debian": tuning("debian", DEBIAN, (0.02, 0.05, 0.1, 0.2), (5e-4, 2e-3, 5e-3, 1e-2)),
-    "tune-kanji-adamw": tuning("kanji, AdamW", KANJI_ADAMW, ADAMW_RATES, ADAMW_DECAYS),
+    "tune-kanji-adamw": tuning("kanji, AdamW", KANJI_ADAMW, (*ADAMW_RATES, 3e-2), (*ADAMW_DECAYS, 1.0)),
     "tune-debian-adamw": tuning("debian, AdamW", DEBIAN_ADAMW, ADAMW_RATES, ADAMW_DECAYS),
     **{f"pays-{name}": _pays(title, plain) for name, (title, plain) in PLACES.items()},
 }
