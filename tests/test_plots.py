@@ -54,6 +54,17 @@ def test_band_is_one_standard_error():
     assert 51 - min(first) == pytest.approx(3**-0.5)
 
 
+def test_an_epoch_without_a_value_is_a_gap(tmp_path: Path):
+    """As where a run has diverged, for all runs or one of them."""
+    first, second = runs(2)
+    first["consistency"][1] = first["consistency"][3] = second["consistency"][3] = float("nan")
+    figure = training_curves({"plain": [first, second]})
+    figure.savefig(tmp_path / "curves.png")
+    assert figure.axes[1].lines[0].get_ydata().tolist() == pytest.approx(
+        [30, float("nan"), 34, float("nan"), 38], nan_ok=True
+    )
+
+
 @pytest.mark.parametrize(("count", "epochs"), [(1, 1), (1, 2), (2, 1), (1, 6)])
 def test_little_to_draw(tmp_path: Path, count: int, epochs: int):
     training_curves({"plain": runs(count, epochs)}).savefig(tmp_path / "curves.png")
