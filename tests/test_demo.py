@@ -459,11 +459,12 @@ def test_on_a_gpu(tmp_path: Path):
 
 
 def test_threads_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    seen: list[int] = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    seen = [5]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    run(tmp_path, "--seeds", "1", "--epochs", "1")
-    assert seen == [1, 5]
+    results = run(tmp_path, "--seeds", "1", "--epochs", "1")
+    assert seen == [5, 1, 5]
+    assert results["machine"]["threads"] == 1
 
 
 def test_as_a_module():
