@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import csv
+import functools
+import io
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import tqdm
 
 from dcl_optim import __version__, demo
-from dcl_optim.demo import digits, report, training
+from dcl_optim.demo import arguments, digits, report, training
 from tests.helpers import PATIENCE
 
 TINY = ["--epochs", "2", "--seeds", "2", "--train-size", "64"]
+LOADING = "dcl-demo: loading scikit-learn and matplotlib ...\n"
+WIDTH = 80  # columns of a terminal
 
 
 def run(out: Path, *flags: str) -> dict:
     assert demo.main([*TINY, "--out", str(out), *flags]) == 0
-    return json.loads((out / "results.json").read_text(encoding="utf-8"))
+    return read(out / "results.json")
+
+
+def read(path: Path) -> dict:
+    """JSON as its standard has it: Python's own reader takes NaN and Infinity too."""
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
 def untimed(results: dict) -> dict:
@@ -32,11 +45,13 @@ def untimed(results: dict) -> dict:
 def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     results = run(tmp_path / "deep" / "out")
     printed, errors = capsys.readouterr()
-    assert errors == ""  # no progress bar where nobody watches
+    assert errors == LOADING  # no progress bar where nobody watches
     lines = printed.splitlines()
-    starts = [line.split()[0] for line in lines[2:7] if line]
-    assert starts == ["method", "-" * len(lines[3]), "plain", "DCL", "DCP"]
-    assert lines[0] == "digits: 64 training and 597 test images, 2 epochs, 2 seeds; default weight and alpha"
+    assert max(map(len, lines[:-1])) <= WIDTH  # the last has paths
+    starts = [line.split()[0] for line in lines[3:8] if line]
+    assert starts == ["method", "-" * len(lines[4]), "plain", "DCL", "DCP"]
+    assert lines[0] == "digits: 64 training and 597 test images, 2 epochs, 2 seeds"
+    assert lines[1] == "default weight and alpha"
     assert {path.name for path in (tmp_path / "deep" / "out").iterdir()} == {"results.json", "curves.png"}
     assert results["arguments"]["epochs"] == 2
     assert results["interrupted"] is False
@@ -73,7 +88,7 @@ def test_by_default_weight_and_alpha_are_the_optimizers(tmp_path: Path, capsys: 
     other = untimed(run(tmp_path / "other", *small, "--weight", "0.5", "--alpha", "0.1"))
     for method, alpha in (("DCL", "0.6"), ("DCP", "0.97")):
         given = untimed(run(tmp_path / "given", *small, "--weight", "0.1", "--alpha", alpha))
-        assert "seeds; weight 0.1, alpha " + alpha in capsys.readouterr().out
+        assert "seeds\nweight 0.1, alpha " + alpha in capsys.readouterr().out
         assert default[method] == given[method] != other[method]
 
 
@@ -135,6 +150,7 @@ def test_ctrl_c_before_the_first_seed_is_finished(
     assert demo.main([*TINY, "--out", str(tmp_path)]) == 130
     printed, errors = capsys.readouterr()
     assert printed == ""
+    assert errors.startswith(LOADING)
     assert "0 of 2 seeds were finished" in errors
     assert not list(tmp_path.iterdir())
 
@@ -153,6 +169,15 @@ def test_ctrl_c_before_the_first_seed_is_finished(
         ["--lr", "0"],
         ["--epochs", "two"],
         ["--out", __file__],
+        ["--csv", "."],
+        ["--csv", "no folder/accuracies.csv"],
+        ["--device", "gpu7"],
+        ["--device", "cuda:99"],
+        ["--device", "meta"],
+        ["--quick", "--seeds", "0"],
+        ["--from", "nowhere/results.json"],
+        ["--from", __file__, "--lr", "1"],
+        ["--from", __file__, "--quick"],
         ["--preset", "paper"],
         ["--unknown"],
     ],
@@ -161,28 +186,41 @@ def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_pat
     with pytest.raises(SystemExit) as stopped:
         demo.main(["--out", str(tmp_path), *flags])
     assert stopped.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+    usage, colon, line = capsys.readouterr().err.rpartition("dcl-demo: error: ")
+    assert flags[-2 if flags[-1] == "0" else 0] in line
+    assert usage.startswith("usage: dcl-demo")
+    assert colon
+    assert line.count("\n") == 1
+    assert not Path("nowhere").exists()
 
 
-def test_without_an_optional_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_without_an_optional_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match=r"dcl-optim\[demo\]"):
         demo.main(["--out", str(tmp_path)])
+    assert capsys.readouterr().err == LOADING  # said before the imports, which take seconds where they do not fail
 
 
 @pytest.mark.parametrize(
     ("difference", "error", "expected"),
     [
-        (0.5, 0.2, "DCL wins"),
+        (0.5, 0.2, "DCL wins: +0.50 ± 0.20 points"),
         (-0.5, 0.2, "DCL loses"),
         (0.4, 0.2, "DCL is within noise"),
         (-0.3, 0.2, "DCL is within noise"),
         (0.0, 0.0, "DCL is within noise"),
         (1.0, None, "one seed"),
+        (-100.0, 10.0, "loses"),
+        (-88.88, 77.77, "within noise"),
+        (-100.0, None, "one seed"),
     ],
 )
 def test_verdict(difference: float, error: float | None, expected: str):
-    assert expected in report.verdict(report.Row("DCL", 97.0, error, difference, error, 2.0, 0, 0))
+    said = report.verdict(report.Row("DCL", 97.0, error, difference, error, 2.0, 0, 0), 100)
+    assert expected in said
+    assert len(said) <= WIDTH
 
 
 def test_the_table_is_of_the_last_epoch_and_of_differences_by_seed():
@@ -194,12 +232,239 @@ def test_the_table_is_of_the_last_epoch_and_of_differences_by_seed():
     assert (ours.minus_plain, ours.minus_plain_error) == pytest.approx((5, 5))
 
 
+def test_the_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch):
+    """With the widest numbers: a thousand seeds of a thousand epochs, accuracies of 100 %."""
+    drawn, original = io.StringIO(), tqdm.tqdm
+    shown = {"file": drawn, "disable": False, "dynamic_ncols": False, "ncols": WIDTH, "mininterval": 0, "total": 10**6}
+
+    class Right:
+        def __init__(self, *args: object) -> None:
+            self.history = {"accuracy": [1.0]}
+
+        epoch = finish = lambda self: None
+
+    monkeypatch.setattr(tqdm, "tqdm", lambda **options: original(**options | shown))
+    monkeypatch.setattr(training, "Run", Right)
+    monkeypatch.setattr(training, "load_digits", functools.cache(digits.load_digits))
+    list(training.train_seeds(arguments.make_parser().parse_args(["--epochs", "2", "--seeds", "101"])))
+    bars = drawn.getvalue().split("\r")[1:-2]  # after them an empty line
+    assert len(bars) > 202
+    assert {len(bar) for bar in bars} == {WIDTH}
+    assert re.fullmatch(r" *0%\|.*\| 202/1000000 \[.*, seed 100, plain 100.0, DCL 100.0, DCP 100.0 %\]", bars[-1])
+
+
+def histories(**diverged: tuple[bool, ...]) -> dict[str, list[dict]]:
+    same = {"accuracy": [0.5], "seconds": [1.0], "parameters_added": 0, "bytes_added": 0}
+    return {method: [same | {"diverged": one} for one in runs] for method, runs in diverged.items()}
+
+
+def test_what_diverged_is_not_compared():
+    plain, dcl, dcp = rows = report.summarise(histories(plain=(False, False), DCL=(False, True), DCP=(False, False)))
+    assert [row.diverged for row in rows] == [0, 1, 0]
+    assert (dcl.minus_plain, dcl.minus_plain_error) == (None, None)
+    assert (dcp.minus_plain, plain.minus_plain) == (0, 0)
+    assert report.verdict(dcl, 2) == "DCL diverged in 1 of 2 seeds: its loss or logits are not finite."
+    assert "+0.00" not in report.format_table([plain, dcl], "test")
+
+    plain, dcl = report.summarise(histories(plain=(True, True), DCL=(False, False)))
+    assert dcl.minus_plain is None
+    assert "plain diverged in 2 of 2 seeds" in report.verdict(plain, 2)
+    assert report.verdict(dcl, 2) == "DCL is not compared with plain, which diverged."
+
+
+def test_what_is_finite():
+    labels = torch.tensor([1, 0])
+    for good, value in ((True, 1e38), (False, 3e38), (False, torch.inf), (False, torch.nan)):  # 6e38 overflows
+        assert training._finite(torch.tensor([[value, -value], [0.0, 0.0]]), labels) is good
+    assert training._finite(torch.tensor([[-torch.inf, 0.0], [0.0, 0.0]]), labels) is False  # its loss is 0 and log 2
+
+
+def test_a_run_diverges_when_its_last_epoch_is_not_finite():
+    args = arguments.make_parser().parse_args(["--epochs", "2"])
+    images = torch.rand(20, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 10
+    one = training.Run("plain", 0, images, images, args)
+    one.epoch()
+    assert one.history["diverged"] is False
+    with torch.no_grad():
+        next(one.model.parameters()).fill_(torch.nan)
+    one.epoch()
+    history = one.finish()
+    assert history["diverged"] is True
+    assert history["consistency"][0] > 0
+    assert history["consistency"][1] is None
+
+
+@pytest.mark.filterwarnings("ignore:a step was taken on a batch whose penalty or loss scale is not finite")
+def test_divergence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    results = run(tmp_path, "--lr", "1e9")
+    printed = capsys.readouterr().out
+    for method in training.METHODS:
+        assert f"{method} diverged in 2 of 2 seeds" in printed
+        assert all(history["diverged"] for history in results["histories"][method])
+    assert "0.00 points" not in printed
+    assert "noise" not in printed
+    assert {row["minus_plain"] for row in results["table"]} == {None}
+    assert demo.main(["--from", str(tmp_path / "results.json")]) == 0
+    assert "diverged in 2 of 2 seeds" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As ``dcl-demo | head -1`` does; the files are there, and the flush at the interpreter's exit does not fail."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert demo.main([*TINY, "--out", str(tmp_path), "--csv", str(tmp_path / "a.csv")]) == 141
+        monkeypatch.undo()
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "curves.png", "a.csv"}
+
+
+def test_a_saved_run_is_shown_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(first, "--validation", "--weight", "0.2", "--csv", str(tmp_path / "first.csv"))
+    printed, saved = capsys.readouterr().out, (first / "results.json").read_bytes()
+    curves = (first / "curves.png").read_bytes()
+    (first / "curves.png").unlink()
+
+    monkeypatch.delattr(training.Run, "epoch")
+    assert demo.main(["--from", str(first / "results.json")]) == 0
+    said = capsys.readouterr().out
+    assert said.rpartition("\nWrote ")[0] == printed.rpartition("\nWrote ")[0]
+    assert said.endswith(f"Wrote {first / 'curves.png'}.\n")
+    assert (first / "curves.png").read_bytes() == curves
+    assert (first / "results.json").read_bytes() == saved
+
+    again = ["--from", str(first / "results.json"), "--out", str(second), "--csv", str(tmp_path / "second.csv")]
+    assert demo.main(again) == 0
+    assert [path.name for path in second.iterdir()] == ["curves.png"]
+    assert (tmp_path / "second.csv").read_bytes() == (tmp_path / "first.csv").read_bytes()
+
+
+def test_a_run_saved_before_divergence_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The committed one, whose table README shows."""
+    old = Path(__file__).parent.parent / "docs" / "results" / "demo.json"
+    assert demo.main(["--from", str(old), "--out", str(tmp_path)]) == 0
+    assert "\nDCP     97.72 ± 0.22 %  +0.65 ± 0.16      1.16 x " in capsys.readouterr().out
+
+
+ONE = {"seed": 0, "accuracy": [0.5], "consistency": [0.5], "seconds": [1.0], "parameters_added": 0, "bytes_added": 0}
+SAVED = {
+    "arguments": {"epochs": 1, "train_size": 64, "validation": False, "weight": None, "alpha": None},
+    "histories": {"plain": [ONE], "DCL": [ONE]},
+}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x89PNG\r\n\xff",
+        b"",
+        b"[1, 2]",
+        b"{}",
+        json.dumps(SAVED | {"arguments": []}).encode(),
+        json.dumps(SAVED | {"arguments": {}}).encode(),
+        json.dumps(SAVED | {"histories": {}}).encode(),
+        json.dumps(SAVED | {"histories": {"DCL": [ONE]}}).encode(),
+        *(
+            json.dumps(SAVED | {"histories": {"plain": [ONE], "DCL": runs}}).encode()
+            for runs in (
+                [],
+                [ONE, ONE],
+                [{"accuracy": [0.5]}],
+                [{key: value for key, value in ONE.items() if key != "seed"}],
+                [ONE | {"accuracy": []}],
+                [ONE | {"accuracy": ["high"]}],
+                [ONE | {"consistency": [0.5, 0.5]}],
+                [ONE | {"seconds": 1}],
+            )
+        ),
+    ],
+)
+def test_a_bad_file_to_show(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(SAVED))
+    assert demo.main(["--from", str(path), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--from", str(path)])
+    assert stopped.value.code == 2
+    line = capsys.readouterr().err.rpartition("dcl-demo: error: ")[2]
+    assert line.startswith(f"argument --from: {path} is no results.json of this demo: ")
+    assert line.count("\n") == 1
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_folder_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        demo.main(["--from", str(tmp_path)])
+    assert f"argument --from: cannot read {tmp_path}: Is a directory\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "epochs", "seeds"),
+    [
+        ([], 40, 10),
+        (["--quick"], 10, 3),
+        (["--quick", "--seeds", "10"], 10, 10),
+        (["--epochs", "40", "--quick"], 40, 3),
+    ],
+)
+def test_quick(flags: list[str], epochs: int, seeds: int, tmp_path: Path):
+    args = arguments.parse([*flags, "--out", str(tmp_path)])
+    assert (args.epochs, args.seeds) == (epochs, seeds)
+
+
+def test_the_csv_file_has_the_final_accuracies(tmp_path: Path):
+    path = tmp_path / "accuracies.csv"
+    results = run(tmp_path, "--csv", str(path))
+    with path.open(newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["method", "seed", "accuracy", "diverged"]
+    assert [row[:2] for row in rows] == [[method, seed] for method in training.METHODS for seed in ("0", "1")]
+    final = [history["accuracy"][-1] for runs in results["histories"].values() for history in runs]
+    assert [float(row[2]) for row in rows] == final
+    assert {row[3] for row in rows} == {"False"}
+    assert b"\r" not in path.read_bytes()
+
+
+def test_model_and_images_are_on_the_device(monkeypatch: pytest.MonkeyPatch):
+    """Meta tensors stand in for an accelerator's; the command line refuses them, since they hold no values."""
+    args = arguments.make_parser().parse_args([])
+    args.device = "meta"
+    runs = []
+
+    class Made(training.Run):
+        def epoch(self) -> None:
+            runs.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "Run", Made)
+    with pytest.raises(KeyboardInterrupt):
+        training.train_seed(0, args, None)
+    tensors = [*runs[0].model.parameters(), *runs[0].model.buffers(), *runs[0].train, *runs[0].evaluation]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path):
+    """Same weights, same batches; the sums differ in their last bits."""
+    on_cpu, on_gpu = (run(tmp_path / device, "--device", device) for device in ("cpu", "cuda"))
+    for method, runs in on_gpu["histories"].items():
+        assert [one["parameters_added"] for one in runs] == [17754 * (method == "DCL")] * 2
+        for ours, theirs in zip(runs, on_cpu["histories"][method], strict=True):
+            assert ours["accuracy"] == pytest.approx(theirs["accuracy"], abs=0.1)
+
+
 def test_threads_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    seen: list[int] = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    seen = [5]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    run(tmp_path, "--seeds", "1", "--epochs", "1")
-    assert seen == [1, 5]
+    results = run(tmp_path, "--seeds", "1", "--epochs", "1")
+    assert seen == [5, 1, 5]
+    assert results["machine"]["threads"] == 1
 
 
 def test_as_a_module():
@@ -208,11 +473,15 @@ def test_as_a_module():
     assert done.stdout.strip() == f"dcl-optim {__version__}"
 
 
-def test_help(capsys: pytest.CaptureFixture[str]):
+def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
     with pytest.raises(SystemExit, match=r"^0$"):
         demo.main(["--help"])
     text = capsys.readouterr().out
-    for flag in ("--epochs", "--seeds", "--train-size", "--alpha", "--weight", "--validation", "--out"):
+    flags = "--epochs --seeds --train-size --alpha --weight --validation --quick --device --out --csv --from"
+    for flag in flags.split():
         assert flag in text
     assert "default: 40" in text
+    assert "3 seeds of 10 epochs" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
     assert "default: each optimizer's own" in " ".join(text.split())

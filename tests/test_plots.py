@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def test_band_is_one_standard_error():
     first = [y for x, y in heights.tolist() if x == 1]
     assert max(first) - 51 == pytest.approx(3**-0.5)
     assert 51 - min(first) == pytest.approx(3**-0.5)
+
+
+def test_an_epoch_without_a_value_is_a_gap(tmp_path: Path):
+    """As where a run has diverged, for all runs or one of them."""
+    first, second = runs(2)
+    first["consistency"][1] = first["consistency"][3] = second["consistency"][3] = math.nan
+    figure = training_curves({"plain": [first, second]})
+    figure.savefig(tmp_path / "curves.png")
+    drawn = figure.axes[1].lines[0].get_ydata().tolist()
+    assert drawn == pytest.approx([30, math.nan, 34, math.nan, 38], nan_ok=True)
 
 
 @pytest.mark.parametrize(("count", "epochs"), [(1, 1), (1, 2), (2, 1), (1, 6)])

@@ -5,6 +5,7 @@ Needs the extra ``demo``.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -12,20 +13,20 @@ from collections.abc import Sequence
 import torch
 
 from dcl_optim.demo.arguments import parse
-from dcl_optim.demo.results import present, save
+from dcl_optim.demo.results import load, present, save
 from dcl_optim.demo.training import METHODS, Histories, train_seeds
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo and return the exit code, 130 after Ctrl-C.
+    """Run the demo and return the exit code: 130 after Ctrl-C, 141 if the reader of a pipe has gone.
 
     Args:
         argv: the command line's arguments. Default: those of the process.
 
     Raises:
-        SystemExit: an argument is wrong (code 2), or a package of the extra is missing.
+        SystemExit: an argument or the file of ``--from`` is wrong (code 2), or a package of the extra is missing.
 
     Examples:
         >>> import tempfile
@@ -36,24 +37,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     args = parse(argv)
+    print("dcl-demo: loading scikit-learn and matplotlib ...", file=sys.stderr)  # which takes seconds
     _require_extra()
+    if args.saved is not None:
+        return present(*load(args))
+    histories, interrupted = _train(args)
+    code = present(args, histories) if histories["plain"] else 0
+    if interrupted:
+        print(f"Interrupted: {len(histories['plain'])} of {args.seeds} seeds were finished.", file=sys.stderr)
+    return 130 if interrupted else code
+
+
+def _train(args: argparse.Namespace) -> tuple[Histories, bool]:
+    """Train every seed, write results.json after each, and return the histories and whether Ctrl-C ended it."""
     histories: Histories = {method: [] for method in METHODS}
-    interrupted = False
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors as small as these lose more to the threads' meeting than they gain
     try:
-        try:
-            for histories in train_seeds(args):  # after Ctrl-C these are the finished seeds
-                save(args, histories, interrupted)
-        except KeyboardInterrupt:
-            interrupted = True
+        for histories in train_seeds(args):  # after Ctrl-C these are the finished seeds
+            save(args, histories, interrupted=False)
+    except KeyboardInterrupt:
         if histories["plain"]:
-            present(args, histories, interrupted)
+            save(args, histories, interrupted=True)
+        return histories, True
     finally:
         torch.set_num_threads(threads)
-    if interrupted:
-        print(f"Interrupted: {len(histories['plain'])} of {args.seeds} seeds were finished.", file=sys.stderr)
-    return 130 if interrupted else 0
+    return histories, False
 
 
 def _require_extra() -> None:

@@ -7,11 +7,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from dcl_optim import __version__
 from dcl_optim.demo.digits import CLASSES, POOL_SIZE
 
 # Chosen with --validation, before any test image was used.
 EPOCHS, SEEDS, TRAIN_SIZE, LEARNING_RATE = 40, 10, 200, 0.05
+QUICK = {"epochs": 10, "seeds": 3}
+OUT = Path("demo-out")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -32,19 +36,39 @@ def make_parser() -> argparse.ArgumentParser:
     add("--weight", type=float, help="weight of the penalty in DCL and DCP (default: each optimizer's own)")
     validation_help = "report on the validation split; this is how the defaults were chosen"
     add("--validation", action="store_true", help=validation_help)
-    add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="for the results (default: %(default)s)")
+    quick_help = f"{QUICK['seeds']} seeds of {QUICK['epochs']} epochs, some seconds; --epochs and --seeds still count"
+    add("--quick", action="store_true", help=quick_help)
+    add("--device", type=_device, default="cpu", help="cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
+    out_help = f"for the results (default: {OUT}, or where the file of --from is)"
+    add("--out", type=Path, metavar="FOLDER", help=out_help)
+    csv_help = "also write the final accuracies (0 to 1), a row for each method and seed"
+    add("--csv", type=Path, metavar="FILE", help=csv_help)
+    from_help = "train nothing: print and draw again what a run left in its results.json; allows --out and --csv only"
+    add("--from", type=Path, dest="saved", metavar="FILE", help=from_help)
     add("--version", action="version", version=f"dcl-optim {__version__}")
     return parser
+
+
+def _device(name: str) -> str:
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} is no device here: {str(error).splitlines()[0]}") from error
+    return name
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line and make the output folder.
 
     Raises:
-        SystemExit: a value is out of its range, or the folder cannot be made; with code 2 and a message.
+        SystemExit: a value is out of its range, the folder or the file of ``--csv`` cannot be made, or that of
+            ``--from`` is not there; with code 2 and a message.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
+    if args.quick:
+        parser.set_defaults(**QUICK)
+        args = parser.parse_args(argv)
     checks = (
         ("--epochs", args.epochs, args.epochs >= 1, "at least 1"),
         ("--seeds", args.seeds, args.seeds >= 1, "at least 1"),
@@ -56,11 +80,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, value, good, allowed in checks:
         if not good:
             parser.error(f"argument {flag}: must be {allowed}, got {value}")
+    if args.saved is not None:
+        _check_saved(parser, args)
+    if args.out is None:
+        args.out = OUT if args.saved is None else args.saved.parent
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"argument --out: cannot make the folder {args.out}: {error.strerror}")
+    if args.csv is not None:
+        try:
+            args.csv.open("a").close()
+        except OSError as error:
+            parser.error(f"argument --csv: cannot write {args.csv}: {error.strerror}")
     return args
+
+
+def _check_saved(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    if without := sorted(given - {"saved", "out", "csv"}):
+        flag = without[0].replace("_", "-")
+        parser.error(f"argument --from: shows a run as it was saved; leave --{flag} out")
+    if not args.saved.exists():
+        parser.error(f"argument --from: there is no file {args.saved}")
 
 
 def penalty_options(args: argparse.Namespace) -> dict[str, float]:

@@ -16,11 +16,12 @@ class Row:
     method: str
     accuracy: float
     accuracy_error: float | None
-    minus_plain: float
+    minus_plain: float | None  # None if this method or plain training diverged
     minus_plain_error: float | None
     relative_time: float
     parameters_added: int
     bytes_added: int
+    diverged: int = 0  # seeds
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -48,17 +49,22 @@ def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]
     """Compute the table's rows from the last epoch of every run."""
     final = {method: [100 * run["accuracy"][-1] for run in runs] for method, runs in histories.items()}
     seconds = {m: statistics.median(t for run in runs for t in run["seconds"]) for m, runs in histories.items()}
+    diverged = {m: sum(run.get("diverged", False) for run in runs) for m, runs in histories.items()}
     rows = []
     for method, runs in histories.items():
         differences = [ours - plain for ours, plain in zip(final[method], final["plain"], strict=True)]
+        minus_plain: tuple[float | None, float | None] = (None, None)
+        if not (diverged[method] or diverged["plain"]):
+            minus_plain = mean_and_error(differences)
         rows.append(
             Row(
                 method,
                 *mean_and_error(final[method]),
-                *mean_and_error(differences),
+                *minus_plain,
                 seconds[method] / seconds["plain"],
                 runs[0]["parameters_added"],
                 runs[0]["bytes_added"],
+                diverged[method],
             )
         )
     return rows
@@ -71,7 +77,9 @@ def format_table(rows: Sequence[Row], split: str) -> str:
         (
             row.method,
             f"{plus_minus(row.accuracy, row.accuracy_error)} %",
-            "" if row.method == "plain" else plus_minus(row.minus_plain, row.minus_plain_error, sign="+"),
+            ""
+            if row.method == "plain" or row.minus_plain is None
+            else plus_minus(row.minus_plain, row.minus_plain_error, sign="+"),
             f"{row.relative_time:.2f} x",
             f"+{row.parameters_added:,}",
             f"+{_size(row.bytes_added)}",
@@ -90,13 +98,15 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def verdict(row: Row) -> str:
-    """Say in a sentence whether a method did better than plain training."""
+def verdict(row: Row, seeds: int) -> str:
+    """Say in 80 columns whether a method did better than plain training, or that it diverged."""
+    if row.diverged:
+        return f"{row.method} diverged in {row.diverged} of {seeds} seeds: its loss or logits are not finite."
+    if row.minus_plain is None:
+        return f"{row.method} is not compared with plain, which diverged."
     if row.minus_plain_error is None:
-        return (
-            f"{row.method}: {row.minus_plain:+.2f} points against plain in one seed, which says nothing of the noise."
-        )
-    figures = f"{row.minus_plain:+.2f} ± {row.minus_plain_error:.2f} points against plain"
+        return f"{row.method}: {row.minus_plain:+.2f} points against plain in one seed, which says nothing of noise."
+    points = f"{plus_minus(row.minus_plain, row.minus_plain_error, sign='+')} points"
     if abs(row.minus_plain) <= 2 * row.minus_plain_error:
-        return f"{row.method} is within noise of plain: {figures}, less than two standard errors."
-    return f"{row.method} {'wins' if row.minus_plain > 0 else 'loses'}: {figures}, more than two standard errors."
+        return f"{row.method} is within noise of plain: {points}, at most 2 standard errors."
+    return f"{row.method} {'wins' if row.minus_plain > 0 else 'loses'}: {points} against plain, over 2 standard errors."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -29,7 +31,7 @@ class Run:
 
     def __init__(self, method: str, seed: int, train: Images, evaluation: Images, args: argparse.Namespace) -> None:
         torch.manual_seed(seed)
-        self.model, self.criterion, self.seed = make_model(), nn.CrossEntropyLoss(), seed
+        self.model, self.criterion, self.seed = make_model().to(args.device), nn.CrossEntropyLoss(), seed
         self.optimizer = self._wrap(method, args)
         self.scheduler = CosineAnnealingLR(self.optimizer, args.epochs)
         self.train, self.evaluation = train, evaluation
@@ -50,12 +52,14 @@ class Run:
         # Every method of a seed draws the same batches, whatever the others drew before it.
         epoch = len(self.history["seconds"])
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
-        order = torch.randperm(len(labels), generator=generator)
+        order = torch.randperm(len(labels), generator=generator).to(labels.device)
         start = time.perf_counter()
         for batch in order.split(BATCH_SIZE):
             self.optimizer.zero_grad()
             self.criterion(self.model(images[batch]), labels[batch]).backward()
             self.optimizer.step()
+        if labels.device.type != "cpu":
+            torch.accelerator.synchronize(labels.device)
         self.history["seconds"].append(time.perf_counter() - start)
         self.scheduler.step()
         self._measure()
@@ -64,9 +68,14 @@ class Run:
         self.model.eval()
         with torch.no_grad():
             images, labels = self.evaluation
-            self.history["accuracy"].append((self.model(images).argmax(1) == labels).float().mean().item())
-            images, labels = self.train
-            self.history["consistency"].append(top_non_target_consistency(self.model(images), labels).nanmean().item())
+            logits = self.model(images)
+            self.history["accuracy"].append((logits.argmax(1) == labels).float().mean().item())
+            images, train_labels = self.train
+            train_logits = self.model(images)
+            finite = _finite(logits, labels) and _finite(train_logits, train_labels)
+            consistency = top_non_target_consistency(train_logits, train_labels).nanmean().item() if finite else None
+        self.history["consistency"].append(consistency)
+        self.history["diverged"] = not finite  # that of the last epoch stays
         self.model.train()
 
     def finish(self) -> History:
@@ -77,6 +86,11 @@ class Run:
         base = optimizer.base if isinstance(optimizer, (DCLOptimizer, DCPOptimizer)) else optimizer
         self.history["bytes_added"] = _bytes(optimizer.state_dict()) - _bytes(base.state_dict())
         return self.history
+
+
+def _finite(logits: Tensor, labels: Tensor) -> bool:
+    # Not the criterion, which an optimizer listens to. Finite logits can overflow in the loss.
+    return bool(logits.isfinite().all()) and math.isfinite(F.cross_entropy(logits, labels).item())
 
 
 def _bytes(tree: Any) -> int:
@@ -100,12 +114,15 @@ def train_seed(seed: int, args: argparse.Namespace, bar: Any) -> dict[str, Histo
     """
     pool, validation, test = load_digits()
     chosen = stratified_order(pool[1], seed)[: args.train_size]
-    evaluation = validation if args.validation else test
-    runs = {method: Run(method, seed, (pool[0][chosen], pool[1][chosen]), evaluation, args) for method in METHODS}
+    train = pool[0][chosen].to(args.device), pool[1][chosen].to(args.device)
+    images, labels = validation if args.validation else test
+    evaluation = images.to(args.device), labels.to(args.device)
+    runs = {method: Run(method, seed, train, evaluation, args) for method in METHODS}
     for _ in range(args.epochs):
         for run in runs.values():
             run.epoch()
-        bar.set_postfix({"seed": seed} | {m: f"{100 * run.history['accuracy'][-1]:.1f}%" for m, run in runs.items()})
+        accuracies = ", ".join(f"{method} {100 * run.history['accuracy'][-1]:.1f}" for method, run in runs.items())
+        bar.set_postfix_str(f"seed {seed}, {accuracies} %")
         bar.update()
     return {method: run.finish() for method, run in runs.items()}
 
@@ -115,7 +132,10 @@ def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
     from tqdm import tqdm
 
     histories: Histories = {method: [] for method in METHODS}
-    with tqdm(total=args.seeds * args.epochs, unit="epoch", disable=None, leave=False, dynamic_ncols=True) as bar:
+    # Shorter than tqdm's own, which leaves no room for the accuracies in 80 columns.
+    shape = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
+    total = args.seeds * args.epochs
+    with tqdm(total=total, bar_format=shape, disable=None, leave=False, dynamic_ncols=True) as bar:
         for seed in range(args.seeds):
             finished = train_seed(seed, args, bar)
             # New lists: what was yielded before stays as it was, with equally many runs of each method.

@@ -26,7 +26,8 @@ def training_curves(
 
     Args:
         histories: for each method its runs; a run has ``"accuracy"`` and ``"consistency"``, one value per epoch each,
-            in [0, 1]. All runs of all methods have equally many epochs. Other keys are left alone.
+            in [0, 1], or nan for an epoch not to be drawn. All runs of all methods have equally many epochs. Other
+            keys are left alone.
         title: the line above both panels. Default: ``"Training with and without a companion"``.
         split: the name of the images that the accuracy is measured on. Default: ``"test"``.
 
@@ -81,7 +82,9 @@ def _band(runs: Sequence[History], quantity: str) -> tuple[list[float], list[flo
     """Mean minus standard error, mean, mean plus standard error for every epoch, in percent."""
     columns = [[100 * value for value in column] for column in zip(*(run[quantity] for run in runs), strict=True)]
     means = [statistics.fmean(column) for column in columns]
-    errors = [statistics.stdev(c) / math.sqrt(len(c)) if len(c) > 1 else 0.0 for c in columns]
+    # Before Python 3.12 stdev fails on nan.
+    known = [len(column) > 1 and math.isfinite(mean) for column, mean in zip(columns, means, strict=True)]
+    errors = [statistics.stdev(c) / math.sqrt(len(c)) if k else 0.0 for c, k in zip(columns, known, strict=True)]
     pairs = list(zip(means, errors, strict=True))
     return [m - e for m, e in pairs], means, [m + e for m, e in pairs]
 
