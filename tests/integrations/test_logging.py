@@ -231,6 +231,9 @@ def test_trainer(tmp_path, monkeypatch, kind):
         optimizers=(optimizer, None),
         callbacks=[noted := Noted(optimizer)],
     )
+    if kind is DCLOptimizer:
+        trainer.evaluate()
+        assert trainer.state.log_history[-1]["eval_dcl/agreement"] == 1, "a copy, before the first step"
     trainer.train()
     history = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["step"] for row in history] == [5, 10]
