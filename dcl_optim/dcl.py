@@ -43,7 +43,7 @@ class DCLOptimizer(ForecastOptimizer):
             which lost to plain training in our measurements.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. It shapes the
             companion's target and nothing else: with mse it scales the companion's gradient by :math:`1-\alpha`. Under
-            Adam and its kin (Adagrad, RMSprop, Lion, Muon, ...), which divide a constant factor of the gradient out, a
+            Adam and similar optimizers (Adagrad, RMSprop, Lion, Muon), which divide a constant factor of the gradient out, a
             constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale`` there.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
@@ -57,7 +57,7 @@ class DCLOptimizer(ForecastOptimizer):
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
             parameters. The latter two are left alone.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1. The companion's pace
-            under Adam and its kin, where ``alpha`` does not set it.
+            under Adam and similar optimizers, where ``alpha`` does not set it.
         companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
             penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
             norm sees the parts and dropout masks differ from the model's. Each input tensor whose first dimension is as

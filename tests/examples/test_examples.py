@@ -249,3 +249,11 @@ def test_scalars_reach_the_writer(script, tmp_path, capsys):
     run = script.Run(options, script.data.digits().head(64))
     script.train(run, tmp_path / "run.pt", Writer())
     assert Writer.seen == [(name, epoch) for epoch in (1, 2) for name in ("loss", "accuracy", "lr")]
+
+
+def test_logging_curves_draws_each_run(tmp_path):
+    printed = execute("logging_curves.py", "--epochs", "2", "--out", tmp_path / "logging.png")
+    keys = {line.partition("dcl/")[2].split()[0]: float(line.split()[-1]) for line in printed.splitlines()}
+    assert keys.keys() == {"penalty", "agreement", "prototype_norm"}
+    assert 0.5 < keys["agreement"] <= 1
+    assert (tmp_path / "logging.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,102 @@
+"""Draw what healthy trainings log, and one whose prototypes run away, on scikit-learn's digits (about a minute).
+
+python examples/logging_curves.py --out docs/images/logging.png
+
+The network has batch norm, and a batch has three rows of a class: there DCP's prototypes run away with alpha = 0.6, and
+with the default they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from minimal import digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+
+RUNS: dict[str, tuple[Any, dict[str, float], str]] = {
+    "DCL": (DCLOptimizer, {}, "#0072B2"),
+    "DCP": (DCPOptimizer, {}, "#009E73"),
+    "DCP, alpha=0.6: runs away": (DCPOptimizer, {"alpha": 0.6}, "#D55E00"),
+}
+PANELS = {
+    "dcl/penalty": "penalty, training batch",
+    "dcl/agreement": "companion agreement, test images",
+    "dcl/prototype_norm": "prototype norm",
+}
+EVERY = 50  # steps
+
+
+def train(kind: Any, settings: dict[str, float], epochs: int) -> dict[str, list[tuple[float, float]]]:
+    """Train, and give for each key its steps and values."""
+    torch.manual_seed(0)
+    x_train, y_train, x_test, _ = digits()
+    loader = DataLoader(TensorDataset(x_train, y_train), batch_size=32, shuffle=True, drop_last=True)
+    layers = (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), model, **settings)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
+    curves = defaultdict(list)
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            figures = optimizer.logs(prefix="dcl/")
+            step = figures["dcl/step"]
+            if step % EVERY:
+                continue
+            if isinstance(optimizer, DCLOptimizer):
+                model.eval()
+                with torch.no_grad(), optimizer.evaluating() as companion:
+                    same = model(x_test).argmax(1) == companion(x_test).argmax(1)
+                model.train()
+                figures["dcl/agreement"] = same.float().mean().item()
+            for key in PANELS.keys() & figures.keys():
+                curves[key].append((step, figures[key]))
+    return curves
+
+
+def draw(runs: dict[str, dict[str, list[tuple[float, float]]]]) -> Figure:
+    figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
+    for axes, (key, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        for name, curves in runs.items():
+            if key in curves:
+                axes.plot(*zip(*curves[key], strict=True), color=RUNS[name][2], linewidth=1.6, label=name)
+        axes.set(xlabel="step", yscale="linear" if key == "dcl/agreement" else "log")
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    figure.legend(handles=[lines[name] for name in RUNS], loc="outside lower center", ncols=len(RUNS), frameon=False)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=Path("runs/logging.png"))
+    options = parser.parse_args(arguments)
+    runs = {}
+    for name, (kind, settings, _) in RUNS.items():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the prototypes run away")
+            runs[name] = train(kind, settings, options.epochs)
+        for key, curve in runs[name].items():
+            print(f"{name:26} {key:19} {' '.join(f'{value:.3g}' for _, value in curve[:: max(1, len(curve) // 8)])}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(runs).savefig(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""The blocks of docs/logging.md, each with the package it is for; what was logged is read back and compared."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, default_data_collator
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import batches, mlp
+from tests.integrations.huggingface import arguments, sentences, text_classifier
+from tests.integrations.lightning_modules import QUIET, Validated, network, quiet_trainer
+from tests.integrations.lightning_modules import loader as lightning_loader
+
+PAGE = (Path(__file__).parents[2] / "docs" / "logging.md").read_text(encoding="utf-8")
+pytestmark = QUIET
+STEPS = 101  # logged at 0, 50 and 100
+KEYS = ["dcl/alpha", "dcl/loss_scale", "dcl/penalty", "dcl/step", "dcl/weight"]
+
+
+def block(heading: str) -> str:
+    """The code of a section of the page."""
+    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    return code
+
+
+class Script(dict[str, Any]):
+    """The names that a block takes for granted. The first ``train`` does nothing, so that nan is logged."""
+
+    def __init__(self, kind: type = DCLOptimizer) -> None:
+        torch.manual_seed(0)
+        self.model = mlp()
+        self.ours = kind(torch.optim.SGD(self.model.parameters(), lr=0.1), self.model)
+        self.logged: list[dict[str, float]] = []
+        loader = DataLoader(list(batches(STEPS)), batch_size=None)
+        super().__init__(model=self.model, optimizer=self.ours, loader=loader, train=self.train)
+
+    def train(self, batch: Any) -> None:
+        if self.logged:
+            x, y = batch
+            self.ours.zero_grad()
+            F.cross_entropy(self.model(x), y).backward()
+            self.ours.step()
+        self.logged.append(self.ours.logs(prefix="dcl/"))
+
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """What a logger has to have; TensorBoard keeps float32."""
+        curve = [(step, self.logged[step][key]) for step in range(0, STEPS, 50)]
+        return [(step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in curve]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch) -> Script:
+    """In a folder of its own, and without the network."""
+    for name in ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK", "WANDB_SILENT"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.chdir(tmp_path)
+    return Script()
+
+
+def events(folder: str) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(folder).Reload()
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def test_what_is_not_known_before_the_first_backward_is_nan():
+    script = Script()
+    script.train(None)
+    (figures,) = script.logged
+    assert sorted(figures) == KEYS
+    assert [key for key in KEYS if not math.isnan(figures[key])] == ["dcl/step"]
+
+
+def test_tensorboard(script):
+    ours = Script(DCPOptimizer)
+    exec(block("TensorBoard"), ours)
+    found = events("runs/digits")
+    assert sorted(found) == sorted([*KEYS, "dcl/prototype_norm"])
+    assert found == {key: ours.curve(key) for key in found}
+    assert math.isnan(found["dcl/prototype_norm"][0][1])
+
+
+def test_weights_and_biases(script):
+    exec(block("Weights & Biases"), script)
+    script["wandb"].teardown()  # ends the process that writes the file, which run.finish() may be ahead of
+    (path,) = Path("wandb").glob("offline-run-*/*.wandb")
+    assert wandb_history(path) == {key: script.curve(key) for key in KEYS}
+
+
+def wandb_history(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read LevelDB's log format: 7 bytes, then blocks of 32 KiB with records of a checksum, a length and a type."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, rows = path.read_bytes(), 7, []
+    assert len(content) < 2**15, "else records are split over blocks"
+    while place < len(content):
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        assert kind == 1, "a whole record"
+        place += 7 + length
+        items = Record.FromString(content[place - length : place]).history.item
+        rows.append({"".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return {key: [(row["_step"], row[key]) for row in rows if row] for key in KEYS}
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # of SQLAlchemy, which MLflow uses
+def test_mlflow(script):
+    exec(block("MLflow"), script)
+    import mlflow
+
+    client = mlflow.MlflowClient("sqlite:///mlflow.db")
+    (run,) = client.search_runs(["0"])
+    assert run.info.status == "FINISHED"
+    assert sorted(run.data.metrics) == KEYS
+    for key in KEYS:
+        history = client.get_metric_history(run.info.run_id, key)
+        assert sorted((point.step, point.value) for point in history) == script.curve(key)
+
+
+def test_accelerate(script):
+    ours = script.ours
+    exec(block("Accelerate"), script)
+    assert script["optimizer"] is not ours
+    with pytest.raises(AttributeError, match="logs"):
+        script["optimizer"].logs()
+    found = events("runs/digits")
+    assert found == {key: script.curve(key) for key in KEYS}
+
+
+# ---- Lightning and Trainer ------------------------------------------------------------------------------------------
+
+
+def test_agreement_in_a_loop_of_ones_own():
+    """The model predicts class 0 everywhere; the companion does for three rows in four."""
+    model, companion = nn.Linear(2, 3), nn.Linear(2, 3)
+    with torch.no_grad():
+        for module, weight in ((model, 0.0), (companion, 1.0)):
+            module.weight.zero_()[1, 0] = weight
+            module.bias.copy_(torch.tensor([0.5, 0.0, 0.0]))
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion=companion)
+    validation = [(torch.tensor([[0.0, 0.0], [0.2, 0.0]]), None), (torch.tensor([[0.4, 0.0], [0.6, 0.0]]), None)]
+    names = {"torch": torch, "model": model, "optimizer": optimizer, "validation": validation}
+    exec(block("Companion agreement"), names)
+    assert names["agreement"] == 0.75
+    assert model.training
+
+
+def share(model: nn.Module, companion: nn.Module, x: Any) -> float:
+    return (model.eval()(x).argmax(-1) == companion.eval()(x).argmax(-1)).double().mean().item()
+
+
+class Noting(Validated):
+    """Keeps what the shell that Lightning hands out logs after each step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noted = [*getattr(self, "noted", []), self.optimizers().logs(prefix="dcl/")]
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("method", ["dcl", "dcp"])
+def test_lightning(tmp_path, method):
+    from lightning.pytorch.loggers import CSVLogger
+
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(block("Lightning"), names)
+    callback = names["LogDCL"]
+    if method == "dcp":
+        del callback.on_validation_batch_end  # as the page says
+    module, data = Noting(method, network()), lightning_loader()
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer = quiet_trainer(logger=logger, callbacks=[callback()], log_every_n_steps=5, num_sanity_val_steps=1)
+    trainer.fit(module, data, lightning_loader(seed=9))
+    rows = rows_of(tmp_path)
+    found = [{key: float(row[key]) for key in module.noted[0]} for row in rows if row["dcl/penalty"]]
+    assert found == [pytest.approx(module.noted[step - 1]) for step in (5, 10)]
+    assert found[-1]["dcl/penalty"] > 0
+    if method == "dcl":
+        x = torch.cat([x for x, _ in lightning_loader(seed=9)])
+        *_, last = [float(row["dcl/agreement"]) for row in rows if row["dcl/agreement"]]
+        assert last == pytest.approx(share(module.net, trainer.optimizers[0].companion, x))
+        assert 0 < last < 1
+    else:
+        assert found[-1]["dcl/prototype_norm"] > 0
+
+
+class Noted(TrainerCallback):
+    """Keeps what the optimizer logs after each step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.seen, self._optimizer = [optimizer.logs(prefix="dcl/")], optimizer
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(self._optimizer.logs(prefix="dcl/"))
+
+
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+def test_trainer(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    names: dict[str, Any] = {}
+    exec(block("transformers' Trainer"), names)
+    model, validation = text_classifier(), sentences(10)
+    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    evaluated = "epoch" if kind is DCLOptimizer else "no"
+    logged = {"logging_strategy": "steps", "logging_steps": 5, "report_to": "tensorboard"}
+    trainer = names["LoggingTrainer"](
+        model,
+        arguments(tmp_path, eval_strategy=evaluated, **logged),
+        train_dataset=sentences(),
+        eval_dataset=validation,
+        optimizers=(optimizer, None),
+        callbacks=[noted := Noted(optimizer)],
+    )
+    if kind is DCLOptimizer:
+        trainer.evaluate()
+        assert trainer.state.log_history[-1]["eval_dcl/agreement"] == 1, "a copy, before the first step"
+    trainer.train()
+    history = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in history] == [5, 10]
+    assert [{key: row[key] for key in noted.seen[0]} for row in history] == [noted.seen[5], noted.seen[10]]
+    found = events(str(tmp_path / "events"))
+    assert dict(found["train/dcl/penalty"])[10] == pytest.approx(noted.seen[10]["dcl/penalty"])
+    if kind is DCPOptimizer:
+        assert history[-1]["dcl/prototype_norm"] > 0
+        return
+    rows = default_data_collator(validation)
+    with torch.no_grad(), optimizer.evaluating() as companion:
+        same = model.eval()(**rows).logits.argmax(1) == companion(**rows).logits.argmax(1)
+    assert found["eval/dcl/agreement"][-1] == (12, pytest.approx(same.float().mean().item()))
