@@ -43,8 +43,8 @@ class DCLOptimizer(ForecastOptimizer):
             which lost to plain training in our measurements.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. It shapes the
             companion's target and nothing else: with mse it scales the companion's gradient by :math:`1-\alpha`. Under
-            Adam and similar optimizers (Adagrad, RMSprop, Lion, Muon), which divide a constant factor of the gradient out, a
-            constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale`` there.
+            Adam and similar optimizers (Adagrad, RMSprop, Lion, Muon), which divide a constant factor of the gradient
+            out, a constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale``.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
