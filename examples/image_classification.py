@@ -1,7 +1,7 @@
 """The paper's recipe on small pictures, with checkpoints, mixed precision and TensorBoard.
 
-    python examples/image_classification.py --dataset digits --method dcl --epochs 20
-    python examples/image_classification.py --dataset fashion-mnist --model resnet18 --method dcl --amp
+    python -m examples.image_classification --dataset digits --method dcl --epochs 20
+    python -m examples.image_classification --dataset fashion-mnist --model resnet18 --method dcl --amp
 
 SGD at 0.1 with momentum 0.9 and weight decay 5e-4, a cosine schedule, batches of 128, 200 epochs. Progress goes to the
 standard error; the standard output is one line of JSON with the test accuracy after the last epoch.
@@ -15,44 +15,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import data
-import models
 import torch
-from checkpoint import random_state, restore_random_state, save_atomically
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.helpers import data, models
+from examples.helpers.arguments import Parser, add_device, number
+from examples.helpers.checkpoint import random_state, restore_random_state, save_atomically
 
 # What a resumed run may change; anything else would make another run of it.
 FREE = ("data", "download", "device", "checkpoint", "resume", "stop_after", "tensorboard")
 
 
-def number(kind: type[int] | type[float], lowest: float, highest: float = float("inf")) -> Any:
-    """An argparse type: a finite number within bounds."""
-
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not lowest <= value <= highest or value == float("inf"):
-            limit = f" and at most {highest:g}" if highest < float("inf") else ""
-            raise argparse.ArgumentTypeError(f"{text} must be a finite number of at least {lowest:g}{limit}")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
-
-
-def device(text: str) -> str:
-    """An argparse type: a device that is there."""
-    try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used ({str(error).splitlines()[0]})") from error
-    return text
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--dataset", choices=("digits", "fashion-mnist"), default="digits")
     add("--data", type=Path, help=f"folder of Fashion-MNIST's four .gz files (default {data.DEBIAN})")
@@ -66,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=number(int, 2), default=128)
     add("--lr", type=number(float, 0), default=0.1)
     add("--seed", type=number(int, 0), default=0)
-    add("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     add("--amp", action="store_true", help="bfloat16 autocast")
     add("--checkpoint", type=Path, help="file written after each epoch (default: one in runs/ named for the run)")
     add("--resume", type=Path, metavar="PATH", help="continue from a checkpoint, to the last bit on a CPU")

@@ -1,8 +1,8 @@
 """A LightningModule in which only configure_optimizers differs, on scikit-learn's digits (about ten seconds).
 
-    python examples/lightning_module.py --method dcl --epochs 20
-    python examples/lightning_module.py --method dcl --epochs 20 --stop-after 10
-    python examples/lightning_module.py --method dcl --epochs 20 --resume runs/lightning/last.ckpt
+    python -m examples.lightning_module --method dcl --epochs 20
+    python -m examples.lightning_module --method dcl --epochs 20 --stop-after 10
+    python -m examples.lightning_module --method dcl --epochs 20 --resume runs/lightning/last.ckpt
 
 The last two are together the first, to the last bit. Wrap the object that training_step calls: `self.net` here; where
 it calls `self(x)`, `self` works as well as the network inside. The companion is in the Trainer's checkpoints.
@@ -14,7 +14,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import data
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.helpers import data
+from examples.helpers.arguments import Parser, number
 
 METHODS = ("plain", "dcl", "dcp")
 
@@ -62,14 +63,14 @@ def training_loader(images: data.Images) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--method", choices=METHODS, default="dcl")
-    add("--epochs", type=int, default=20)
+    add("--epochs", type=number(int, 1), default=20)
     add("--precision", choices=("32-true", "bf16-mixed"), default="32-true")
     add("--folder", type=Path, default=Path("runs/lightning"), help="of last.ckpt, written after each epoch")
     add("--resume", type=Path, metavar="PATH", help="continue from a checkpoint")
-    add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to split a run over several jobs")
+    add("--stop-after", type=number(int, 1), metavar="EPOCHS", help="stop early, to split a run over several jobs")
     return parser.parse_args(arguments)
 
 

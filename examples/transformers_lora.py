@@ -1,7 +1,7 @@
 """transformers' Trainer with PEFT's LoRA: which module of Python's library does a docstring come from?
 
-    python examples/transformers_lora.py --method dcl
-    python examples/transformers_lora.py --method dcp --model path/to/a/model --epochs 3
+    python -m examples.transformers_lora --method dcl
+    python -m examples.transformers_lora --method dcp --model path/to/a/model --epochs 3
 
 Without --model a tiny BERT with random weights is adapted, in about twenty seconds on a laptop: it shows the wiring,
 not what LoRA can do. The companion shares the frozen weights; the table says what it adds.
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainingArguments
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.helpers.arguments import Parser, number
 
 METHODS = ("plain", "dcl", "dcp")
 MODULES = ("argparse", "datetime", "decimal", "email.message", "logging", "statistics", "tarfile", "zipfile")
@@ -92,11 +93,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=METHODS, default="dcl")
     parser.add_argument("--model", type=Path, help="folder of a pretrained model that save_pretrained wrote")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--epochs", type=number(int, 1), default=15)
+    parser.add_argument("--lr", type=number(float, 0), default=5e-3)
     parser.add_argument("--out", type=Path, help="folder of Trainer's checkpoints (default: none are kept)")
     parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from one of Trainer's checkpoints")
     return parser.parse_args(arguments)

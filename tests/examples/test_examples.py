@@ -14,24 +14,19 @@ from types import ModuleType
 import pytest
 import torch
 
+from examples import image_classification
 from tests.helpers import assert_same, cells
-from tests.test_example import EXAMPLES, execute
+from tests.test_example import execute
 
-SIBLINGS = ("image_classification", "data", "models", "checkpoint")
 FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
 
 @pytest.fixture
-def script(monkeypatch) -> Iterator[ModuleType]:
-    """The example as a module, its siblings importable as they are for a script and forgotten afterwards."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+def script() -> Iterator[ModuleType]:
+    """The example as a module; what it sets of torch is put back."""
     before = torch.backends.cudnn.deterministic
-    import image_classification
-
     yield image_classification
     torch.backends.cudnn.deterministic = before
-    for name in SIBLINGS:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -79,7 +74,7 @@ def test_resume_in_a_new_process_is_bit_identical(script, tmp_path, one_thread):
     script.main([*common, "--checkpoint", str(whole)])
     script.main([*common, "--checkpoint", str(parts), "--stop-after", "1"])
     assert torch.load(parts, weights_only=True)["epoch"] == 1
-    execute("image_classification.py", *common, "--resume", parts)
+    execute("-m", "examples.image_classification", *common, "--resume", parts)
     expected = torch.load(whole, weights_only=True)
     assert expected["epoch"] == 3
     assert "dcl_optim.DCLOptimizer" in expected["optimizer"]
