@@ -1,10 +1,11 @@
 """The paper's recipe on small pictures, with checkpoints, mixed precision and TensorBoard.
 
-    python -m examples.image_classification --dataset digits --method dcl --epochs 20
+    python -m examples.image_classification --dataset digits --epochs 20
     python -m examples.image_classification --dataset fashion-mnist --model resnet18 --method dcl --amp
 
-SGD at 0.1 with momentum 0.9 and weight decay 5e-4, a cosine schedule, batches of 128, 200 epochs. Progress goes to the
-standard error; the standard output is one line of JSON with the test accuracy after the last epoch.
+SGD at 0.1 with momentum 0.9 and weight decay 5e-4, a cosine schedule, batches of 128, 200 epochs. The paper's λ and α
+are ``--weight 1 --alpha 0.6``; without them the wrapper's own defaults hold, which did better here. Progress goes to
+the standard error; the standard output is one line of JSON with the test accuracy after the last epoch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.helpers import data, models
 from examples.helpers.arguments import Parser, add_device, number
 from examples.helpers.checkpoint import random_state, restore_random_state, save_atomically
+from examples.helpers.optimizers import METHODS, build_optimizer
 
 # What a resumed run may change; anything else would make another run of it.
 FREE = ("data", "download", "device", "checkpoint", "resume", "stop_after", "tensorboard")
@@ -36,9 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--download", action="store_true", help="let torchvision download Fashion-MNIST to --data (or runs/data)")
     add("--train-size", type=number(int, 2), help="train on so many pictures only")
     add("--model", choices=models.NAMES, default="cnn")
-    add("--method", choices=("sgd", "dcl", "dcp"), default="dcl")
-    add("--weight", type=number(float, 0), default=1.0, help="λ of dcl and dcp")
-    add("--alpha", type=number(float, 0, 1), default=0.6, help="α of dcl and dcp")
+    add("--method", choices=METHODS, default="dcp")
+    add("--weight", type=number(float, 0), help="λ of dcl and dcp (default: the wrapper's own)")
+    add("--alpha", type=number(float, 0, 1), help="α of dcl and dcp (default: the wrapper's own)")
     add("--epochs", type=number(int, 1), default=200)
     add("--batch-size", type=number(int, 2), default=128)
     add("--lr", type=number(float, 0), default=0.1)
@@ -52,15 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build_optimizer(options: argparse.Namespace, model: nn.Module) -> DCLOptimizer | DCPOptimizer | torch.optim.SGD:
-    base = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
-    if options.method == "dcl":
-        return DCLOptimizer(base, model, weight=options.weight, alpha=options.alpha)
-    if options.method == "dcp":
-        return DCPOptimizer(base, model, weight=options.weight, alpha=options.alpha)
-    return base
-
-
 class Run:
     """A training run: everything that its checkpoint has to hold."""
 
@@ -71,7 +63,9 @@ class Run:
         self.device = torch.device(options.device)
         self.model = models.build(options.model, data.CLASSES).to(self.device)
         self.criterion = nn.CrossEntropyLoss()
-        self.optimizer = build_optimizer(options, self.model)
+        base = torch.optim.SGD(self.model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
+        # The one line that is new; for "dcp" it is DCPOptimizer(base, self.model).
+        self.optimizer = build_optimizer(options.method, base, self.model, weight=options.weight, alpha=options.alpha)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, options.epochs)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.loader = data.training_loader(images, options.batch_size, self.generator)

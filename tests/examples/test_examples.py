@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples import image_classification
 from tests.helpers import assert_same, cells
 from tests.test_example import execute
@@ -57,7 +58,7 @@ def fashion(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", cells(["sgd", "dcl", "dcp"], "dcl"))
+@pytest.mark.parametrize("method", cells(["plain", "dcl", "dcp"], "dcl"))
 def test_image_classification_learns_digits(script, tmp_path, capsys, method):
     path = tmp_path / "run.pt"
     script.main(["--method", method, "--epochs", "2", "--device", "cpu", "--checkpoint", str(path)])
@@ -83,7 +84,7 @@ def test_resume_in_a_new_process_is_bit_identical(script, tmp_path, one_thread):
 
 @pytest.mark.parametrize(
     ("method", "extra"),
-    cells(product(["sgd", "dcl", "dcp"], [(), ("--amp",)]), ("dcl", ("--amp",)), ("dcp", ())),
+    cells(product(["plain", "dcl", "dcp"], [(), ("--amp",)]), ("dcl", ("--amp",)), ("dcp", ())),
 )
 def test_resume_with_augmentation(script, fashion, tmp_path, capsys, method, extra):
     """Augmentation and dropout draw at random, so a stream that is not restored would show."""
@@ -99,6 +100,15 @@ def test_resume_with_augmentation(script, fashion, tmp_path, capsys, method, ext
     assert resumed | {"checkpoint": ""} == first | {"checkpoint": ""}
 
 
+def test_the_defaults_are_the_wrappers_own(script):
+    options = script.build_parser().parse_args(["--device", "cpu"])
+    assert options.method == "dcp"
+    for method, kind in (("dcl", DCLOptimizer), ("dcp", DCPOptimizer)):
+        options.method = method
+        run = script.Run(options, script.data.digits().head(64))
+        assert repr(run.optimizer) == repr(kind(run.optimizer.base, run.model))
+
+
 def test_resnet18(script, fashion, tmp_path, capsys):
 
     arguments = f"--dataset fashion-mnist --data {fashion} --model resnet18 --epochs 1 --batch-size 4 --train-size 5"
@@ -110,7 +120,7 @@ def test_resume_refuses_another_run(script, tmp_path, capsys):
     path = tmp_path / "run.pt"
     common = ["--epochs", "1", "--train-size", "64", "--device", "cpu"]
     script.main([*common, "--checkpoint", str(path)])
-    for changed, message in ((["--method", "dcp"], "method=dcl"), (["--lr", "0.2"], "lr=0.1")):
+    for changed, message in ((["--method", "dcl"], "method=dcp"), (["--lr", "0.2"], "lr=0.1")):
         with pytest.raises(SystemExit):
             script.main([*common, *changed, "--resume", str(path)])
         assert message in capsys.readouterr().err

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from examples import distributed, mixed_precision
+from examples.helpers.optimizers import build_optimizer
 from tests.helpers import assert_same, on_two_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +38,7 @@ def trained(method: str, dtype: str, accumulate: int) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["dcl", "dcp"])
 def test_mixed_precision_follows_float32_on_whole_batches(method, monkeypatch):
     """With the paper's settings, whose penalty does more than rounding does in so short a training."""
-    for name in ("DCLOptimizer", "DCPOptimizer"):
-        monkeypatch.setattr(mixed_precision, name, partial(getattr(mixed_precision, name), weight=1.0, alpha=0.6))
+    monkeypatch.setattr(mixed_precision, "build_optimizer", partial(build_optimizer, weight=1.0, alpha=0.6))
     reference = trained(method, "float32", 1)
     torch.manual_seed(0)
     start = flat(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))

@@ -55,7 +55,7 @@ def test_a_pretrained_model_is_loaded_and_its_frozen_weights_stay(example, tmp_p
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     pretrained = BertForSequenceClassification(BertConfig(vocab_size=256, max_position_embeddings=96, **size))
     pretrained.save_pretrained(tmp_path)
-    model, optimizer = example.main(["--model", str(tmp_path), "--epochs", "1"])
+    model, optimizer = example.main(["--method", "dcl", "--model", str(tmp_path), "--epochs", "1"])
     name = "bert.embeddings.word_embeddings.weight"
     loaded = model.get_base_model().get_parameter(name)
     assert torch.equal(loaded, pretrained.get_parameter(name))
