@@ -23,6 +23,7 @@ from tqdm import tqdm
 from examples.helpers import data, models
 from examples.helpers.arguments import Parser, add_device, number
 from examples.helpers.checkpoint import random_state, restore_random_state, save_atomically
+from examples.helpers.extras import explain
 from examples.helpers.optimizers import METHODS, build_optimizer
 
 # What a resumed run may change; anything else would make another run of it.
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if options.resume:
             run.resume(options.resume)
     except (data.DataError, ImportError, OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(explain(error) or str(error))
     default = Path("runs") / f"{options.dataset}-{options.model}-{options.method}-seed{options.seed}.pt"
     result = train(run, options.checkpoint or options.resume or default, writer)
     if writer:

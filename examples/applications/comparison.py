@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 
 from dcl_optim.demo.report import mean_and_error, plus_minus
+from examples.helpers.extras import explain
 from examples.paper import records
 from examples.paper.records import Record
 from examples.paper.table import probability_cell
@@ -130,4 +131,4 @@ def main(application: Application, description: str | None, arguments: Sequence[
     try:
         print(table(application, run(application, options)))
     except (ValueError, ImportError) as error:
-        made.error(str(error))
+        made.error(explain(error) or str(error))
