@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -296,10 +297,45 @@ def test_results_of_another_configuration_are_not_mixed_in(small, monkeypatch, c
     assert "'CE', seed 0, are of another configuration" in capsys.readouterr().err
 
 
-def test_an_experiment_is_needed(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["run"])
-    assert "run needs an experiment" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("run", "the following arguments are required: experiment"),
+        ("run smal", "unknown experiment 'smal'; did you mean small? `python -m examples.paper list` names all"),
+        ("table xyz", "unknown experiment 'xyz'; `python -m examples.paper list` names all"),
+        ("run small --seeds 0", "argument --seeds: 0 must be a finite number of at least 1"),
+        ("run small --jobs 0", "argument --jobs: 0 must be a finite number of at least 1"),
+        ("figures small --threads 0", "argument --threads: 0 must be a finite number of at least 1"),
+        ("figures small --only CE DC", "argument --only: 'DC' is no row of small; choose from 'CE', 'DCL'"),
+        ("run small --device abacus", "argument --device: 'abacus' cannot be used here"),
+        ("table small --jobs 2", "unrecognized arguments: --jobs 2"),
+        ("table small", "small has no results in docs/results; `python -m examples.paper run small` makes them"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setitem(EXPERIMENTS, "small", SMALL)
+    with pytest.raises(SystemExit) as raised:
+        command.main(arguments.split())
+    out, err = capsys.readouterr()
+    assert (raised.value.code, out, err.count("\n")) == (2, "", 1)
+    assert f"error: {message}" in err or f"error: argument experiment: {message}" in err
+
+
+def test_help_has_what_applies_to_the_command_alone(capsys):
+    common = {"--help"}
+    folders = {"--results", "--images", "--checkpoints"}
+    training = {"--seeds", "--only", "--threads", "--device"}
+    flags = {
+        "list": common,
+        "table": common | {"--results"},
+        "plot": common | folders - {"--checkpoints"},
+        "figures": common | folders | training,
+        "run": common | folders - {"--images"} | training | {"--jobs"},
+    }
+    for name, expected in flags.items():
+        with pytest.raises(SystemExit):
+            command.main([name, "--help"])
+        assert set(re.findall(r"^  (?:-h, )?(--\w+)", capsys.readouterr().out, re.MULTILINE)) == expected
 
 
 def test_the_list_names_all(capsys):
