@@ -122,7 +122,8 @@ SETTINGS = {
     "workers": 0,
     "part": "test",
 }
-APPLICATION = Application("augmentations", "accuracy, %", train, ROWS, SETTINGS)
+BOUNDS = {"train_size": (0,), "workers": (0,)}
+APPLICATION = Application("augmentations", "accuracy, %", train, ROWS, SETTINGS, BOUNDS)
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

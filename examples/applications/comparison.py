@@ -14,8 +14,10 @@ import torch
 from tqdm import tqdm
 
 from dcl_optim.demo.report import mean_and_error, plus_minus
+from examples.helpers.arguments import Parser, add_device, number
 from examples.helpers.extras import explain
 from examples.paper import records
+from examples.paper.datasets.splits import PARTS
 from examples.paper.records import Record
 from examples.paper.table import probability_cell
 
@@ -46,6 +48,8 @@ class Application:
             text after each epoch. It seeds itself, so that the rows of a seed start alike and see the same batches.
         rows: by label.
         settings: names and default values of what the command line can change.
+        bounds: the lowest and, if there is one, the highest value of the numbers among them that are not at least 1 if
+            they are whole, and at least 0 if they are not.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Application:
     train: Callable[..., float]
     rows: Mapping[str, Row]
     settings: Mapping[str, Any]
+    bounds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def run(application: Application, options: argparse.Namespace) -> list[Record]:
@@ -110,14 +115,20 @@ def table(application: Application, found: Sequence[Record]) -> str:
 
 def parser(application: Application, description: str | None) -> argparse.ArgumentParser:
     """The command line: the application's settings, and what all have."""
-    made = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    name = application.name.replace("-", "_")
+    made = Parser(prog=f"python -m examples.applications.{name}", description=(description or "").split("\n")[0])
     for name, value in application.settings.items():
-        kind = str if value is None else type(value)
-        made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"(default {value})")
-    made.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+        kind: Any = str
+        if isinstance(value, (int, float)):
+            kind = number(type(value), *application.bounds.get(name, (int(isinstance(value, int)),)))
+        choices = PARTS[1:] if name == "part" else None
+        made.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, choices=choices, default=value, help=f"(default {value})"
+        )
+    made.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each row (default 3)")
     made.add_argument("--only", nargs="+", metavar="ROW", choices=tuple(application.rows), help="these rows only")
-    made.add_argument("--threads", type=int, help="of torch (default: torch's own)")
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--threads", type=number(int, 1), help="of torch (default: torch's own)")
+    add_device(made)
     made.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default {RESULTS})")
     return made
 

@@ -130,7 +130,7 @@ SETTINGS = {
     "weight": 0.1,
     "part": "test",
 }
-APPLICATION = Application("dense", "mean IoU, %", train, ROWS, SETTINGS)
+APPLICATION = Application("dense", "mean IoU, %", train, ROWS, SETTINGS, {"train_size": (2,)})
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

@@ -118,7 +118,7 @@ SETTINGS = {
     "weight": 0.1,
     "part": "test",
 }
-APPLICATION = Application("text", "accuracy, %", train, ROWS, SETTINGS)
+APPLICATION = Application("text", "accuracy, %", train, ROWS, SETTINGS, {"vocabulary": (3,), "dropout": (0, 1)})
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)
