@@ -21,8 +21,6 @@ from examples.paper.datasets.splits import PARTS
 from examples.paper.records import Record
 from examples.paper.table import probability_cell
 
-RESULTS = Path("docs/results")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -64,7 +62,7 @@ def run(application: Application, options: argparse.Namespace) -> list[Record]:
     """Make the runs that the results file does not have; give all that the table shows."""
     settings = {name: getattr(options, name) for name in application.settings}
     path, configurations = results_file(application, options.results), _configurations(application, settings)
-    done = {(r["label"], r["seed"]) for r in made(application, settings, path)}
+    done = {(r["label"], r["seed"]) for r in finished(application, settings, options.results)}
     runs = [(label, seed) for seed in range(options.seeds) for label in options.only or application.rows]
     wanted = [run for run in runs if run not in done]
     with tqdm(wanted, desc=application.name, unit="run", disable=None) as bar:
@@ -78,13 +76,22 @@ def run(application: Application, options: argparse.Namespace) -> list[Record]:
             record = {"label": label, "seed": seed, "configuration": configurations[label], "score": score}
             record |= {"seconds": time.perf_counter() - begin}
             records.append(record | records.circumstances(options.device, torch.get_num_threads()), path)
-    return made(application, settings, path)
+    return finished(application, settings, options.results)
+
+
+def finished(application: Application, settings: Mapping[str, Any], folder: Path) -> list[Record]:
+    """The finished runs with these settings, those in the repository and those in a folder."""
+    return _with(application, settings, records.finished(folder, results_file(application, folder).name))
 
 
 def made(application: Application, settings: Mapping[str, Any], path: Path) -> list[Record]:
-    """The finished runs with these settings."""
+    """The finished runs with these settings in a file."""
+    return _with(application, settings, records.read(path))
+
+
+def _with(application: Application, settings: Mapping[str, Any], found: Sequence[Record]) -> list[Record]:
     configurations = _configurations(application, settings)
-    return [r for r in records.read(path) if r["configuration"] == configurations.get(r["label"])]
+    return [r for r in found if r["configuration"] == configurations.get(r["label"])]
 
 
 def _configurations(application: Application, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -129,7 +136,8 @@ def parser(application: Application, description: str | None) -> argparse.Argume
     made.add_argument("--only", nargs="+", metavar="ROW", choices=tuple(application.rows), help="these rows only")
     made.add_argument("--threads", type=number(int, 1), help="of torch (default: torch's own)")
     add_device(made)
-    made.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default {RESULTS})")
+    own, known = records.RESULTS, records.COMMITTED
+    made.add_argument("--results", type=Path, default=own, help=f"their folder, beside {known} (default {own})")
     return made
 
 

@@ -7,7 +7,8 @@
     python -m examples.paper plot
 
 A run that is in the results file is not trained again, and one that another experiment's file has is copied from there;
-one that was interrupted continues from its checkpoint in runs/paper. Results go to docs/results/<experiment>.jsonl.
+one that was interrupted continues from its checkpoint in runs/paper. Results go to runs/results/<experiment>.jsonl;
+those that the repository has in docs/results are read in addition.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from examples.paper.experiments import EXPERIMENTS
 from examples.paper.jobs import Job, finished, pending
 from examples.paper.table import markdown
 
-RESULTS, IMAGES, CHECKPOINTS = Path("docs/results"), Path("docs/images"), Path("runs/paper")
+IMAGES, CHECKPOINTS = Path("runs/images"), Path("runs/paper")
 PROGRAM = "python -m examples.paper"
 COMMANDS = {
     "list": "name the experiments",
@@ -45,8 +46,10 @@ def run(options: argparse.Namespace) -> None:
     name, experiment = options.experiment, EXPERIMENTS[options.experiment]
     path = options.results / f"{name}.jsonl"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
-    wanted, known = [], records.by_identity(options.results / f"{other}.jsonl" for other in EXPERIMENTS)
-    for label, configuration, seed in pending(experiment, records.read(path), options.seeds or experiment.seeds):
+    done = records.finished(options.results, path.name)
+    folders = (records.COMMITTED, options.results)
+    wanted, known = [], records.by_identity(folder / f"{other}.jsonl" for folder in folders for other in EXPERIMENTS)
+    for label, configuration, seed in pending(experiment, done, options.seeds or experiment.seeds):
         if options.only and label not in options.only:
             continue
         made = known.get(records.identity(configuration.as_dict(), seed, experiment.part))
@@ -104,7 +107,10 @@ def parser() -> argparse.ArgumentParser:
     add("figures", "--threads", type=number(int, 1), help="of torch (default: torch's own)")
     for name in ("run", "figures"):
         add_device(found[name])
-    add("run table figures plot", "--results", type=Path, default=RESULTS, help=f"their folder (default {RESULTS})")
+    own, known = records.RESULTS, records.COMMITTED
+    add("run table", "--results", type=Path, default=own, help=f"their folder, beside {known} (default {own})")
+    add("figures", "--results", type=Path, default=own, help=f"folder of the figures by epoch (default {own})")
+    add("plot", "--results", type=Path, default=known, help=f"folder of what is plotted (default {known})")
     add("figures plot", "--images", type=Path, default=IMAGES, help=f"folder of the figures (default {IMAGES})")
     add("run figures", "--checkpoints", type=Path, default=CHECKPOINTS, help=f"their folder (default {CHECKPOINTS})")
     return made
@@ -119,9 +125,9 @@ def show_list(options: argparse.Namespace) -> None:
 def show_table(options: argparse.Namespace) -> None:
     """Print the table of an experiment's results."""
     name = options.experiment
-    found = records.read(options.results / f"{name}.jsonl")
+    found = records.finished(options.results, f"{name}.jsonl")
     if not found:
-        raise ValueError(f"{name} has no results in {options.results}; `{PROGRAM} run {name}` makes them")
+        raise ValueError(f"{name} has no results yet; `{PROGRAM} run {name}` makes them")
     print(markdown(EXPERIMENTS[name], found))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,18 @@ def test_rows_of_a_seed_come_together_and_are_made_once(options):
     assert [r["score"] for r in found] == [50.0, 60.0, 61.0, 50.0, 62.0, 64.0]
     assert run(PRETENDED, options("--seeds", "3"))[:6] == found
     assert len(CALLS) == 9
+
+
+def test_runs_that_the_repository_has_are_read_from_there(options, tmp_path, monkeypatch):
+    first = run(PRETENDED, options("--seeds", "1"))
+    (tmp_path / "committed").mkdir()
+    (tmp_path / "application-pretended.jsonl").rename(tmp_path / "committed" / "application-pretended.jsonl")
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
+    found = run(PRETENDED, options("--seeds", "2"))
+    assert found[:3] == first
+    assert len(CALLS) == len(found) == 6
+    assert found[3:] == records.read(tmp_path / "application-pretended.jsonl")
+    assert parser(PRETENDED, "A test.").parse_args([]).results == Path("runs/results")
 
 
 def test_other_settings_are_other_runs(options):
@@ -118,12 +131,13 @@ def test_the_lowest_values_are_taken():
     assert (found.epochs, found.workers, found.lr, found.part) == (1, 0, 0.0, "test")
 
 
-@pytest.mark.parametrize("module", ["augmentations", "dense", "distillation", "fine_tuning", "semi_supervised", "text"])
+MODULES = ("augmentations", "dense", "distillation.__main__", "fine_tuning", "masked_autoencoder.__main__")
+
+
+@pytest.mark.parametrize("module", [*MODULES, "semi_supervised", "text"])
 def test_the_defaults_are_within_the_bounds(module):
-    application = importlib.import_module(
-        f"examples.applications.{module}{'.__main__' * (module == 'distillation')}"
-    ).APPLICATION
-    assert application.name.replace("-", "_") == module
+    application = importlib.import_module(f"examples.applications.{module}").APPLICATION
+    assert application.name.replace("-", "_") == module.removesuffix(".__main__")
     assert set(application.bounds) <= set(application.settings)
     chosen = [
         f"--{name.replace('_', '-')}={value}" for name, value in application.settings.items() if value is not None
