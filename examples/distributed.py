@@ -1,7 +1,7 @@
 """Several processes, each with its part of every batch: DistributedDataParallel with a checkpoint after each epoch.
 
-    torchrun --nproc-per-node 2 examples/distributed.py --epochs 5
-    torchrun --nproc-per-node 2 examples/distributed.py --epochs 10 --resume
+    torchrun --nproc-per-node 2 -m examples.distributed --epochs 5
+    torchrun --nproc-per-node 2 -m examples.distributed --epochs 10 --resume
 
 One process per GPU (nccl) where there are enough, else on the CPU (gloo). With as many processes as before, a resumed
 run ends where an uninterrupted one does, on a CPU to the last bit.
@@ -15,20 +15,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint import save_atomically
-from minimal import digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.helpers.arguments import Parser, number
+from examples.helpers.checkpoint import save_atomically
+from examples.helpers.optimizers import METHODS, build_optimizer
+from examples.minimal import digits
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=("plain", "dcl", "dcp"), default="dcl")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, default="dcp")
+    parser.add_argument("--epochs", type=number(int, 1), default=5)
+    parser.add_argument("--batch-size", type=number(int, 1), default=32, help="of each process")
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/distributed.pt"))
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return parser.parse_args(arguments)
@@ -58,11 +59,9 @@ class Run:
         network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
         self.model = DistributedDataParallel(network)
         self.criterion = nn.CrossEntropyLoss()
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        if options.method == "dcl":
-            self.optimizer = DCLOptimizer(self.optimizer, self.model)
-        if options.method == "dcp":
-            self.optimizer = DCPOptimizer(self.optimizer, self.model)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, self.model).
+        self.optimizer = build_optimizer(options.method, optimizer, self.model)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
 
     def train_epoch(self) -> None:

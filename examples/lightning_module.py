@@ -1,8 +1,8 @@
 """A LightningModule in which only configure_optimizers differs, on scikit-learn's digits (about ten seconds).
 
-    python examples/lightning_module.py --method dcl --epochs 20
-    python examples/lightning_module.py --method dcl --epochs 20 --stop-after 10
-    python examples/lightning_module.py --method dcl --epochs 20 --resume runs/lightning/last.ckpt
+    python -m examples.lightning_module --method dcp --epochs 20
+    python -m examples.lightning_module --method dcp --epochs 20 --stop-after 10
+    python -m examples.lightning_module --method dcp --epochs 20 --resume runs/lightning/last.ckpt
 
 The last two are together the first, to the last bit. Wrap the object that training_step calls: `self.net` here; where
 it calls `self(x)`, `self` works as well as the network inside. The companion is in the Trainer's checkpoints.
@@ -14,7 +14,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import data
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-
-METHODS = ("plain", "dcl", "dcp")
+from examples.helpers import data
+from examples.helpers.arguments import Parser, number
+from examples.helpers.optimizers import METHODS, build_optimizer
 
 
 class Digits(pl.LightningModule):
@@ -46,10 +45,8 @@ class Digits(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
-        if self.method == "dcl":
-            optimizer = DCLOptimizer(optimizer, self.net)  # the one line that is new
-        if self.method == "dcp":
-            optimizer = DCPOptimizer(optimizer, self.net)  # or this one
+        # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, self.net).
+        optimizer = build_optimizer(self.method, optimizer, self.net)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
@@ -62,14 +59,14 @@ def training_loader(images: data.Images) -> DataLoader[tuple[Tensor, ...]]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--method", choices=METHODS, default="dcl")
-    add("--epochs", type=int, default=20)
+    add("--method", choices=METHODS, default="dcp")
+    add("--epochs", type=number(int, 1), default=20)
     add("--precision", choices=("32-true", "bf16-mixed"), default="32-true")
     add("--folder", type=Path, default=Path("runs/lightning"), help="of last.ckpt, written after each epoch")
     add("--resume", type=Path, metavar="PATH", help="continue from a checkpoint")
-    add("--stop-after", type=int, metavar="EPOCHS", help="stop early, to split a run over several jobs")
+    add("--stop-after", type=number(int, 1), metavar="EPOCHS", help="stop early, to split a run over several jobs")
     return parser.parse_args(arguments)
 
 

@@ -1,6 +1,6 @@
 """The one line that changes, on scikit-learn's digits (about ten seconds on a laptop).
 
-python examples/minimal.py
+python -m examples.minimal
 """
 
 from __future__ import annotations

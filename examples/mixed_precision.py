@@ -1,6 +1,6 @@
 """Autocast, gradient scaler, accumulation, clipping and a schedule, on scikit-learn's digits (seconds on a laptop).
 
-python examples/mixed_precision.py --method dcl --dtype float16 --accumulate 4
+python -m examples.mixed_precision --method dcp --dtype float16 --accumulate 4
 """
 
 from __future__ import annotations
@@ -8,23 +8,24 @@ from __future__ import annotations
 import argparse
 
 import torch
-from minimal import digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.helpers.arguments import Parser, add_device, number
+from examples.helpers.optimizers import METHODS, build_optimizer
+from examples.minimal import digits
 
 BATCH = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=("plain", "dcl", "dcp"), default="dcl")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, default="dcp")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--accumulate", type=int, choices=(1, 2, 4, 8), default=1, help="backwards for one step")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--epochs", type=number(int, 1), default=10)
+    add_device(parser)
     return parser.parse_args(arguments)
 
 
@@ -37,20 +38,18 @@ def train(options: argparse.Namespace) -> nn.Module:
     criterion = nn.CrossEntropyLoss()
 
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    if options.method == "dcl":
-        optimizer = DCLOptimizer(optimizer, model)  # the one line that is new
-    if options.method == "dcp":
-        optimizer = DCPOptimizer(optimizer, model)  # or this one
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model).
+    optimizer = build_optimizer(options.method, optimizer, model)
 
     steps = options.epochs * (len(loader) // parts)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps)
     scaler = torch.amp.GradScaler(device.type, enabled=options.dtype == "float16")
     for _ in range(options.epochs):
-        for number, (x, y) in enumerate(loader, start=1):
+        for count, (x, y) in enumerate(loader, start=1):
             with torch.autocast(device.type, dtype, enabled=options.dtype != "float32"):
                 loss = criterion(model(x.to(device)), y.to(device)) / parts
             scaler.scale(loss).backward()
-            if number % parts:
+            if count % parts:
                 continue
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

@@ -1,7 +1,7 @@
 """transformers' Trainer with PEFT's LoRA: which module of Python's library does a docstring come from?
 
-    python examples/transformers_lora.py --method dcl
-    python examples/transformers_lora.py --method dcp --model path/to/a/model --epochs 3
+    python -m examples.transformers_lora
+    python -m examples.transformers_lora --method dcl --model path/to/a/model --epochs 3
 
 Without --model a tiny BERT with random weights is adapted, in about twenty seconds on a laptop: it shows the wiring,
 not what LoRA can do. The companion shares the frozen weights; the table says what it adds.
@@ -24,9 +24,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainingArguments
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCLOptimizer
+from examples.helpers.arguments import Parser, number
+from examples.helpers.optimizers import METHODS, build_optimizer
 
-METHODS = ("plain", "dcl", "dcp")
 MODULES = ("argparse", "datetime", "decimal", "email.message", "logging", "statistics", "tarfile", "zipfile")
 LENGTH = 96
 
@@ -79,12 +80,9 @@ def build(path: Path | None) -> nn.Module:
 
 def optimizer_for(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=lr)
-    if method == "dcl":
-        optimizer = DCLOptimizer(optimizer, model)  # the one line that is new
-    if method == "dcp":
-        optimizer = DCPOptimizer(optimizer, model)  # or this one
-    return optimizer
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model).
+    return build_optimizer(method, optimizer, model)
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -92,11 +90,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=METHODS, default="dcl")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=METHODS, default="dcp")
     parser.add_argument("--model", type=Path, help="folder of a pretrained model that save_pretrained wrote")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--epochs", type=number(int, 1), default=15)
+    parser.add_argument("--lr", type=number(float, 0), default=5e-3)
     parser.add_argument("--out", type=Path, help="folder of Trainer's checkpoints (default: none are kept)")
     parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from one of Trainer's checkpoints")
     return parser.parse_args(arguments)

@@ -7,16 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
-def execute(name: str, *arguments: object) -> str:
-    command = [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments)]
+def execute(*arguments: object, folder: Path = ROOT) -> str:
+    command = [sys.executable, "-W", "error", *map(str, arguments)]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # networks this small only lose time to a second one
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=one_thread, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_minimal() -> None:
-    assert float(execute("minimal.py").split()[-1]) > 0.95
+    assert float(execute("-m", "examples.minimal").split()[-1]) > 0.95

@@ -30,10 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torchvision.transforms import v2
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, Row, main
-from examples.applications.three_methods import METHODS, check_method
+from examples.helpers.optimizers import METHODS, build_optimizer
 from examples.paper import networks
 from examples.paper.augmentations import seeded
 from examples.paper.datasets import load
@@ -73,7 +72,6 @@ def train(
     part: str, seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its accuracy in per cent on ``part`` after the last epoch."""
-    check_method(method)
     place = None if folder is None else Path(folder)
     pictures = load(
         data, folder=place, train_size=train_size or None, augmentation=augmentation, workers=workers, seed=seed
@@ -83,10 +81,8 @@ def train(
     model = networks.build(network, pictures.classes, pictures.shape).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-    if method == "dcl":  # the one line that is new
-        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6, criterion=criterion)
-    if method == "dcp":  # or this one
-        optimizer = DCPOptimizer(optimizer, model, pictures.classes, weight=weight, alpha=0.97, criterion=criterion)
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight, criterion=criterion).
+    optimizer = build_optimizer(method, optimizer, model, weight=weight, criterion=criterion)
     scheduler = CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):
@@ -126,7 +122,8 @@ SETTINGS = {
     "workers": 0,
     "part": "test",
 }
-APPLICATION = Application("augmentations", "accuracy, %", train, ROWS, SETTINGS)
+BOUNDS = {"train_size": (0,), "workers": (0,)}
+APPLICATION = Application("augmentations", "accuracy, %", train, ROWS, SETTINGS, BOUNDS)
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

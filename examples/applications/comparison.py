@@ -14,11 +14,12 @@ import torch
 from tqdm import tqdm
 
 from dcl_optim.demo.report import mean_and_error, plus_minus
+from examples.helpers.arguments import Parser, add_device, number
+from examples.helpers.extras import explain
 from examples.paper import records
+from examples.paper.datasets.splits import PARTS
 from examples.paper.records import Record
 from examples.paper.table import probability_cell
-
-RESULTS = Path("docs/results")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Application:
             text after each epoch. It seeds itself, so that the rows of a seed start alike and see the same batches.
         rows: by label.
         settings: names and default values of what the command line can change.
+        bounds: the lowest and, if there is one, the highest value of the numbers among them that are not at least 1 if
+            they are whole, and at least 0 if they are not.
     """
 
     name: str
@@ -52,13 +55,14 @@ class Application:
     train: Callable[..., float]
     rows: Mapping[str, Row]
     settings: Mapping[str, Any]
+    bounds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def run(application: Application, options: argparse.Namespace) -> list[Record]:
     """Make the runs that the results file does not have; give all that the table shows."""
     settings = {name: getattr(options, name) for name in application.settings}
     path, configurations = results_file(application, options.results), _configurations(application, settings)
-    done = {(r["label"], r["seed"]) for r in made(application, settings, path)}
+    done = {(r["label"], r["seed"]) for r in finished(application, settings, options.results)}
     runs = [(label, seed) for seed in range(options.seeds) for label in options.only or application.rows]
     wanted = [run for run in runs if run not in done]
     with tqdm(wanted, desc=application.name, unit="run", disable=None) as bar:
@@ -72,13 +76,22 @@ def run(application: Application, options: argparse.Namespace) -> list[Record]:
             record = {"label": label, "seed": seed, "configuration": configurations[label], "score": score}
             record |= {"seconds": time.perf_counter() - begin}
             records.append(record | records.circumstances(options.device, torch.get_num_threads()), path)
-    return made(application, settings, path)
+    return finished(application, settings, options.results)
+
+
+def finished(application: Application, settings: Mapping[str, Any], folder: Path) -> list[Record]:
+    """The finished runs with these settings, those in the repository and those in a folder."""
+    return _with(application, settings, records.finished(folder, results_file(application, folder).name))
 
 
 def made(application: Application, settings: Mapping[str, Any], path: Path) -> list[Record]:
-    """The finished runs with these settings."""
+    """The finished runs with these settings in a file."""
+    return _with(application, settings, records.read(path))
+
+
+def _with(application: Application, settings: Mapping[str, Any], found: Sequence[Record]) -> list[Record]:
     configurations = _configurations(application, settings)
-    return [r for r in records.read(path) if r["configuration"] == configurations.get(r["label"])]
+    return [r for r in found if r["configuration"] == configurations.get(r["label"])]
 
 
 def _configurations(application: Application, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -109,15 +122,22 @@ def table(application: Application, found: Sequence[Record]) -> str:
 
 def parser(application: Application, description: str | None) -> argparse.ArgumentParser:
     """The command line: the application's settings, and what all have."""
-    made = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    name = application.name.replace("-", "_")
+    made = Parser(prog=f"python -m examples.applications.{name}", description=(description or "").split("\n")[0])
     for name, value in application.settings.items():
-        kind = str if value is None else type(value)
-        made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"(default {value})")
-    made.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+        kind: Any = str
+        if isinstance(value, (int, float)):
+            kind = number(type(value), *application.bounds.get(name, (int(isinstance(value, int)),)))
+        choices = PARTS[1:] if name == "part" else None
+        made.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, choices=choices, default=value, help=f"(default {value})"
+        )
+    made.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each row (default 3)")
     made.add_argument("--only", nargs="+", metavar="ROW", choices=tuple(application.rows), help="these rows only")
-    made.add_argument("--threads", type=int, help="of torch (default: torch's own)")
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--results", type=Path, default=RESULTS, help=f"folder of the results (default {RESULTS})")
+    made.add_argument("--threads", type=number(int, 1), help="of torch (default: torch's own)")
+    add_device(made)
+    own, known = records.RESULTS, records.COMMITTED
+    made.add_argument("--results", type=Path, default=own, help=f"their folder, beside {known} (default {own})")
     return made
 
 
@@ -130,4 +150,4 @@ def main(application: Application, description: str | None, arguments: Sequence[
     try:
         print(table(application, run(application, options)))
     except (ValueError, ImportError) as error:
-        made.error(str(error))
+        made.error(explain(error) or str(error))

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications import scenes
 from examples.applications.comparison import Application, main
 from examples.applications.loop import train_epochs
-from examples.applications.three_methods import ROWS, check_method
+from examples.applications.three_methods import ROWS
+from examples.helpers.optimizers import build_optimizer
 from examples.paper.datasets.base import batches
 from examples.paper.datasets.splits import check_part
 
@@ -96,17 +96,14 @@ def train(
     seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its mean intersection over union in per cent on ``part`` after the last epoch."""
-    check_method(method)
     found = scenes.read(data, folder=folder, train_size=train_size, articles=articles, size=size)
     x, y = found.parts["train"]
     torch.manual_seed(seed)
     model = build(network, x.shape[1], found.classes, width).to(device, memory_format=torch.channels_last)
     optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     criterion = nn.CrossEntropyLoss(ignore_index=scenes.IGNORED)
-    if method == "dcl":  # the one line that is new
-        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6, criterion=criterion)
-    if method == "dcp":  # or this one
-        optimizer = DCPOptimizer(optimizer, model, found.classes, weight=weight, alpha=0.97, criterion=criterion)
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight, criterion=criterion).
+    optimizer = build_optimizer(method, optimizer, model, weight=weight, criterion=criterion)
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled() -> Iterator[tuple[Tensor, Tensor]]:
@@ -133,7 +130,7 @@ SETTINGS = {
     "weight": 0.1,
     "part": "test",
 }
-APPLICATION = Application("dense", "mean IoU, %", train, ROWS, SETTINGS)
+APPLICATION = Application("dense", "mean IoU, %", train, ROWS, SETTINGS, {"train_size": (2,)})
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

@@ -140,7 +140,8 @@ ROWS = {
         (f"{method}, DCL", Row({"method": method, "dcl": True}, against=method)),
     )
 }
-APPLICATION = Application("fine-tuning", "accuracy, %", train, ROWS, asdict(Settings()))
+BOUNDS = {"pretraining_epochs": (0,), "workers": (0,)}
+APPLICATION = Application("fine-tuning", "accuracy, %", train, ROWS, asdict(Settings()), BOUNDS)
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

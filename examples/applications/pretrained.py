@@ -11,7 +11,7 @@ from torch.optim import SGD
 from examples.applications import scripts_split
 from examples.applications.classification import placed
 from examples.applications.loop import Progress, fit
-from examples.checkpoint import save_atomically
+from examples.helpers.checkpoint import save_atomically
 from examples.paper import networks
 from examples.paper.datasets import archive
 from examples.paper.records import fingerprint

@@ -180,6 +180,7 @@ APPLICATION = Application(
         "FixMatch, DCL, paper": Row({"weight": 1.0}, against="FixMatch"),
     },
     settings=asdict(Settings()),
+    bounds={"train_size": (0,), "threshold": (0, 1), "average": (0, 1)},
 )
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, main
 from examples.applications.corpora import CORPORA, Corpus
 from examples.applications.loop import train_epochs
-from examples.applications.three_methods import ROWS, check_method
+from examples.applications.three_methods import ROWS
+from examples.helpers.optimizers import build_optimizer
 from examples.paper.datasets.base import batches
 from examples.paper.datasets.splits import check_part
 
@@ -79,7 +79,6 @@ def train(
     seed: int, device: torch.device, progress: Callable[[str], None],
 ) -> float:  # fmt: skip
     """Train one network; give its accuracy in per cent on ``part`` after the last epoch."""
-    check_method(method)
     if data not in CORPORA:
         raise ValueError(f"data={data!r} is unknown; choose one of {', '.join(CORPORA)}")
     corpus: Corpus = CORPORA[data](folder)
@@ -90,10 +89,8 @@ def train(
     model = Classifier(vocabulary, length, len(corpus.names), width, layers, dropout).to(device)
     optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     criterion = nn.CrossEntropyLoss()
-    if method == "dcl":  # the one line that is new
-        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6)
-    if method == "dcp":  # or this one
-        optimizer = DCPOptimizer(optimizer, model, len(corpus.names), weight=weight, alpha=0.97, criterion=criterion)
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight, criterion=criterion).
+    optimizer = build_optimizer(method, optimizer, model, weight=weight, criterion=criterion)
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled() -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,7 +118,7 @@ SETTINGS = {
     "weight": 0.1,
     "part": "test",
 }
-APPLICATION = Application("text", "accuracy, %", train, ROWS, SETTINGS)
+APPLICATION = Application("text", "accuracy, %", train, ROWS, SETTINGS, {"vocabulary": (3,), "dropout": (0, 1)})
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

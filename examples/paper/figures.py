@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dcl_optim import metrics, plots
-from examples.checkpoint import save_atomically
+from examples.helpers.checkpoint import save_atomically
 from examples.paper import measures, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.plots import spread_curves

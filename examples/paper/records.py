@@ -17,6 +17,9 @@ from benchmarks.machine import processor
 
 PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics", "pytorch_optimizer")
 
+# Finished runs are written to a folder that git ignores, and those of the repository are read in addition.
+RESULTS, COMMITTED = Path("runs/results"), Path("docs/results")
+
 Record = dict[str, Any]
 
 
@@ -70,6 +73,16 @@ def by_identity(paths: Iterable[Path]) -> dict[str, Record]:
     """The records of some experiments' files by their identity: experiments have runs in common."""
     found = [record for path in paths for record in read(path)]
     return {identity(record["configuration"], record["seed"], record["part"]): record for record in found}
+
+
+def finished(folder: Path, name: str) -> list[Record]:
+    """The records of a file that the repository has, and those of the same file in a folder, each run once."""
+    found = read(COMMITTED / name) + read(folder / name)
+    return list({_run(record): record for record in found}.values())
+
+
+def _run(record: Record) -> str:
+    return json.dumps([record["label"], record["seed"], record["configuration"]], sort_keys=True)
 
 
 def append(record: Record, path: Path) -> None:

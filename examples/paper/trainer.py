@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import metrics
 from dcl_optim.schedules import LinearWarmup, RunningAverage
-from examples.checkpoint import save_atomically
+from examples.helpers.checkpoint import save_atomically
 from examples.paper import datasets, measures, methods, networks
 from examples.paper.configuration import Configuration
 from examples.paper.datasets import Data

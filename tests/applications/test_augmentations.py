@@ -63,11 +63,6 @@ def test_labels_are_mixed_as_the_pictures_are(name):
 def test_unknown_names_list_the_known():
     with pytest.raises(ValueError, match="mix='cutout' is unknown; choose one of none, mixup, cutmix"):
         mixing("cutout", 3, 1.0)
-    with pytest.raises(ValueError, match="method='DCL' is unknown; choose one of plain, dcl, dcp"):
-        APPLICATION.train(
-            **dict(APPLICATION.settings) | dict(ROWS["basic"].options) | {"method": "DCL"},
-            seed=0, device=CPU, progress=print,
-        )  # fmt: skip
 
 
 def test_a_step_with_soft_labels_by_hand():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 
 from examples.applications.comparison import Application, Row, main, parser, run, table
@@ -44,6 +47,18 @@ def test_rows_of_a_seed_come_together_and_are_made_once(options):
     assert len(CALLS) == 9
 
 
+def test_runs_that_the_repository_has_are_read_from_there(options, tmp_path, monkeypatch):
+    first = run(PRETENDED, options("--seeds", "1"))
+    (tmp_path / "committed").mkdir()
+    (tmp_path / "application-pretended.jsonl").rename(tmp_path / "committed" / "application-pretended.jsonl")
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
+    found = run(PRETENDED, options("--seeds", "2"))
+    assert found[:3] == first
+    assert len(CALLS) == len(found) == 6
+    assert found[3:] == records.read(tmp_path / "application-pretended.jsonl")
+    assert parser(PRETENDED, "A test.").parse_args([]).results == Path("runs/results")
+
+
 def test_other_settings_are_other_runs(options):
     run(PRETENDED, options("--seeds", "1"))
     found = run(PRETENDED, options("--seeds", "1", "--epochs", "5", "--only", "KD"))
@@ -83,3 +98,49 @@ def test_the_command_prints_the_table_and_names_errors(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(Application("failing", "accuracy, %", fail, ROWS, {}), "A test.", ["--results", str(tmp_path)])
     assert "folder=/nowhere has no pictures" in capsys.readouterr().err
+
+
+BOUNDED = Application(
+    "a-test", "%", pretend, ROWS, {"epochs": 1, "workers": 0, "lr": 0.1, "part": "test"}, {"workers": (0, 8)}
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--seeds 0", "argument --seeds: 0 must be a finite number of at least 1"),
+        ("--threads 0", "argument --threads: 0 must be a finite number of at least 1"),
+        ("--epochs 0", "argument --epochs: 0 must be a finite number of at least 1"),
+        ("--workers -1", "argument --workers: -1 must be a finite number of at least 0 and at most 8"),
+        ("--lr -0.1", "argument --lr: -0.1 must be a finite number of at least 0"),
+        ("--part dev", "argument --part: invalid choice: 'dev' (choose from "),
+        ("--only CE DKD", "argument --only: invalid choice: 'DKD' (choose from "),
+        ("--device abacus", "argument --device: 'abacus' cannot be used here ("),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(BOUNDED, "A test.", arguments.split())
+    out, err = capsys.readouterr()
+    assert (raised.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"python -m examples.applications.a_test: error: {message}")
+
+
+def test_the_lowest_values_are_taken():
+    found = parser(BOUNDED, "A test.").parse_args(["--epochs", "1", "--workers", "0", "--lr", "0", "--seeds", "1"])
+    assert (found.epochs, found.workers, found.lr, found.part) == (1, 0, 0.0, "test")
+
+
+MODULES = ("augmentations", "dense", "distillation.__main__", "fine_tuning", "masked_autoencoder.__main__")
+
+
+@pytest.mark.parametrize("module", [*MODULES, "semi_supervised", "text"])
+def test_the_defaults_are_within_the_bounds(module):
+    application = importlib.import_module(f"examples.applications.{module}").APPLICATION
+    assert application.name.replace("-", "_") == module.removesuffix(".__main__")
+    assert set(application.bounds) <= set(application.settings)
+    chosen = [
+        f"--{name.replace('_', '-')}={value}" for name, value in application.settings.items() if value is not None
+    ]
+    found = vars(parser(application, "").parse_args(chosen))
+    assert {name: found[name] for name in application.settings} == application.settings

@@ -186,8 +186,6 @@ def test_what_is_not_there_is_named(tmp_path):
         scenes.read("coco")
     with pytest.raises(ValueError, match="train_size=0 must be at least 2"):
         scenes.read("digits", train_size=0)
-    with pytest.raises(ValueError, match="method='x' is unknown"):
-        APPLICATION.train(**dict(APPLICATION.settings) | {"method": "x"}, seed=0, device=CPU, progress=print)
 
 
 def test_without_weight_the_rows_are_equal():

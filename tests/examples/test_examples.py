@@ -14,24 +14,20 @@ from types import ModuleType
 import pytest
 import torch
 
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples import image_classification
 from tests.helpers import assert_same, cells
-from tests.test_example import EXAMPLES, execute
+from tests.test_example import execute
 
-SIBLINGS = ("image_classification", "data", "models", "checkpoint")
 FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
 
 @pytest.fixture
-def script(monkeypatch) -> Iterator[ModuleType]:
-    """The example as a module, its siblings importable as they are for a script and forgotten afterwards."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+def script() -> Iterator[ModuleType]:
+    """The example as a module; what it sets of torch is put back."""
     before = torch.backends.cudnn.deterministic
-    import image_classification
-
     yield image_classification
     torch.backends.cudnn.deterministic = before
-    for name in SIBLINGS:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -62,7 +58,7 @@ def fashion(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", cells(["sgd", "dcl", "dcp"], "dcl"))
+@pytest.mark.parametrize("method", cells(["plain", "dcl", "dcp"], "dcl"))
 def test_image_classification_learns_digits(script, tmp_path, capsys, method):
     path = tmp_path / "run.pt"
     script.main(["--method", method, "--epochs", "2", "--device", "cpu", "--checkpoint", str(path)])
@@ -79,7 +75,7 @@ def test_resume_in_a_new_process_is_bit_identical(script, tmp_path, one_thread):
     script.main([*common, "--checkpoint", str(whole)])
     script.main([*common, "--checkpoint", str(parts), "--stop-after", "1"])
     assert torch.load(parts, weights_only=True)["epoch"] == 1
-    execute("image_classification.py", *common, "--resume", parts)
+    execute("-m", "examples.image_classification", *common, "--resume", parts)
     expected = torch.load(whole, weights_only=True)
     assert expected["epoch"] == 3
     assert "dcl_optim.DCLOptimizer" in expected["optimizer"]
@@ -88,7 +84,7 @@ def test_resume_in_a_new_process_is_bit_identical(script, tmp_path, one_thread):
 
 @pytest.mark.parametrize(
     ("method", "extra"),
-    cells(product(["sgd", "dcl", "dcp"], [(), ("--amp",)]), ("dcl", ("--amp",)), ("dcp", ())),
+    cells(product(["plain", "dcl", "dcp"], [(), ("--amp",)]), ("dcl", ("--amp",)), ("dcp", ())),
 )
 def test_resume_with_augmentation(script, fashion, tmp_path, capsys, method, extra):
     """Augmentation and dropout draw at random, so a stream that is not restored would show."""
@@ -104,6 +100,15 @@ def test_resume_with_augmentation(script, fashion, tmp_path, capsys, method, ext
     assert resumed | {"checkpoint": ""} == first | {"checkpoint": ""}
 
 
+def test_the_defaults_are_the_wrappers_own(script):
+    options = script.build_parser().parse_args(["--device", "cpu"])
+    assert options.method == "dcp"
+    for method, kind in (("dcl", DCLOptimizer), ("dcp", DCPOptimizer)):
+        options.method = method
+        run = script.Run(options, script.data.digits().head(64))
+        assert repr(run.optimizer) == repr(kind(run.optimizer.base, run.model))
+
+
 def test_resnet18(script, fashion, tmp_path, capsys):
 
     arguments = f"--dataset fashion-mnist --data {fashion} --model resnet18 --epochs 1 --batch-size 4 --train-size 5"
@@ -115,7 +120,7 @@ def test_resume_refuses_another_run(script, tmp_path, capsys):
     path = tmp_path / "run.pt"
     common = ["--epochs", "1", "--train-size", "64", "--device", "cpu"]
     script.main([*common, "--checkpoint", str(path)])
-    for changed, message in ((["--method", "dcp"], "method=dcl"), (["--lr", "0.2"], "lr=0.1")):
+    for changed, message in ((["--method", "dcl"], "method=dcp"), (["--lr", "0.2"], "lr=0.1")):
         with pytest.raises(SystemExit):
             script.main([*common, *changed, "--resume", str(path)])
         assert message in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,24 +12,19 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples import lightning_module
 from tests.helpers import assert_same
 from tests.integrations.lightning_modules import QUIET
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = QUIET
 
 
 @pytest.fixture
-def example(monkeypatch) -> Iterator[ModuleType]:
-    """The example as a module, its siblings importable as they are for a script and forgotten afterwards."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import lightning_module
-
+def example(monkeypatch) -> ModuleType:
+    """The example as a module, with a part of its data."""
     full = lightning_module.data.digits
     monkeypatch.setattr(lightning_module.data, "digits", lambda: full().head(320))
-    yield lightning_module
-    for name in ("lightning_module", "data"):
-        sys.modules.pop(name, None)
+    return lightning_module
 
 
 def run(example: ModuleType, folder: Path, *arguments: str) -> dict:
@@ -88,10 +82,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(example, tmp_path, method):
 
 
 def test_the_script_runs_as_a_reader_would_run_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", ["lightning_module.py", "--epochs", "3", "--folder", str(tmp_path)])
-    runpy.run_path(str(EXAMPLES / "lightning_module.py"), run_name="__main__")
-    sys.modules.pop("data")
+    runpy.run_path(lightning_module.__file__, run_name="__main__")
     name, accuracy = capsys.readouterr().out.rsplit(maxsplit=1)
     assert name == "test accuracy"
     assert float(accuracy) > 0.9

@@ -7,71 +7,59 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
+from examples import distributed, mixed_precision
+from examples.helpers.optimizers import build_optimizer
 from tests.helpers import assert_same, on_two_ranks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a run may be off by, relative to the way that it went, in units of the dtype's rounding: torch's float16 products
 # on the CPU bring the plain script to 10 of them, and both methods to no more. Leaving the method out is over 100.
 UNITS = 20
 
 
-@pytest.fixture
-def mixed_precision(monkeypatch) -> Iterator[ModuleType]:
-    """The example as a module, its siblings importable as they are for a script and forgotten afterwards."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import mixed_precision
-
-    yield mixed_precision
-    for name in ("mixed_precision", "minimal"):
-        sys.modules.pop(name, None)
-
-
 def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def trained(example: ModuleType, method: str, dtype: str, accumulate: int) -> torch.Tensor:
+def trained(method: str, dtype: str, accumulate: int) -> torch.Tensor:
     arguments = ["--method", method, "--dtype", dtype, "--accumulate", str(accumulate), "--epochs", "2"]
-    return flat(example.train(example.parse([*arguments, "--device", "cpu"])))
+    return flat(mixed_precision.train(mixed_precision.parse([*arguments, "--device", "cpu"])))
 
 
 @pytest.mark.parametrize("method", ["dcl", "dcp"])
-def test_mixed_precision_follows_float32_on_whole_batches(mixed_precision, method, monkeypatch):
+def test_mixed_precision_follows_float32_on_whole_batches(method, monkeypatch):
     """With the paper's settings, whose penalty does more than rounding does in so short a training."""
-    for name in ("DCLOptimizer", "DCPOptimizer"):
-        monkeypatch.setattr(mixed_precision, name, partial(getattr(mixed_precision, name), weight=1.0, alpha=0.6))
-    reference = trained(mixed_precision, method, "float32", 1)
+    monkeypatch.setattr(mixed_precision, "build_optimizer", partial(build_optimizer, weight=1.0, alpha=0.6))
+    reference = trained(method, "float32", 1)
     torch.manual_seed(0)
     start = flat(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
     way = (reference - start).norm()
-    without = (trained(mixed_precision, "plain", "float32", 1) - reference).norm() / way
+    without = (trained("plain", "float32", 1) - reference).norm() / way
     for dtype, accumulate in (("float32", 4), ("bfloat16", 1), ("bfloat16", 4), ("float16", 2), ("float16", 8)):
-        off = (trained(mixed_precision, method, dtype, accumulate) - reference).norm() / way
+        off = (trained(method, dtype, accumulate) - reference).norm() / way
         bound = UNITS * torch.finfo(DTYPES[dtype]).eps / 2
         assert off < bound, (dtype, accumulate)
         assert without > 5 * bound
 
 
 def execute(*command: object) -> str:
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     arguments = [sys.executable, *map(str, command)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=one_thread, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_mixed_precision_as_a_script(mixed_precision, monkeypatch, capsys):
+def test_mixed_precision_as_a_script(monkeypatch, capsys):
     arguments = ("--method", "dcl", "--dtype", "float16", "--accumulate", "4", "--epochs", "1")
     monkeypatch.setattr(sys, "argv", ["mixed_precision.py", *arguments])
     runpy.run_path(mixed_precision.__file__, run_name="__main__")
@@ -81,7 +69,8 @@ def test_mixed_precision_as_a_script(mixed_precision, monkeypatch, capsys):
 # gloo's threads outlive the process group where DDP was in it, and about once in sixty runs abort the interpreter's
 # exit, with the plain optimizer too (pytorch#179291). So this script leaves without one.
 AS_IT_IS = """
-import os, sys, distributed
+import os, sys
+from examples import distributed
 
 distributed.main()
 sys.stdout.flush()
@@ -100,9 +89,6 @@ def test_distributed_as_a_script(tmp_path):
 
 def train_on_a_rank(rank: int, folder: Path, *resume: str) -> None:
     """Keep beside the checkpoint: what the ranks end with, what they print, the checkpoint after the first epoch."""
-    sys.path.insert(0, str(EXAMPLES))
-    import distributed
-
     save = distributed.Run.save
 
     def save_and_keep(run: distributed.Run) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
+from examples import transformers_lora
 from tests.helpers import assert_same
 
 pytestmark = pytest.mark.filterwarnings(
@@ -19,24 +17,17 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    import transformers_lora
-
     # a part of the texts is enough, and one worker's CPU all there is
     train, test = transformers_lora.texts()
     monkeypatch.setattr(transformers_lora, "texts", lambda: (train[::8], test[::8]))
-    yield transformers_lora
-    sys.modules.pop("transformers_lora", None)
+    return transformers_lora
 
 
 def own(optimizer):
     return optimizer.companion.state_dict() if hasattr(optimizer, "companion") else {"p": optimizer.prototypes}
 
 
-def test_texts_are_real_apart_and_of_every_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    import transformers_lora
-
+def test_texts_are_real_apart_and_of_every_module():
     train, test = transformers_lora.texts()
     assert {row["labels"] for row in train} == set(range(len(transformers_lora.MODULES)))
     assert len(train) > 2 * len(test) > 100
@@ -64,7 +55,7 @@ def test_a_pretrained_model_is_loaded_and_its_frozen_weights_stay(example, tmp_p
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     pretrained = BertForSequenceClassification(BertConfig(vocab_size=256, max_position_embeddings=96, **size))
     pretrained.save_pretrained(tmp_path)
-    model, optimizer = example.main(["--model", str(tmp_path), "--epochs", "1"])
+    model, optimizer = example.main(["--method", "dcl", "--model", str(tmp_path), "--epochs", "1"])
     name = "bert.embeddings.word_embeddings.weight"
     loaded = model.get_base_model().get_parameter(name)
     assert torch.equal(loaded, pretrained.get_parameter(name))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision.transforms import v2
 
-from examples.data import crop_and_flip
+from examples.helpers.data import crop_and_flip
 from examples.paper import augmentations
 from examples.paper.augmentations import Cutout, View, batch_crop, evaluation, seeded, training
 

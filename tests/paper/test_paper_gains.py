@@ -135,7 +135,7 @@ def test_the_best_value_of_a_grid_is_bold():
 
 
 def test_the_chosen_values_are_the_best_of_their_grids():
-    found = records.read(Path(__file__).parents[2] / command.RESULTS / "peers-kanji-grids.jsonl")
+    found = records.read(Path(__file__).parents[2] / records.COMMITTED / "peers-kanji-grids.jsonl")
     for method, grid in peers.grids(evidence.KANJI).items():
         gains = {value: gain(found, Row(f"{method} {value}"), Row("CE")).mean for value in grid}
         assert peers.CHOSEN[method] == max(gains, key=gains.get)

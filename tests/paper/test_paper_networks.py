@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
-from examples import models
+from examples.helpers import models
 from examples.paper.networks import NAMES, build
 from examples.paper.networks.residual import ResNet
 from tests.helpers import cells

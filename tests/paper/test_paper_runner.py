@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,6 +224,7 @@ SMALL = Experiment("a test", "validation", 2, "CE", {"CE": TINY, "DCL": replace(
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     monkeypatch.setitem(EXPERIMENTS, "small", SMALL)
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
     folders = ["--results", str(tmp_path / "results"), "--checkpoints", str(tmp_path / "runs"), "--threads", "1"]
 
     def execute(*arguments):
@@ -273,6 +275,29 @@ def test_what_another_experiment_has_run_is_taken_from_there(small, tmp_path, mo
     assert len(made) == 6
 
 
+def test_a_run_that_the_repository_has_is_read_from_there_and_not_made_again(small, tmp_path, monkeypatch, capsys):
+    first = small("run", "small", "--only", "CE")
+    (tmp_path / "results").rename(tmp_path / "committed")
+    assert [(r["label"], r["seed"]) for r in small("run", "small")] == [("DCL", 0), ("DCL", 1)]
+    committed = records.read(tmp_path / "committed" / "small.jsonl")
+    assert committed == first, "it is only read"
+    command.main(["table", "small", "--results", str(tmp_path / "results")])
+    rows = capsys.readouterr().out.splitlines()
+    assert [(row.split(" | ")[0], row.split(" | ")[-1]) for row in rows[2:]] == [("| CE", "2 |"), ("| DCL", "2 |")]
+    monkeypatch.setitem(EXPERIMENTS, "second", replace(SMALL, runs={"plain": TINY}))
+    monkeypatch.setattr(jobs, "finish", None)
+    assert small("run", "second") == [record | {"label": "plain"} for record in first]
+    assert records.finished(tmp_path / "committed", "small.jsonl") == committed, "a folder that is both counts once"
+
+
+def test_nothing_is_written_into_the_pages_folders_unless_asked():
+    for arguments in ("run baselines", "figures baselines"):
+        options = command.parser().parse_args(arguments.split())
+        folders = {options.results, options.checkpoints, getattr(options, "images", options.results)}
+        assert {folder.parts[0] for folder in folders} == {"runs"}
+    assert command.parser().parse_args(["plot"]).images == Path("runs/images")
+
+
 def test_other_processes_can_import_what_they_run():
     """They do not import the ``__main__`` of a package, so nothing of theirs may be in it."""
     assert jobs.finish.__module__ == jobs.Job.__module__ == "examples.paper.jobs"
@@ -296,10 +321,48 @@ def test_results_of_another_configuration_are_not_mixed_in(small, monkeypatch, c
     assert "'CE', seed 0, are of another configuration" in capsys.readouterr().err
 
 
-def test_an_experiment_is_needed(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["run"])
-    assert "run needs an experiment" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("run", "the following arguments are required: experiment"),
+        ("run smal", "unknown experiment 'smal'; did you mean small? `python -m examples.paper list` names all"),
+        ("table xyz", "unknown experiment 'xyz'; `python -m examples.paper list` names all"),
+        ("run small --seeds 0", "argument --seeds: 0 must be a finite number of at least 1"),
+        ("run small --jobs 0", "argument --jobs: 0 must be a finite number of at least 1"),
+        ("figures small --threads 0", "argument --threads: 0 must be a finite number of at least 1"),
+        ("figures small --only CE DC", "argument --only: 'DC' is no row of small; choose from 'CE', 'DCL'"),
+        ("run small --device abacus", "argument --device: 'abacus' cannot be used here"),
+        ("table small --jobs 2", "unrecognized arguments: --jobs 2"),
+        (
+            "table small",
+            "small has no results yet; `python -m examples.paper run small` makes them",
+        ),
+    ],
+)
+def test_errors_are_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setitem(EXPERIMENTS, "small", SMALL)
+    with pytest.raises(SystemExit) as raised:
+        command.main(arguments.split())
+    out, err = capsys.readouterr()
+    assert (raised.value.code, out, err.count("\n")) == (2, "", 1)
+    assert f"error: {message}" in err or f"error: argument experiment: {message}" in err
+
+
+def test_help_has_what_applies_to_the_command_alone(capsys):
+    common = {"--help"}
+    folders = {"--results", "--images", "--checkpoints"}
+    training = {"--seeds", "--only", "--threads", "--device"}
+    flags = {
+        "list": common,
+        "table": common | {"--results"},
+        "plot": common | folders - {"--checkpoints"},
+        "figures": common | folders | training,
+        "run": common | folders - {"--images"} | training | {"--jobs"},
+    }
+    for name, expected in flags.items():
+        with pytest.raises(SystemExit):
+            command.main([name, "--help"])
+        assert set(re.findall(r"^  (?:-h, )?(--\w+)", capsys.readouterr().out, re.MULTILINE)) == expected
 
 
 def test_the_list_names_all(capsys):
@@ -351,7 +414,7 @@ NOT_RUN = {
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_records_of_the_repository_are_the_experiments_own(name):
-    found = records.read(Path(__file__).parents[2] / command.RESULTS / f"{name}.jsonl")
+    found = records.read(Path(__file__).parents[2] / records.COMMITTED / f"{name}.jsonl")
     missing = list(jobs.pending(EXPERIMENTS[name], found, EXPERIMENTS[name].seeds))
     assert (missing, found) == ([], found) if name not in NOT_RUN else not found
 

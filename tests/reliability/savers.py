@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 EPOCHS = 100_000  # more than there is time for
 
 
@@ -51,8 +49,7 @@ class Board:
 def example(folder: Path, board: Board) -> None:
     """examples/image_classification.py on a handful of pictures."""
     torch.set_num_threads(1)
-    sys.path.insert(0, str(EXAMPLES))
-    import image_classification as script
+    from examples import image_classification as script
 
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(4, 1, 4, 4, generator=generator), torch.arange(4)

@@ -83,7 +83,8 @@ def _rows() -> dict[str, Row]:
     return rows
 
 
-APPLICATION = Application("distillation", "accuracy, %", train, _rows(), asdict(Settings()))
+BOUNDS = {"train_size": (0,), "warmup": (0,), "alpha": (0, 1)}
+APPLICATION = Application("distillation", "accuracy, %", train, _rows(), asdict(Settings()), BOUNDS)
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 from examples.applications.classification import moved, placed
 from examples.applications.distillation import stages
 from examples.applications.distillation.methods import Plain
-from examples.checkpoint import save_atomically
+from examples.helpers.checkpoint import save_atomically
 from examples.paper import datasets
 from examples.paper.datasets import Data
 from examples.paper.networks.weights import load

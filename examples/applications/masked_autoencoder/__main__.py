@@ -149,7 +149,8 @@ ROWS = {
 SETTINGS = (
     asdict(Pretraining()) | asdict(FineTuning()) | {"folder": "", "workers": 0, "checkpoints": "", "part": "test"}
 )
-APPLICATION = Application("masked-autoencoder", "accuracy, %", train, ROWS, SETTINGS)
+BOUNDS = {"pictures": (0,), "labels": (0,), "workers": (0,), "mask_ratio": (0, 1), "layer_decay": (0, 1)}
+APPLICATION = Application("masked-autoencoder", "accuracy, %", train, ROWS, SETTINGS, BOUNDS)
 
 if __name__ == "__main__":
     main(APPLICATION, __doc__)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
 from examples.applications.masked_autoencoder.settings import Pretraining
-from examples.checkpoint import random_state, restore_random_state, save_atomically
+from examples.helpers.checkpoint import random_state, restore_random_state, save_atomically
 from examples.paper.datasets import Data
 from examples.paper.datasets.base import steps_per_epoch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from examples.data import DEBIAN, DataError, read_idx
+from examples.helpers.data import DEBIAN, DataError, read_idx
 from examples.paper.datasets.archive import FILES, read
 from examples.paper.datasets.base import InMemory
 from examples.paper.datasets.splits import PARTS, others, stratified, subset, train_and_validation

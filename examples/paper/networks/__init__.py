@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from examples import models
+from examples.helpers import models
 from examples.paper.networks import residual, strided, transformer, vision, wide
 from examples.paper.networks.weights import load
 

@@ -1,0 +1,1 @@
+"""What the scripts share: the command line, data, networks, optimizers, checkpoints."""

@@ -1,0 +1,28 @@
+"""What to install where a package is missing, in one line."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+# The extras of pyproject.toml that bring a package, by the name that it is imported by.
+EXTRAS = {
+    **dict.fromkeys(("matplotlib", "scipy", "sklearn", "tqdm"), "demo"),
+    **dict.fromkeys(("fontTools", "PIL", "pytorch_optimizer", "timm", "torchvision"), "paper"),
+    **dict.fromkeys(("lightning", "peft", "transformers"), "demo,integrations"),
+}
+
+
+def explain(error: BaseException) -> str | None:
+    """Say what to install for an import that failed; None for any other error."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{error}; in the repository: pip install -e '.[{EXTRAS[package]}]'" if package in EXTRAS else None
+
+
+def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Be a ``sys.excepthook`` that shows a missing package without a traceback."""
+    line = explain(error)
+    if line is None:
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        print(f"error: {line}", file=sys.stderr)
