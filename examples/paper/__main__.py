@@ -108,9 +108,8 @@ def parser() -> argparse.ArgumentParser:
     for name in ("run", "figures"):
         add_device(found[name])
     own, known = records.RESULTS, records.COMMITTED
-    add("run table", "--results", type=Path, default=own, help=f"their folder, beside {known} (default {own})")
+    add("run table plot", "--results", type=Path, default=own, help=f"their folder, beside {known} (default {own})")
     add("figures", "--results", type=Path, default=own, help=f"folder of the figures by epoch (default {own})")
-    add("plot", "--results", type=Path, default=known, help=f"folder of what is plotted (default {known})")
     add("figures plot", "--images", type=Path, default=IMAGES, help=f"folder of the figures (default {IMAGES})")
     add("run figures", "--checkpoints", type=Path, default=CHECKPOINTS, help=f"their folder (default {CHECKPOINTS})")
     return made
@@ -135,7 +134,7 @@ def plot(options: argparse.Namespace) -> None:
     """Draw the plots of all results."""
     paths = plots.draw(EXPERIMENTS, options.results, options.images)
     if not paths:
-        raise ValueError(f"no results to plot in {options.results}; `{PROGRAM} run length-kanji-4k` makes some")
+        raise ValueError(f"no results to plot yet; `{PROGRAM} run length-kanji-4k` makes some")
     print(*paths, sep="\n")
 
 

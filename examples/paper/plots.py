@@ -133,7 +133,7 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
     """Draw every plot whose experiments have records."""
 
     def read(name: str) -> list[Record]:
-        return records.read(results / f"{name}.jsonl")
+        return records.finished(results, f"{name}.jsonl")
 
     figures: dict[str, Figure] = {}
     for setting in evidence.SETTINGS:

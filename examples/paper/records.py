@@ -82,7 +82,7 @@ def finished(folder: Path, name: str) -> list[Record]:
 
 
 def _run(record: Record) -> str:
-    return json.dumps([record["label"], record["seed"], record["configuration"]], sort_keys=True)
+    return json.dumps([record["label"], record["seed"], record.get("configuration")], sort_keys=True)
 
 
 def append(record: Record, path: Path) -> None:

@@ -90,7 +90,8 @@ def test_the_forest_has_a_line_for_each_setting():
     assert bar[:, 0].tolist() == pytest.approx([1 - 2 / math.sqrt(3), 1 + 2 / math.sqrt(3)])
 
 
-def test_the_command_draws_what_has_results(tmp_path, capsys):
+def test_the_command_draws_what_has_results(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
     for name in ("length-kanji-4k", "pays-debian"):
         for one in CE + DCP:
             records.append(one, tmp_path / f"{name}.jsonl")
