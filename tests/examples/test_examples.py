@@ -257,7 +257,7 @@ def test_scalars_reach_the_writer(script, tmp_path, capsys):
 
 
 def test_logging_curves_draws_each_run(tmp_path):
-    printed = execute("logging_curves.py", "--epochs", "2", "--out", tmp_path / "logging.png")
+    printed = execute("-m", "examples.logging_curves", "--epochs", "2", "--out", tmp_path / "logging.png")
     keys = {line.partition("dcl/")[2].split()[0]: float(line.split()[-1]) for line in printed.splitlines()}
     assert keys.keys() == {"penalty", "agreement", "prototype_norm"}
     assert 0.5 < keys["agreement"] <= 1
