@@ -31,11 +31,12 @@ def demo(name: str = "demo") -> str:
 
 
 OVERVIEW = {
-    "150 kanji in unseen fonts, 5 images of each": "length-kanji-4k",
-    "the same with a fifth of the labels wrong": "noise-kanji-20",
+    "150 kanji in unseen fonts, 5 images of each": "pays-kanji",
+    "the same, a fifth of the labels wrong": "noise-kanji-20",
     "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
-    "100 writing systems": "main-scripts",
+    "100 writing systems, unseen letters": "main-scripts",
     "40 sections of Debian from a line of text": "pays-debian",
+    "the same, AdamW": "pays-debian-adamw",
 }
 
 

@@ -83,7 +83,7 @@ def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], ti
         _draw_intervals(axes, [place + offset for place in places], gains, name, number + 1)
     axes.axvline(0, color=COLOURS[0], linewidth=0.8)
     axes.set_yticks(list(places), list(settings))
-    axes.set(title=title, xlabel="test accuracy minus plain training, points (± 2 standard errors)")
+    axes.set(title=title, xlabel="points of test accuracy (± 2 standard errors)")
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=len(rows), frameon=False)
     return figure
