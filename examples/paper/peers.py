@@ -101,14 +101,14 @@ EMA = "EMA over 100 steps"
 # What a table compares with CE, by what training costs: DCP's company, and DCL's.
 PLAIN_COST: dict[str, Row] = {
     "EMA of the weights": Row("CE", EMA),
-    **{f"{method}, {value}": _row(method) for method, value in CHOSEN.items() if method not in TWICE},
+    **{f"{method} ({value})": _row(method) for method, value in CHOSEN.items() if method not in TWICE},
     "DCP and label smoothing": Row("DCP and label smoothing"),
     "DCP and mixup": Row("DCP and mixup"),
     "DCP and EMA of the weights": _row("DCP", EMA),
 }
 TWICE_THE_COST: dict[str, Row] = {
     "CE, twice the steps": Row("CE, twice the steps"),
-    **{f"{method}, {value}": _row(method) for method, value in CHOSEN.items() if method in TWICE},
+    **{f"{method} ({value})": _row(method) for method, value in CHOSEN.items() if method in TWICE},
     "DCP and SAM": Row("DCP and SAM"),
     "DCL: the companion": _row("DCL", "companion"),
     "DCL: the mean of both softmaxes": _row("DCL", "mean of both"),
