@@ -8,56 +8,53 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import results_file
 from benchmarks.knobs import KNOBS
+from dcl_optim.plots.canvas import COLOURS, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")  # Okabe and Ito's
 MARKERS = ("o", "s", "^", "D", "v", "P")
+TITLES = {
+    "methods": "What each method costs",
+    "knobs": "What each option of DCLOptimizer costs",
+    "growth": "How the cost grows",
+}
+RATIO = "time of a step divided by plain training's"
 Results = dict[str, Any]
 
 
-def draw(results: Results, path: Path) -> Path:
-    """Draw what the results hold into a file.
+def draw(results: Results, path: Path) -> list[Path]:
+    """Draw each part of the results into a file beside the results' own, ``name-part.png`` for ``name.json``.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    picture(results).savefig(path, dpi=120)
-    return path
+    found = figures(results)
+    paths = [path.with_name(f"{path.stem}-{part}.png") for part in found]
+    for one, figure in zip(paths, found.values(), strict=True):
+        figure.savefig(one)
+    return paths
 
 
-def picture(results: Results) -> Figure:
-    """Draw what the results hold, one panel a table and one a series."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"{error}; the picture needs: pip install -e '.[demo]'") from error
-    tables = [part for part in ("methods", "knobs") if results.get(part)]
-    series = results.get("growth", [])
-    rows = len(tables) + (len(series) + 2) // 3
-    figure = Figure(figsize=(12, 4 * max(rows, 1)), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(max(rows, 1), 3)
-    for index, part in enumerate(tables):
-        _cost(figure.add_subplot(grid[index, :]), part, results[part])
-    for index, one in enumerate(series):
-        _growth(figure.add_subplot(grid[len(tables) + index // 3, index % 3]), one)
-    return figure
+def figures(results: Results) -> dict[str, Figure]:
+    """Draw what the results hold, a figure for each part: a panel for all its networks, or one a series that grows."""
+    drawing = {"methods": _cost, "knobs": _cost, "growth": _growth}
+    return {part: draw_part(part, results[part]) for part, draw_part in drawing.items() if results.get(part)}
 
 
-def _cost(axes: Axes, part: str, tables: list[Results]) -> None:
+def _cost(part: str, tables: list[Results]) -> Figure:
     """A line a row, a mark a network at its time divided by plain's, the quartiles as a bar."""
-    wanted = [row["name"] for figures in tables for row in figures["rows"] if part == "methods" or row["name"] in KNOBS]
+    wanted = [row["name"] for table in tables for row in table["rows"] if part == "methods" or row["name"] in KNOBS]
     names = list(dict.fromkeys(wanted))
-    for index, figures in enumerate(tables):
-        rows = [row for row in figures["rows"] if row["name"] in names]
+    figure = new_figure(7, 1.6 + 0.36 * len(names))
+    axes = figure.subplots()
+    for index, table in enumerate(tables):
+        rows = [row for row in table["rows"] if row["name"] in names]
         ratios = [row["ratio_to_plain"] for row in rows]
         axes.errorbar(
             [ratio["median"] for ratio in ratios],
-            [names.index(row["name"]) + 0.12 * (index - (len(tables) - 1) / 2) for row in rows],
+            [names.index(row["name"]) + 0.14 * (index - (len(tables) - 1) / 2) for row in rows],
             xerr=[
                 [ratio["median"] - ratio["lower"] for ratio in ratios],
                 [ratio["upper"] - ratio["median"] for ratio in ratios],
@@ -65,22 +62,37 @@ def _cost(axes: Axes, part: str, tables: list[Results]) -> None:
             fmt=MARKERS[index % len(MARKERS)],
             color=COLOURS[index % len(COLOURS)],
             markersize=5,
-            label=f"{figures['title']}, batch {figures['batch_size']}",
+            label=f"{table['title']}, batch {table['batch_size']}",
         )
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.axvline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel("time of a step ÷ plain")
+    axes.set_xlabel(RATIO)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=8)
+    return _finish(figure, part, axes)
 
 
-def _growth(axes: Axes, series: Results) -> None:
-    """A line a method: its time divided by plain's over what grows."""
-    points = series["points"]
+def _growth(part: str, series: list[Results]) -> Figure:
+    """A panel a series, a line a method: its time divided by plain's over what grows."""
+    rows = (len(series) + 1) // 2
+    figure = new_figure(7, 1 + 2.4 * rows)
+    panels = figure.subplots(rows, 2, squeeze=False).ravel().tolist()
+    for axes in panels[len(series) :]:
+        axes.remove()
+    for axes, one in zip(panels, series, strict=False):
+        _grow(axes, one)
+    figure.supylabel(RATIO, fontsize="medium")
+    return _finish(figure, part, panels[0])
+
+
+def _grow(axes: Axes, series: Results) -> None:
     for index, name in enumerate(("DCLOptimizer", "DCPOptimizer")):
-        of_method = [(point["size"], row["ratio_to_plain"]) for point in points for row in point["rows"]
-                     if row["name"] == name]  # fmt: skip
+        of_method = [
+            (point["size"], row["ratio_to_plain"])
+            for point in series["points"]
+            for row in point["rows"]
+            if row["name"] == name
+        ]
         if of_method:
             sizes, ratios = [size for size, _ in of_method], [ratio for _, ratio in of_method]
             colour = COLOURS[index + 1]
@@ -91,15 +103,21 @@ def _growth(axes: Axes, series: Results) -> None:
     axes.xaxis.set_minor_formatter("")  # a short axis would have its minor labels run together
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(series["title"])
-    axes.set_ylabel("time of a step ÷ plain")
-    axes.legend(fontsize=8)
+    axes.set_xlabel(series["title"], fontsize="small")
+
+
+def _finish(figure: Figure, part: str, axes: Axes) -> Figure:
+    """Set the title, and one legend below all panels."""
+    figure.suptitle(TITLES[part])
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
 def main(arguments: list[str]) -> None:
     """Read a results file and draw it beside itself."""
     path, results = results_file.read("plot", __doc__, arguments)
     try:
-        print(draw(results, path.with_suffix(".png")))
+        for drawn in draw(results, path):
+            print(drawn)
     except ImportError as error:
         sys.exit(f"python -m benchmarks plot: {error}")

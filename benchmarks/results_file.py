@@ -1,4 +1,4 @@
-"""Reading a results file for the table and for the picture."""
+"""Reading a results file for the table and for the image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time what you choose, side by side, and write the figures to a JSON file with a table and a picture."""
+"""Time what you choose, side by side, and write the figures to a JSON file with a table and an image."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> None:
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     say(f"wrote {path} after {results['minutes']} minutes")
     try:
-        say(f"drew {plot.draw(results, path.with_suffix('.png'))}")
+        say(" ".join(["drew", *map(str, plot.draw(results, path))]))
     except ImportError as error:
-        say(f"no picture: {error}")
+        say(f"no figures: {error}")
     print(table.markdown(results))

@@ -18,7 +18,7 @@ class Setting:
     """A device, a precision and whether networks are compiled.
 
     ``bf16-channels-last`` is what a script on a recent GPU does: autocast to bfloat16 around forward and loss, weights
-    in float32, pictures and convolutions in the channels-last layout.
+    in float32, images and convolutions in the channels-last layout.
     """
 
     device: str = "cpu"

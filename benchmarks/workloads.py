@@ -49,7 +49,7 @@ class Workload:
         return self.build().to(dtype).train()
 
     def batches(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batches:
-        """Noise with random labels: the time of a step does not depend on what is in the pictures."""
+        """Noise with random labels: the time of a step does not depend on what is in the images."""
         generator = torch.Generator().manual_seed(seed)
         return [
             (

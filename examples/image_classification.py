@@ -1,4 +1,4 @@
-"""The paper's recipe on small pictures, with checkpoints, mixed precision and TensorBoard.
+"""The paper's recipe on small images, with checkpoints, mixed precision and TensorBoard.
 
     python -m examples.image_classification --dataset digits --epochs 20
     python -m examples.image_classification --dataset fashion-mnist --model resnet18 --method dcl --amp
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dataset", choices=("digits", "fashion-mnist"), default="digits")
     add("--data", type=Path, help=f"folder of Fashion-MNIST's four .gz files (default {data.DEBIAN})")
     add("--download", action="store_true", help="let torchvision download Fashion-MNIST to --data (or runs/data)")
-    add("--train-size", type=number(int, 2), help="train on so many pictures only")
+    add("--train-size", type=number(int, 2), help="train on so many images only")
     add("--model", choices=models.NAMES, default="cnn")
     add("--method", choices=METHODS, default="dcp")
     add("--weight", type=number(float, 0), help="λ of dcl and dcp (default: the wrapper's own)")

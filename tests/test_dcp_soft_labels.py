@@ -58,7 +58,7 @@ def one_hot(y: torch.Tensor, classes: int = CLASSES) -> torch.Tensor:
 
 
 def cut_mixed(y: torch.Tensor) -> torch.Tensor:
-    share = 1 - 7 * 9 / (28 * 28)  # of a picture, as float32 has it
+    share = 1 - 7 * 9 / (28 * 28)  # of an image, as float32 has it
     return share * one_hot(y).float() + (1 - share) * one_hot(y.flip(0)).float()
 
 

@@ -180,8 +180,11 @@ def test_clusters_stay_clusters():
 def test_legend_hides_no_data():
     figure = class_embedding(clusters(), LABELS, ["a long name of a class"] * 3)
     figure.canvas.draw()
-    assert figure.legends[0].get_window_extent().x0 >= figure.axes[0].bbox.x1
-    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+    legend, whole = figure.legends[0].get_window_extent(), figure.bbox
+    assert legend.y1 <= figure.axes[0].bbox.y0
+    assert whole.x0 <= legend.x0
+    assert legend.x1 <= whole.x1
+    assert whole.y0 <= legend.y0
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -47,11 +47,12 @@ def training_curves(
     Source: Figure 5, right, for the accuracy; Figure 2 for the consistency.
     """
     _check(histories)
-    figure = new_figure(11, 4.4)
-    left, right = figure.subplots(1, 2)
-    _panel(left, histories, "accuracy", f"{split} accuracy [%]")
-    _panel(right, histories, "consistency", "top non-target consistency,\ntraining images [%]")
-    left.legend(loc="lower right", frameon=False)
+    figure = new_figure(7, 6.4)  # one panel above the other: readable in the width of a phone
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    _panel(top, histories, "accuracy", f"{split} accuracy [%]")
+    _panel(bottom, histories, "consistency", "top non-target consistency,\ntraining images [%]")
+    bottom.set_xlabel("epoch")
+    figure.legend(*top.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     runs = len(next(iter(histories.values())))
     band = f"mean of {runs} runs, band: ± 1 standard error" if runs > 1 else "1 run"
     figure.suptitle(f"{title} ({band})")
@@ -72,7 +73,6 @@ def _panel(axes: Any, histories: Mapping[str, Sequence[History]], quantity: str,
     margin = max(0.5, 0.06 * (max(later) - min(later)))
     axes.set_ylim(min(later) - margin, max(later) + margin)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("epoch")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -166,7 +166,7 @@ def _panels(count: int) -> tuple[Figure, list[Any]]:
     """Build square panels in rows of at most three."""
     columns = 2 if count == 4 else min(count, 3)
     rows = math.ceil(count / columns)
-    figure = new_figure(4 * columns + 1.2, 4.2 * rows)
+    figure = new_figure(4 * columns, 4.2 * rows + 0.8)
     panels = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for axes in panels[count:]:
         axes.remove()
@@ -186,7 +186,7 @@ def _scatter(
 
 
 def _legend(figure: Figure, styles: Styles, names: Sequence[str], epochs: Sequence[str]) -> None:
-    """Name the classes, and the two epochs if any, to the right of all panels."""
+    """Name the classes, and the two epochs if any, below all panels."""
     from matplotlib.lines import Line2D
 
     dot: dict[str, Any] = {"linestyle": "", "markersize": 5}
@@ -197,4 +197,6 @@ def _legend(figure: Figure, styles: Styles, names: Sequence[str], epochs: Sequen
     if len(styles) <= NAMED:
         handles += [Line2D([], [], marker=m, color=c, label=names[k], **dot) for k, (c, m) in styles.items()]
     if handles:
-        figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize="small")
+        inches = 0.5 + 0.1 * max(len(handle.get_label()) for handle in handles)
+        columns = max(1, int(figure.get_figwidth() / inches))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)

@@ -1,6 +1,6 @@
 """Augmentations with and without DCL: crop and mirror, TrivialAugment, mixup and CutMix.
 
-    python -m examples.applications.augmentations                      # small-cnn on 3,000 pictures of Fashion-MNIST
+    python -m examples.applications.augmentations                      # small-cnn on 3,000 images of Fashion-MNIST
     python -m examples.applications.augmentations --data noto-scripts
 
 The paper's Table 7 has the first two, on CIFAR-100 with WRN-28-10 (accuracy in per cent: CE 81.4 and DCL 84.2 with crop
@@ -11,10 +11,10 @@ and mirror, CE 84.3 and DCL 85.7 with TrivialAugment) and on ImageNet with ResNe
     python -m examples.applications.augmentations --weight 1 --train-size 0 --epochs 90 --batch-size 256 \
         --data imagenet --folder DIR --network resnet50 --workers 16
 
-A tenth of these training pictures is held out for validation, which the paper does not say of its own.
+A tenth of these training images is held out for validation, which the paper does not say of its own.
 
 mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019) come from torchvision. Their labels are soft, and the loss module
-that the optimizers are given hands them on: DCL needs them for nothing, DCP holds a picture to its labels' mixture of
+that the optimizers are given hands them on: DCL needs them for nothing, DCP holds an image to its labels' mixture of
 prototypes. The step takes a closure, with the wrappers as without.
 """
 
@@ -42,7 +42,7 @@ Mix = Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
 
 
 def mixing(name: str, classes: int, alpha: float) -> Mix | None:
-    r"""Mix each picture of a batch with its neighbour, and their labels, in shares of Beta(alpha, alpha).
+    r"""Mix each image of a batch with its neighbour, and their labels, in shares of Beta(alpha, alpha).
 
     Args:
         name: ``none``, or a key of :data:`MIXES`.

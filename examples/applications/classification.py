@@ -1,4 +1,4 @@
-"""What the classifying applications share: where networks and pictures are, and how many answers are right."""
+"""What the classifying applications share: where networks and images are, and how many answers are right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def placed(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Move pictures to where :func:`placed` put the network."""
+    """Move images to where :func:`placed` put the network."""
     return x.to(device, memory_format=torch.channels_last)
 
 

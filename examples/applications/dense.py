@@ -46,7 +46,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, K, H, W) of pictures (B, C, H, W)."""
+        """Logits (B, K, H, W) of images (B, C, H, W)."""
         fine = self.fine(x)
         middle = self.middle(F.max_pool2d(fine, 2))
         up = F.interpolate(self.coarse(F.max_pool2d(middle, 2)), scale_factor=2.0)
@@ -64,12 +64,12 @@ def build(network: str, channels: int, classes: int, width: int) -> nn.Module:
     if network not in known:
         raise ValueError(f"network={network!r} is unknown; choose one of unet, {', '.join(known)}")
     if channels != 3:
-        raise ValueError(f"network={network!r} takes 3 channels, and these pictures have {channels}; choose 'unet'")
+        raise ValueError(f"network={network!r} takes 3 channels, and these images have {channels}; choose 'unet'")
     return get_model(network, weights=None, weights_backbone=None, num_classes=classes)
 
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:
-    """A model's logits of pictures in bytes."""
+    """A model's logits of images in bytes."""
     output = model(x.float() / 255)
     return output["out"] if isinstance(output, dict) else output
 

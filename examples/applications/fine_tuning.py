@@ -3,14 +3,14 @@
     python -m examples.applications.fine_tuning
 
 By default a small network is pretrained on 90 of the 100 Noto scripts, once, and fine-tuned on the other ten with a few
-pictures of each. The paper (Section 4.3, Table 3) fine-tunes all of an EfficientNet-B0 that torchvision pretrained on
+images of each. The paper (Section 4.3, Table 3) fine-tunes all of an EfficientNet-B0 that torchvision pretrained on
 ImageNet; with its data in runs/data:
 
     python -m examples.applications.fine_tuning --data pets --network efficientnet-b0 --batch-size 128 --weight 1 \
         --only full "full, DCL" --workers 8
 
 or cub200, food101, cars. Offline pass torchvision's file as --weights. The paper gives neither the epochs nor the
-learning rate of its fine-tuning. A tenth of the training pictures is held out for choices (--part validation).
+learning rate of its fine-tuning. A tenth of the training images is held out for choices (--part validation).
 
 Linear probes and LoRA keep the frozen part in evaluation mode, so the statistics of its batch norm do not move. The
 companion shares the frozen parameters with the model. The learning rates were chosen on the validation part without
@@ -47,9 +47,9 @@ class Settings:
         weights: file with the pretrained state dict; None: for noto-scripts what is pretrained here, for others
             torchvision's ImageNet weights of efficientnet-b0.
         pretraining_epochs: on the 90 scripts; 0: random weights.
-        shots: training pictures of each of the ten scripts, drawn by the run's seed; other data are used whole.
+        shots: training images of each of the ten scripts, drawn by the run's seed; other data are used whole.
         epochs: of fine-tuning.
-        batch_size: pictures a step.
+        batch_size: images a step.
         full_lr: SGD's learning rate at the start where everything trains; it falls to 0 along a cosine.
         probe_lr: the same of the linear probe.
         lora_lr: the same of LoRA.
@@ -57,7 +57,7 @@ class Settings:
         rank: of LoRA's matrices.
         weight: DCL's λ.
         part: of the data that is scored; choose settings on ``validation``.
-        workers: processes that read picture files.
+        workers: processes that read image files.
     """
 
     data: str = scripts_split.NAME
@@ -83,7 +83,7 @@ class Settings:
 
 
 def load_data(settings: Settings, seed: int) -> Data:
-    """The pictures to fine-tune on."""
+    """The images to fine-tune on."""
     if settings.data == scripts_split.NAME:
         return scripts_split.split(scripts_split.read(settings.folder), True, settings.shots, seed)
     return datasets.load(settings.data, folder=settings.folder, workers=settings.workers)

@@ -18,19 +18,19 @@ MAGNITUDES = 31  # the strengths that torchvision's RandAugment knows
 def fixmatch_loss(
     labelled: Tensor, y: Tensor, weak: Tensor, strong: Tensor, threshold: float, weight: float
 ) -> tuple[Tensor, Tensor]:
-    r"""Give the loss (the paper's Equations 3 and 4), and the share of unlabelled pictures that count in it.
+    r"""Give the loss (the paper's Equations 3 and 4), and the share of unlabelled images that count in it.
 
     .. math:: \frac{1}{B} \sum_b \text{CE}(z_b, y_b)
         + \lambda_u \frac{1}{\mu B} \sum_b 1[\max q_b \ge \tau]\, \text{CE}(s_b, \arg\max q_b)
 
     q is the softmax of the weak views' logits and gets no gradient; s are the strong views' logits. The second mean is
-    over all unlabelled pictures, those below the threshold included.
+    over all unlabelled images, those below the threshold included.
 
     Args:
-        labelled: logits z of the labelled pictures' weak views, (B, K).
+        labelled: logits z of the labelled images' weak views, (B, K).
         y: their labels.
-        weak: logits of the unlabelled pictures' weak views, (μB, K).
-        strong: logits s of the same pictures' strong views, (μB, K).
+        weak: logits of the unlabelled images' weak views, (μB, K).
+        strong: logits s of the same images' strong views, (μB, K).
         threshold: τ.
         weight: λ_u.
     """
@@ -46,16 +46,16 @@ def cosine(step: int, steps: int) -> float:
 
 
 class Views:
-    """The training pictures of a data set that fits into memory, and two ways to distort them.
+    """The training images of a data set that fits into memory, and two ways to distort them.
 
     Weak: a crop shifted by up to an eighth of the side, with a black border, mirrored half of the time. Strong: the
     same, then two random operations of RandAugment, each of a random strength, then Cutout of half the side.
 
     Args:
         data: whose training part is taken.
-        mirror: whether a mirrored picture still shows its class.
+        mirror: whether a mirrored image still shows its class.
         together: how many neighbours in a batch share their two operations. torchvision applies an operation to many
-            pictures in about the time that it takes for one.
+            images in about the time that it takes for one.
 
     Raises:
         ValueError: ``together`` is below 1.
@@ -64,7 +64,7 @@ class Views:
 
     def __init__(self, data: Data, mirror: bool, together: int) -> None:
         if together < 1:
-            raise ValueError(f"together={together} must be at least 1: the pictures that share a strong distortion")
+            raise ValueError(f"together={together} must be at least 1: the images that share a strong distortion")
         parts = list(data.fixed("train"))
         x, self.labels = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
         # RandAugment takes bytes: undo the normalisation, whose ends are each channel's black and white.
@@ -75,7 +75,7 @@ class Views:
         self._padding, self._cutout, self._operations = side // 8, Cutout(side // 2), _operations()
 
     def weak(self, index: Tensor, generator: torch.Generator) -> Tensor:
-        """Weak views of the pictures of these numbers, normalised as the data set is."""
+        """Weak views of the images of these numbers, normalised as the data set is."""
         return self._normalised(self._shifted(index, generator))
 
     def strong(self, index: Tensor, generator: torch.Generator) -> Tensor:
@@ -110,8 +110,8 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and labels without end, all randomness the generator's.
 
-    The inputs are ``batch_size`` labelled pictures' weak views, whose labels come along, then the weak and then the
-    strong views of ``ratio`` times as many of all training pictures, the labelled ones among them.
+    The inputs are ``batch_size`` labelled images' weak views, whose labels come along, then the weak and then the
+    strong views of ``ratio`` times as many of all training images, the labelled ones among them.
 
     Raises:
         ValueError: ``batch_size`` or ``ratio`` is below 1.

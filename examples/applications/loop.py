@@ -48,7 +48,7 @@ def train_epochs(
 def fit(
     model: nn.Module, optimizer: Optimizer, data: Data, epochs: int, batch_size: int, seed: int, progress: Progress
 ) -> None:
-    """Train on labelled pictures; the seed decides on the batches and their augmentation."""
+    """Train on labelled images; the seed decides on the batches and their augmentation."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:

@@ -48,7 +48,7 @@ def find(
 
 
 def on_scripts(folder: str | None, network: str, epochs: int, device: torch.device, progress: Progress) -> Path:
-    """Train on the 90 scripts, unless a file with these settings and pictures is there: its name is their checksum."""
+    """Train on the 90 scripts, unless a file with these settings and images is there: its name is their checksum."""
     arrays = scripts_split.read(folder)
     recipe: dict[str, Any] = {"network": network, "epochs": epochs, "batch": BATCH_SIZE}
     recipe |= RECIPE | {"pictures": archive.checksum(arrays), "held out": str(scripts_split.HELD_OUT)}

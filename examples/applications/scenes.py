@@ -18,8 +18,8 @@ INK = 0.1  # from which brightness on a pixel is the article's
 NOISE = 0.3
 HELD_OUT = 500  # scenes for validation, and twice as many for the test
 VOC_CLASSES = 21
-VOC_VALIDATION = 8  # every eighth training picture
-Labelled = tuple[Tensor, Tensor]  # pictures (B, C, H, W), uint8, and each pixel's class (B, H, W)
+VOC_VALIDATION = 8  # every eighth training image
+Labelled = tuple[Tensor, Tensor]  # images (B, C, H, W), uint8, and each pixel's class (B, H, W)
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Scenes:
 def read(
     data: str, *, folder: str | None = None, train_size: int = 1_000, articles: int = 3, size: int = 128
 ) -> Scenes:
-    """Read or draw the pictures of one of :data:`NAMES`.
+    """Read or draw the images of one of :data:`NAMES`.
 
     Args:
         data: its name.
         folder: where its files are (default for VOC: runs/data, for articles as in ``examples.paper.datasets.load``).
-        train_size: scenes to train on; of VOC's pictures at most so many.
+        train_size: scenes to train on; of VOC's images at most so many.
         articles: in each scene.
-        size: side of VOC's pictures after resizing, in pixels.
+        size: side of VOC's images after resizing, in pixels.
 
     Raises:
         ValueError: the name is unknown, the files are not there, or a number is too small.
@@ -94,7 +94,7 @@ def voc(folder: Path, train_size: int, size: int) -> Scenes:
 
     Args:
         folder: that has VOCdevkit/VOC2012.
-        train_size: the most pictures to train on.
+        train_size: the most images to train on.
         size: side of the squares, in pixels.
 
     Raises:

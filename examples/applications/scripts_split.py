@@ -1,4 +1,4 @@
-"""The 100 Noto scripts in two: ten to fine-tune on with a few pictures of each, and the others to pretrain on."""
+"""The 100 Noto scripts in two: ten to fine-tune on with a few images of each, and the others to pretrain on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def read(folder: str | None) -> Arrays:
-    """All pictures of the 100 scripts; the folder is of their file, None: the usual one."""
+    """All images of the 100 scripts; the folder is of their file, None: the usual one."""
     file = archive.FILES["noto-scripts"]
     return archive.read(Path(folder or file.parent) / file.name)
 
@@ -30,7 +30,7 @@ def split(arrays: Arrays, held_out: bool, shots: int | None = None, seed: int = 
     Args:
         arrays: what :func:`read` gives.
         held_out: whether the ten are wanted.
-        shots: training pictures of each; None: all.
+        shots: training images of each; None: all.
         seed: of their choice.
 
     Raises:
@@ -51,7 +51,7 @@ def split(arrays: Arrays, held_out: bool, shots: int | None = None, seed: int = 
 
 
 def few(images: Tensor, labels: Tensor, shots: int, seed: int) -> Pictures:
-    """So many random pictures of each class; all of a class that has fewer."""
+    """So many random images of each class; all of a class that has fewer."""
     if shots < 1:
         raise ValueError(f"shots={shots} must be at least 1")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))

@@ -4,14 +4,14 @@ The companion needs no labels, so the penalty covers every row of the batch: lab
 forward of all three together is what makes it so. The loss is a mean over the labelled rows plus one over the
 unlabelled, from whose gradient no common factor can be read; it is 1, and said so: ``loss_scale=1.0``.
 
-Data at hand: 3,000 pictures of Fashion-MNIST, 40 of them with a label. The paper's setting (its Figure 4, with
+Data at hand: 3,000 images of Fashion-MNIST, 40 of them with a label. The paper's setting (its Figure 4, with
 FixMatch's own hyperparameters):
 
     python -m examples.applications.semi_supervised --data cifar10 --network wrn-28-2 --train-size 0 --labels 40 \
         --batch-size 64 --steps 1048576 --average 0.999 --together 1
 
-with 40, 250 and 4000 labels. Differences: a tenth of CIFAR-10's training pictures is held out for validation, and the
-border of a crop is black, where FixMatch's mirrors the picture. Choose hyperparameters with ``--part validation``.
+with 40, 250 and 4000 labels. Differences: a tenth of CIFAR-10's training images is held out for validation, and the
+border of a crop is black, where FixMatch's mirrors the image. Choose hyperparameters with ``--part validation``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Settings:
     Attributes:
         data: a data set of examples.paper that fits into memory, or cifar10.
         folder: of its files; None: where examples.paper looks for them.
-        train_size: training pictures without a label, those with one among them; 0: all.
+        train_size: training images without a label, those with one among them; 0: all.
         labels: how many of them have a label.
         network: one of examples.paper's.
         steps: K.
@@ -58,7 +58,7 @@ class Settings:
         lr: the first step's learning rate.
         weight_decay: of the kernels.
         average: decay of the weights' moving average, which is evaluated; 0: the last weights.
-        together: pictures that share the operations of a strong view.
+        together: images that share the operations of a strong view.
         part: test, or validation to choose hyperparameters on.
     """
 
@@ -128,7 +128,7 @@ def load_data(name: str, folder: str | None, train_size: int | None, seed: int) 
     """A data set of examples.paper, or CIFAR-10 in torchvision's layout with a tenth of it held out for validation.
 
     Raises:
-        ValueError: the name is unknown, the files are missing, or there are fewer training pictures.
+        ValueError: the name is unknown, the files are missing, or there are fewer training images.
         ImportError: torchvision is missing.
     """
     if name != "cifar10":
@@ -150,15 +150,15 @@ def load_data(name: str, folder: str | None, train_size: int | None, seed: int) 
 
 
 def labelled(y: Tensor, count: int, seed: int) -> Tensor:
-    """The numbers of the pictures whose labels are used: ``count`` of them, each class in proportion.
+    """The numbers of the images whose labels are used: ``count`` of them, each class in proportion.
 
     Raises:
-        ValueError: there are not so many pictures, or a class would go without a label.
+        ValueError: there are not so many images, or a class would go without a label.
     """
     chosen = stratified(y, count, seed)
     fewest = int(torch.bincount(y[chosen], minlength=int(y.max()) + 1).min())
     if len(chosen) != count or not fewest:
-        raise ValueError(f"labels={count} must be at most the {len(y)} training pictures, and enough for every class")
+        raise ValueError(f"labels={count} must be at most the {len(y)} training images, and enough for every class")
     return chosen
 
 

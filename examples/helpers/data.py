@@ -34,7 +34,7 @@ class Images:
     def head(self, count: int) -> Images:
         """Keep a random part of the training set, the same one for every seed so that runs compare."""
         if count > len(self.x_train):
-            raise DataError(f"--train-size {count} is more than the {len(self.x_train)} pictures there are")
+            raise DataError(f"--train-size {count} is more than the {len(self.x_train)} images there are")
         kept = torch.randperm(len(self.x_train), generator=torch.Generator().manual_seed(0))[:count]
         return Images(self.x_train[kept], self.y_train[kept], self.x_test, self.y_test, self.augmented)
 
@@ -106,7 +106,7 @@ def _downloaded(folder: Path) -> list[Tensor]:
 
 
 def training_loader(images: Images, batch_size: int, generator: torch.Generator) -> DataLoader[tuple[Tensor, ...]]:
-    """Shuffled batches; whole batches are fetched at once because the pictures are in memory anyway."""
+    """Shuffled batches; whole batches are fetched at once because the images are in memory anyway."""
     data = TensorDataset(images.x_train, images.y_train)
     lone_last = len(data) % batch_size == 1  # which batch normalisation could not take
     sampler = BatchSampler(RandomSampler(data, generator=generator), batch_size, drop_last=lone_last)
@@ -114,13 +114,13 @@ def training_loader(images: Images, batch_size: int, generator: torch.Generator)
 
 
 def crop_and_flip(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
-    """Shift each picture by up to ``padding`` pixels and mirror half of them."""
+    """Shift each image by up to ``padding`` pixels and mirror half of them."""
     count, _, height, width = x.shape
     top, left = torch.randint(2 * padding + 1, (2, count, 1), generator=generator)
     columns = torch.arange(width).expand(count, width)
     flipped = torch.rand(count, 1, generator=generator) < 0.5
     columns = torch.where(flipped, width - 1 - columns, columns) + left
     rows = torch.arange(height) + top
-    black = float(x.min())  # the pictures are normalised: zero would be a grey frame that no picture has
+    black = float(x.min())  # the images are normalised: zero would be a grey frame that no image has
     padded = F.pad(x, (padding,) * 4, value=black)[:, 0]
     return padded[torch.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]].unsqueeze(1)

@@ -32,7 +32,7 @@ def small_cnn(classes: int, channels: int = 1, width: int = 16) -> nn.Module:
 
 
 def resnet18(classes: int) -> nn.Module:
-    """ResNet-18 for small pictures: a 3x3 convolution of stride 1 first, and no pooling after it."""
+    """ResNet-18 for small images: a 3x3 convolution of stride 1 first, and no pooling after it."""
     from torchvision.models import resnet18 as build
 
     model = build(num_classes=classes)

@@ -1,4 +1,4 @@
-"""Augmentations by name, and the way from a picture to a network's input.
+"""Augmentations by name, and the way from an image to a network's input.
 
 ``none``; ``crop``: random crop; ``basic``: crop and mirror, what the paper's appendix names; ``authors``: what its
 published code does instead, crop with grey borders, mirror, AutoAugment's CIFAR-10 policy (Cubuk et al. 2019) and
@@ -25,13 +25,13 @@ MARGIN = 8 / 7  # 256 pixels for inputs of 224
 
 @dataclass(frozen=True)
 class View:
-    """How a picture becomes an input.
+    """How an image becomes an input.
 
     Args:
         size: height and width of the input.
         mean: of each channel, of values between 0 and 1.
         std: like ``mean``.
-        crop: ``padded`` for pictures of the right size: crops of them with a border of 4. ``cut`` resizes the shorter
+        crop: ``padded`` for images of the right size: crops of them with a border of 4. ``cut`` resizes the shorter
             side to 8/7 of the input's and crops that. ``resized`` crops 8 to 100 % of the area and resizes that.
     """
 
@@ -64,10 +64,10 @@ class Cutout:
 
 
 def training(name: str, view: View) -> Callable[[Any], Tensor]:
-    """The augmentation of one picture (PIL or uint8 tensor (C, H, W)); it draws from torch's global generator.
+    """The augmentation of one image (PIL or uint8 tensor (C, H, W)); it draws from torch's global generator.
 
     Raises:
-        ValueError: the name is unknown, or the pictures are too small for ``authors``.
+        ValueError: the name is unknown, or the images are too small for ``authors``.
     """
     if check(name) == "none":
         return evaluation(view)
@@ -86,7 +86,7 @@ def training(name: str, view: View) -> Callable[[Any], Tensor]:
 
 
 def evaluation(view: View) -> Callable[[Any], Tensor]:
-    """The way of a picture that is not augmented: its middle, normalised."""
+    """The way of an image that is not augmented: its middle, normalised."""
     v2 = _transforms()
     if view.crop == "padded":
         return v2.Compose(_normalisation(view))

@@ -25,9 +25,9 @@ class Configuration:
         method: a name of :data:`examples.paper.methods.NAMES`.
         epochs: passes over the training part.
         options: the method's own; ``companion`` is the name of a network.
-        train_size: train on so many pictures only; None: all.
+        train_size: train on so many images only; None: all.
         augmentation: a name of :data:`examples.paper.augmentations.NAMES`; None: the data set's own.
-        batch_size: pictures a step.
+        batch_size: images a step.
         optimizer: "sgd" (momentum 0.9) or "adamw".
         lr: the learning rate at the start; it falls to 0 along a cosine, epoch by epoch.
         weight_decay: of the optimizer.

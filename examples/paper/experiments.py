@@ -84,7 +84,7 @@ def _ablation(title: str, options: dict[str, dict[str, Any]]) -> Experiment:
 
 
 def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict[str, Experiment]:
-    """The defaults against plain training, the paper's settings and what else was tried, on the pictures of choices."""
+    """The defaults against plain training, the paper's settings and what else was tried, on the images of choices."""
     found = {}
     for name, plain in settings.items():
         tried = {
@@ -107,7 +107,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "CE, DCL and DCP under AdamW on 100 scripts", "validation", 3, "CE", _main(replace(SCRIPTS, **ADAMW))
     ),
     "main-fashion": Experiment(
-        "CE, DCL and DCP on Fashion-MNIST, 5,000 training pictures", "test", 5, "CE", _main(FASHION)
+        "CE, DCL and DCP on Fashion-MNIST, 5,000 training images", "test", 5, "CE", _main(FASHION)
     ),
     "main-scripts": Experiment("CE, DCL and DCP on 100 scripts", "test", 5, "CE", _main(SCRIPTS)),
     "main-cifar100": Experiment(

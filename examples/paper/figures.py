@@ -19,7 +19,7 @@ from examples.paper.plots import spread_curves
 from examples.paper.trainer import Run, load_data
 
 STAGES = {"early": 0.1, "middle": 0.5, "end": 1.0}  # shares of the training
-DRIFTING, CLUSTERED = 50, 1000  # pictures in the t-SNE of two epochs, as in the paper, and in that of the classes
+DRIFTING, CLUSTERED = 50, 1000  # images in the t-SNE of two epochs, as in the paper, and in that of the classes
 
 
 @dataclass

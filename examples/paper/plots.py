@@ -110,20 +110,21 @@ def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]
         histories: for each method its runs; a run has ``top``, ``within`` and ``between``, one value per epoch each.
         title: of the figure.
     """
-    figure = new_figure(9, 3.6)
+    figure = new_figure(7, 7.5)
     panels = {
         "largest logit minus their mean": lambda run: run["top"],
         "spread within classes": lambda run: run["within"],
         "within divided by between": lambda run: [a / b for a, b in zip(run["within"], run["between"], strict=True)],
     }
-    for axes, (label, measure) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+    for axes, (label, measure) in zip(figure.subplots(3, 1, sharex=True), panels.items(), strict=True):
         for number, (method, runs) in enumerate(histories.items()):
             means = [statistics.fmean(values) for values in zip(*map(measure, runs), strict=True)]
             colour, line = COLOURS[number % len(COLOURS)], LINES[number % len(LINES)]
             axes.plot(range(1, len(means) + 1), means, color=colour, linestyle=line, linewidth=1.3, label=method)
-        axes.set(title=label, xlabel="epoch")
+        axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+    figure.axes[-1].set_xlabel("epoch")
     figure.suptitle(title)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -42,7 +42,7 @@ class Run:
 
     Args:
         configuration: what to run.
-        seed: of the initial weights, the order of the pictures and their augmentation. Runs of different methods with
+        seed: of the initial weights, the order of the images and their augmentation. Runs of different methods with
             the same seed start from the same weights and see the same batches.
         device: where to run it.
         data: the data set, if it is loaded already.
@@ -110,7 +110,7 @@ class Run:
         return options
 
     def train_epoch(self) -> None:
-        """Train on every picture once."""
+        """Train on every image once."""
         begin, total, count = time.perf_counter(), torch.zeros((), device=self.device), 0
         for network in self.method.networks().values():
             network.train()

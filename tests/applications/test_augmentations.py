@@ -54,7 +54,7 @@ def test_labels_are_mixed_as_the_pictures_are(name):
     mixed, soft = seeded(mixing(name, 3, 1.0), (x, y), 5)
     own = F.one_hot(y, 3).double()
     mean = mixed.double().mean((1, 2, 3))
-    share = 1 - (torch.arange(1, 4.0) - mean[1:])  # of the picture's own; the first is mixed with the last
+    share = 1 - (torch.arange(1, 4.0) - mean[1:])  # of the image's own; the first is mixed with the last
     assert 0.02 < share[0] < 0.98
     torch.testing.assert_close(share, share[:1].expand(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(soft.double(), share[0] * own + (1 - share[0]) * own.roll(1, 0), atol=1e-5, rtol=0)

@@ -93,11 +93,11 @@ def test_the_command_prints_the_table_and_names_errors(tmp_path, capsys):
     assert {r["torch"] for r in (r["versions"] for r in records.read(tmp_path / "application-pretended.jsonl"))}
 
     def fail(**_):
-        raise ValueError("folder=/nowhere has no pictures")
+        raise ValueError("folder=/nowhere has no images")
 
     with pytest.raises(SystemExit):
         main(Application("failing", "accuracy, %", fail, ROWS, {}), "A test.", ["--results", str(tmp_path)])
-    assert "folder=/nowhere has no pictures" in capsys.readouterr().err
+    assert "folder=/nowhere has no images" in capsys.readouterr().err
 
 
 BOUNDED = Application(

@@ -133,7 +133,7 @@ def test_torchvisions_networks_by_name():
     model = build("lraspp_mobilenet_v3_large", 3, 4, 0).eval()
     with torch.no_grad():
         assert logits(model, torch.zeros(1, 3, 32, 32, dtype=torch.uint8)).shape == (1, 4, 32, 32)
-    with pytest.raises(ValueError, match="takes 3 channels, and these pictures have 1"):
+    with pytest.raises(ValueError, match="takes 3 channels, and these images have 1"):
         build("fcn_resnet50", 1, 4, 0)
     with pytest.raises(ValueError, match="network='resnet18' is unknown; choose one of unet, deeplabv3"):
         build("resnet18", 3, 4, 0)
@@ -141,7 +141,7 @@ def test_torchvisions_networks_by_name():
 
 @pytest.fixture
 def voc(tmp_path):
-    """VOC's folders: jpg pictures, masks with a palette, lists of names. The dark left of each is of class 15."""
+    """VOC's folders: jpg images, masks with a palette, lists of names. The dark left of each is of class 15."""
     root = tmp_path / "VOCdevkit" / "VOC2012"
     for name in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
         (root / name).mkdir(parents=True)

@@ -30,7 +30,7 @@ def quiet(_text):
 
 
 def pretended(seed=0):
-    """Random pictures of 12x12 whose corner says which script they are of; of script k there are k % 3 + 3 to train."""
+    """Random images of 12x12 whose corner says which script they are of; of script k there are k % 3 + 3 to train."""
     random = np.random.default_rng(seed)
     arrays = {"scripts": np.array([f"Script{number:02}" for number in range(COUNT)])}
     for part in ("train", "validation", "test"):
@@ -59,7 +59,7 @@ def tuned(settings, method, dcl, seed=0, **changed):
 
 
 def owners(data, part):
-    """The script that each picture's corner names, and the one that its label names."""
+    """The script that each image's corner names, and the one that its label names."""
     images, labels = data._parts[part]
     return images[:, 0, 0, 0].tolist(), [int(data.class_names[label].removeprefix("Script")) for label in labels]
 
@@ -234,5 +234,5 @@ def test_the_command_makes_all_rows(settings, tmp_path, capsys):
         assert method in METHODS
         assert dcl in ("", "DCL")
         assert score == scores[method, seed]
-        assert round(score * 15 / 100, 6) % 1 == 0  # 15 pictures in the test part
+        assert round(score * 15 / 100, 6) % 1 == 0  # 15 images in the test part
     assert capsys.readouterr().out.count("+0.00 ± 0.00") == 3

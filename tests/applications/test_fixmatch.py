@@ -1,4 +1,4 @@
-"""FixMatch's parts: the loss and the schedule by hand, the views and the batches of pictures that tell their number."""
+"""FixMatch's parts: the loss and the schedule by hand, the views and the batches of images that tell their number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cross_entropy(row, label):
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 0.85, 1.1])
 def test_the_loss_is_the_one_of_a_loop(threshold):
-    """Hard pseudo-labels, masked by the weak views' certainty, and a mean over all unlabelled pictures."""
+    """Hard pseudo-labels, masked by the weak views' certainty, and a mean over all unlabelled images."""
     generator = torch.Generator().manual_seed(0)
     z, y = torch.randn(3, 4, generator=generator, dtype=torch.float64), torch.tensor([0, 3, 1])
     weak, strong = 2 * torch.randn(2, 9, 4, generator=generator, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_a_pass_draws_every_number_once_across_batches():
 
 
 def stripes():
-    """Twelve pictures of 16x16, each of one colour, the first black and the second white, with its number as label."""
+    """Twelve images of 16x16, each of one colour, the first black and the second white, with its number as label."""
     shades = torch.tensor([0, 255, *range(20, 220, 20)], dtype=torch.uint8)
     x = shades[:, None, None, None].expand(12, 1, 16, 16).float() / 255
     return SimpleNamespace(fixed=lambda part: iter([((x - 0.3) / 0.2, torch.arange(12))]), shape=(1, 16, 16))

@@ -258,7 +258,7 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
     optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     for _ in range(5):
         trainer.train_epoch(lambda x, y: {"x": x})
-    steps = torch.arange(38.0)  # of 5 x 8, as the lone picture of each epoch is dropped, 2 warm up
+    steps = torch.arange(38.0)  # of 5 x 8, as the lone image of each epoch is dropped, 2 warm up
     wanted = torch.cat([torch.tensor([0.0, 0.5]), 0.5 * (1 + torch.cos(torch.pi * steps / 38))])
     torch.testing.assert_close(torch.tensor(rates), wanted)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-9)
@@ -277,7 +277,7 @@ def test_the_command_prints_the_rows(tmp_path, capsys):
     [
         ({"size": "huge"}, "size='huge' is unknown; choose one of tiny, base"),
         ({"target": "edges"}, "target='edges' is unknown; choose one of pixels, normalized"),
-        ({"patch": 3}, "patch=3 does not cut pictures of 8x8 evenly"),
+        ({"patch": 3}, "patch=3 does not cut images of 8x8 evenly"),
     ],
 )
 def test_errors_name_what_is_wrong(changes, message):

@@ -54,7 +54,7 @@ def test_kernels_alone_decay():
 def test_training_with_dcl_is_algorithm_1_by_hand_over_all_rows(threshold, unlabelled_weight, trained, monkeypatch):
     """Two networks side by side; the penalty is the mean over all 3·4 rows and 10 classes, with the factor 1.
 
-    With as many unlabelled pictures as labelled ones and no threshold, the factor would be read off the gradient as 2.
+    With as many unlabelled images as labelled ones and no threshold, the factor would be read off the gradient as 2.
     """
     seen, initial, real_batches, build = [], [], semi_supervised.batches, semi_supervised.networks.build
 
@@ -171,7 +171,7 @@ def test_too_few_or_too_many_labels_are_refused(count):
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """torchvision's CIFAR-10 with 100 training and 20 test pictures, each of one shade: its number."""
+    """torchvision's CIFAR-10 with 100 training and 20 test images, each of one shade: its number."""
 
     def pretended(root, train):
         if root == "nowhere":

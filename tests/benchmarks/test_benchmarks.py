@@ -118,14 +118,15 @@ def test_the_second_command_prints_the_tables_again(measured, capsys):
     ]
 
 
-def test_a_picture_lies_beside_the_file_and_can_be_drawn_again(measured, capsys):
+def test_a_figure_for_each_part_lies_beside_the_file_and_can_be_drawn_again(measured, capsys):
     path, _ = measured
-    picture = path.with_suffix(".png")
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    picture.unlink()
+    figures = [path.with_name(f"{path.stem}-{part}.png") for part in ("methods", "knobs", "growth")]
+    for figure in figures:
+        assert figure.read_bytes()[:4] == b"\x89PNG"
+        figure.unlink()
     command("plot", str(path))
-    assert capsys.readouterr().out == f"{picture}\n"
-    assert picture.exists()
+    assert capsys.readouterr().out.split() == [str(figure) for figure in figures]
+    assert all(figure.exists() for figure in figures)
 
 
 @pytest.mark.parametrize(
@@ -166,13 +167,14 @@ def test_a_package_that_is_missing_is_named_with_its_extra_before_anything_runs(
 
 def test_without_matplotlib_the_figures_are_saved_and_the_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(run, "_measure_all", lambda options, setting: {"methods": []})
+    some = json.loads((ROOT / "benchmarks" / "results" / "cpu-2-threads.json").read_text())["methods"]
+    monkeypatch.setattr(run, "_measure_all", lambda options, setting: {"methods": some})
     threads = torch.get_num_threads()
     run.main(["--parts", "methods", "--out", str(tmp_path), "--name", "bare", "--threads", str(threads)])
-    assert "no picture: " in (told := capsys.readouterr().err)
-    assert "pip install -e '.[demo]'" in told
-    assert json.loads((tmp_path / "bare.json").read_text())["methods"] == []
-    with pytest.raises(SystemExit, match=r"pip install -e '\.\[demo\]'"):
+    assert "no figures: " in (told := capsys.readouterr().err)
+    assert 'pip install "dcl-optim[plots]"' in told
+    assert json.loads((tmp_path / "bare.json").read_text())["methods"] == some
+    with pytest.raises(SystemExit, match=r'pip install "dcl-optim\[plots\]"'):
         command("plot", str(tmp_path / "bare.json"))
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark computes from times, and that its tables and pictures show just that."""
+"""What the benchmark computes from times, and that its tables and images show just that."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_without_a_worker_there_is_no_second_device():
     assert not second_device.possible(Setting("cuda"))
 
 
-# ---- tables and pictures --------------------------------------------------------------------------------------------
+# ---- tables and images --------------------------------------------------------------------------------------------
 
 
 def spread(median: float) -> dict[str, float]:
@@ -304,9 +304,14 @@ def test_sizes(count, text):
     assert table.size(count) == text
 
 
-def test_the_picture_shows_the_figures(results):
-    figure = plot.picture(results)
-    methods, knobs, series = figure.axes
+def test_the_figures_show_the_results(results):
+    found = plot.figures(results)
+    assert [[text.get_text() for text in figure.legends[0].get_texts()] for figure in found.values()] == [
+        ["net, batch 64"],
+        ["net, batch 64"],
+        ["DCLOptimizer", "DCPOptimizer"],
+    ]
+    (methods,), (knobs,), (series,) = (figure.axes for figure in found.values())
     assert [label.get_text() for label in methods.get_yticklabels()] == ["plain", "DCLOptimizer"]
     assert [label.get_text() for label in knobs.get_yticklabels()] == ["companion_fraction=0.1"]
     assert list(methods.containers[0].lines[0].get_xdata()) == [1.0, 2.5]

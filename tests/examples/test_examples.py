@@ -46,7 +46,7 @@ def write_idx(path: Path, values: torch.Tensor) -> None:
 
 @pytest.fixture
 def fashion(tmp_path) -> Path:
-    """Forty and twenty pictures in files of the true format; the label is the bright row."""
+    """Forty and twenty images in files of the true format; the label is the bright row."""
     folder = tmp_path / "fashion-mnist"
     folder.mkdir()
     for (images, labels), count in zip((FILES[:2], FILES[2:]), (40, 20), strict=True):
@@ -140,7 +140,7 @@ def test_fashion_mnist_files(script, fashion):
     torch.testing.assert_close(images.x_train.std(), torch.tensor(1.0), rtol=0, atol=1e-5)
     raw = script.data.read_idx(fashion / "train-images-idx3-ubyte.gz")
     assert raw.dtype == torch.uint8
-    assert (raw[3, 2 * 3 + 4] == 255).all(), "the rows of a picture are the file's rows"
+    assert (raw[3, 2 * 3 + 4] == 255).all(), "the rows of an image are the file's rows"
     assert (images.x_train[3, 0].argmax(0) == 10).all()
 
 
@@ -182,7 +182,7 @@ def test_crop_and_flip_moves_and_mirrors_whole_pictures(script):
         assert next_row == row
         places.add((row, column, next_column - column))
     assert places == {(r, c, d) for r in (1, 2, 3) for c, d in [(2, 1), (3, 1), (4, 1), (1, -1), (2, -1), (3, -1)]}
-    assert ((out == -1).sum((1, 2, 3)) == 34).all(), "the frame is as dark as the pictures' darkest"
+    assert ((out == -1).sum((1, 2, 3)) == 34).all(), "the frame is as dark as the images' darkest"
 
 
 def test_a_lone_last_sample_is_left_out_and_no_other(script):

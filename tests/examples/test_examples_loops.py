@@ -128,4 +128,4 @@ def test_distributed_ranks_agree_and_a_resumed_run_equals_an_uninterrupted_one(t
         saved = torch.load(resumed / f"{method}.pt", weights_only=True)
         assert_same({key: saved[key] for key in first}, first)
         own = first["optimizer"][f"dcl_optim.{method.upper()}Optimizer"]
-        assert own["steps"] == 3 * 11, "673 pictures for each rank in batches of 64"
+        assert own["steps"] == 3 * 11, "673 images for each rank in batches of 64"

@@ -163,7 +163,7 @@ def test_the_generator_decides_partners_and_their_augmentation(augmentation):
 def test_wrong_parts_and_augmentations():
     with pytest.raises(ValueError, match="part='dev' is unknown; choose one of train, validation, test"):
         next(in_memory().fixed("dev"))
-    with pytest.raises(ValueError, match=r"augmentation='trivial' needs uint8 pictures, not torch\.float32"):
+    with pytest.raises(ValueError, match=r"augmentation='trivial' needs uint8 images, not torch\.float32"):
         in_memory("trivial", torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Data sets of picture files, on small ones in their makers' formats."""
+"""Data sets of image files, on small ones in their makers' formats."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ def draw(path, red, size=(40, 30)):
 
 
 def reds(data, part):
-    """The red channel of each picture, as 0..255, and the labels."""
+    """The red channel of each image, as 0..255, and the labels."""
     mean, std = GREY.get(data.name, (0.485, 0.229))
     found = [(x, y) for x, y in data.fixed(part, batch_size=7)]
     middle = torch.cat([x[:, 0, x.shape[2] // 2, x.shape[3] // 2] for x, _ in found])
@@ -30,7 +30,7 @@ def reds(data, part):
 
 
 def check(data, train, test, classes, shape):
-    """Each picture has its label in the right part, give or take what JPEG does to a colour."""
+    """Each image has its label in the right part, give or take what JPEG does to a colour."""
     assert (data.classes, data.shape) == (classes, shape)
     pooled = [pair for part in ("train", "validation") for pair in zip(*reds(data, part), strict=True)]
     for found, wanted in ((pooled, train), (list(zip(*reds(data, "test"), strict=True)), test)):
@@ -111,7 +111,7 @@ def test_workers_change_nothing(cifar, augmentation):
     for one, two in zip(epochs[0], epochs[1], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert not torch.equal(epochs[0][0][0], epochs[2][0][0])
-    first = epochs[0][0][0]  # pictures of one colour: what differs in form is the crop
+    first = epochs[0][0][0]  # images of one colour: what differs in form is the crop
     forms = {(x[0] == x[0, 16, 16]).numpy().tobytes() for x in first}
     assert len(forms) > len(first) / 2
 

@@ -1,4 +1,4 @@
-"""The figures' command: what it sees after every epoch, and that its pictures and its file hold just that."""
+"""The figures' command: what it sees after every epoch, and that its images and its file hold just that."""
 
 from __future__ import annotations
 

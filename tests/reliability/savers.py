@@ -47,7 +47,7 @@ class Board:
 
 
 def example(folder: Path, board: Board) -> None:
-    """examples/image_classification.py on a handful of pictures."""
+    """examples/image_classification.py on a handful of images."""
     torch.set_num_threads(1)
     from examples import image_classification as script
 

@@ -31,7 +31,7 @@ class Plain(nn.Module):
         """The loss of a batch.
 
         Args:
-            x: pictures.
+            x: images.
             y: their labels.
             share: of the warm-up that is done, up to 1; it weighs what DKD and ReviewKD add to the cross-entropy.
         """
@@ -106,7 +106,7 @@ def make(name: str, student: Staged, teacher: Staged | None, shape: Shape) -> Pl
         name: one of NAMES.
         student: the network to train.
         teacher: a trained one; it is frozen. None for ``plain``.
-        shape: of the pictures.
+        shape: of the images.
 
     Raises:
         ValueError: an unknown name, no teacher where one is needed, or networks that the method cannot pair.

@@ -91,7 +91,7 @@ def cut(network: nn.Module) -> Staged:
 
 
 def shapes(network: Staged, shape: networks.Shape) -> list[torch.Size]:
-    """Channels, height and width of a network's maps, the pooled one last, for pictures of a shape."""
+    """Channels, height and width of a network's maps, the pooled one last, for images of a shape."""
     training = network.training
     with torch.no_grad():
         output = network.eval()(next(network.parameters()).new_zeros(1, *shape))

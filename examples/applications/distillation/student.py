@@ -92,7 +92,7 @@ class ReusedClassifier(nn.Module):
     Args:
         student: gives its stages.
         teacher: gives its pooling and classifier.
-        shape: of the pictures.
+        shape: of the images.
     """
 
     def __init__(self, student: Staged, teacher: Staged, shape: Shape) -> None:

@@ -31,14 +31,14 @@ class Settings:
     Attributes:
         data: one of :data:`examples.paper.datasets.NAMES`.
         folder: where its files are; None: the data set's usual place.
-        train_size: a stratified part of the training pictures; 0: all.
+        train_size: a stratified part of the training images; 0: all.
         augmentation: None: what is usual for the data set.
         teacher: one of :data:`examples.applications.distillation.stages.NAMES`.
         teacher_weights: file with its state dict; None: it is trained once, as the student is, and kept under runs/.
         teacher_epochs: of that training.
         student: like ``teacher``.
         epochs: of the student's training.
-        batch_size: pictures a step.
+        batch_size: images a step.
         lr: SGD's learning rate at the start.
         weight_decay: SGD's.
         schedule: ``cosine`` to 0, or ``steps``: a tenth after 5/8, 3/4 and 7/8 of the epochs.
@@ -68,7 +68,7 @@ class Settings:
 
 
 def load_data(settings: Settings) -> Data:
-    """Load the pictures; the split is the same for all seeds, so that students learn from what the teacher saw."""
+    """Load the images; the split is the same for all seeds, so that students learn from what the teacher saw."""
     return datasets.load(
         settings.data,
         folder=settings.folder,

@@ -3,12 +3,12 @@
     python -m examples.applications.masked_autoencoder --seeds 3
 
 He et al., Masked Autoencoders Are Scalable Vision Learners, CVPR 2022: three patches of four are hidden, and the loss
-is the mean squared error of the reconstruction on them. With DCL the companion reconstructs the same picture from the
+is the mean squared error of the reconstruction on them. With DCL the companion reconstructs the same image from the
 same patches, and the two reconstructions, of all patches, are held together (DCL paper, "Self-Supervised Pretraining").
 The companion stays behind when the encoder moves on: fine-tuning is the same in all rows, without DCL.
 
-The rows of a seed start from the same weights and see the same pictures with the same patches hidden; the first one is
-fine-tuned without pre-training. By default a small network and Fashion-MNIST, with labels for few of its pictures.
+The rows of a seed start from the same weights and see the same images with the same patches hidden; the first one is
+fine-tuned without pre-training. By default a small network and Fashion-MNIST, with labels for few of its images.
 The paper's Table 4 (ViT-B, ImageNet) comes without epochs and learning rates; with He et al.'s, and the batches of 256
 that the DCL paper takes for ImageNet:
 
@@ -115,7 +115,7 @@ def train(
     Args:
         method: ``none``: fine-tune an encoder as it was initialised; ``mae``; ``dcl``: mae with DCL.
         folder: of the data; empty: where they usually are.
-        workers: processes that read picture files.
+        workers: processes that read image files.
         part: what the accuracy is of: "test", or "validation" for choices.
         checkpoints: folder of the pre-trained autoencoders, which are gone on with or taken from there; empty: none.
         settings: fields of :class:`Pretraining` and :class:`FineTuning`.
@@ -126,7 +126,7 @@ def train(
     labelled = datasets.load(after.data, train_size=after.labels or None, **files)
     if labelled.shape != unlabelled.shape:
         raise ValueError(
-            f"data={after.data!r} has pictures of {labelled.shape}, but pretraining_data={before.pretraining_data!r} "
+            f"data={after.data!r} has images of {labelled.shape}, but pretraining_data={before.pretraining_data!r} "
             f"of {unlabelled.shape}; choose two of one shape"
         )
     torch.manual_seed(seed)

@@ -11,10 +11,10 @@ ENCODER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedi
 
 
 def autoencoder(setting: Pretraining, shape: tuple[int, int, int]) -> ViTMAEForPreTraining:
-    """The masked autoencoder for pictures of a shape (channels, height, width)."""
+    """The masked autoencoder for images of a shape (channels, height, width)."""
     channels, height, width = shape
     if height != width or setting.patch < 1 or height % setting.patch:
-        raise ValueError(f"patch={setting.patch} does not cut pictures of {height}x{width} evenly; choose a divisor")
+        raise ValueError(f"patch={setting.patch} does not cut images of {height}x{width} evenly; choose a divisor")
     pictures = dict(zip(PICTURES, (height, setting.patch, channels), strict=True))
     masking = {"mask_ratio": setting.mask_ratio, "norm_pix_loss": setting.target == "normalized"}
     model = ViTMAEForPreTraining(ViTMAEConfig(**SIZES[setting.size], **pictures, **masking))

@@ -18,7 +18,7 @@ class Pretraining:
     """What makes an encoder.
 
     Attributes:
-        pretraining_data: whose training pictures it sees, without their labels.
+        pretraining_data: whose training images it sees, without their labels.
         pictures: how many of them; 0: all.
         size: a key of :data:`SIZES`.
         patch: side of the square patches, in pixels.
@@ -50,8 +50,8 @@ class FineTuning:
     """What makes a classifier of an encoder.
 
     Attributes:
-        data: what it is to tell apart; pictures of the size that the encoder saw.
-        labels: how many training pictures have one; 0: all.
+        data: what it is to tell apart; images of the size that the encoder saw.
+        labels: how many training images have one; 0: all.
         layer_decay: the learning rate of a layer divided by the next one's.
     """
 

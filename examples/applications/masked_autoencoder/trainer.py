@@ -41,7 +41,7 @@ class Trainer:
         self.losses: list[float] = []
 
     def train_epoch(self, feed: Callable[[Tensor, Tensor], dict[str, Tensor]]) -> float:
-        """Train on every picture once; returns the mean loss."""
+        """Train on every image once; returns the mean loss."""
         self.model.train()
         losses = [self._step(feed(x, y)) for x, y, _ in self.data.epoch(self.batch_size, self.generator)]
         self.losses.append(float(torch.stack(losses).mean()))

@@ -37,10 +37,10 @@ def load(
         name: one of :data:`NAMES`.
         folder: where its files are (default: runs/data; for fashion-mnist the Debian package's folder).
         download: fetch it first: fashion-mnist, cifar100, pets and food101.
-        train_size: use a stratified random part of the training pictures, the same for every seed; None: all.
+        train_size: use a stratified random part of the training images, the same for every seed; None: all.
         augmentation: one of :data:`examples.paper.augmentations.NAMES`; None: ``basic``, but ``none`` for digits and
             debian-sections and ``crop`` for noto-scripts and kanji-fonts.
-        workers: processes that read picture files; the data sets in memory need none.
+        workers: processes that read image files; the data sets in memory need none.
         seed: of the validation split; digits and the data sets that are built have a fixed one.
 
     Raises:

@@ -80,17 +80,17 @@ class ByClass:
 
 
 class InMemory:
-    """Tensors, normalised for each channel by the training pictures' mean and standard deviation.
+    """Tensors, normalised for each channel by the training images' mean and standard deviation.
 
     Args:
         name: of the data set.
         class_names: what the labels 0, 1, ... mean.
-        parts: ``train``, ``validation`` and ``test``: pictures (count, C, H, W), uint8 or float, where 0 is black, and
+        parts: ``train``, ``validation`` and ``test``: images (count, C, H, W), uint8 or float, where 0 is black, and
             labels (count,).
         augmentation: one of :data:`examples.paper.augmentations.NAMES`; those beyond ``basic`` need uint8.
 
     Raises:
-        ValueError: the augmentation is unknown or cannot take the pictures.
+        ValueError: the augmentation is unknown or cannot take the images.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class InMemory:
         self._transform = None
         if augmentation not in ("none", "crop", "basic"):
             if images.dtype != torch.uint8:
-                raise ValueError(f"augmentation={augmentation!r} needs uint8 pictures, not {images.dtype}")
+                raise ValueError(f"augmentation={augmentation!r} needs uint8 images, not {images.dtype}")
             mean, std = (tuple(found.flatten().tolist()) for found in (self._mean, self._std))
             self._transform = training(augmentation, View((height, width), mean, std))
 

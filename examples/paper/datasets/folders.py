@@ -1,4 +1,4 @@
-"""Data sets of picture files, read and augmented by worker processes."""
+"""Data sets of image files, read and augmented by worker processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.paper.datasets.base import ByClass, batches, draw_seeds
 from examples.paper.datasets.listings import Listing
 from examples.paper.datasets.splits import check_part, train_and_validation
 
-VALIDATION = 0.1  # of the training pictures
+VALIDATION = 0.1  # of the training images
 Batch = tuple[Tensor, Tensor]
 LARGE = (224, 224)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -36,7 +36,7 @@ SOURCES: dict[str, tuple[Callable[[Path, bool], tuple[Listing, Listing]], View]]
 
 @dataclass(frozen=True)
 class Transformed(Dataset[Batch]):
-    """A listing's pictures as inputs; a key is a picture's number and the seed of its transform."""
+    """A listing's images as inputs; a key is an image's number and the seed of its transform."""
 
     listing: Listing
     transform: Callable[[Any], Tensor]
@@ -47,15 +47,15 @@ class Transformed(Dataset[Batch]):
 
 
 class Folders:
-    """A data set of :data:`SOURCES`, a tenth of its training pictures, of each class, held out for validation.
+    """A data set of :data:`SOURCES`, a tenth of its training images, of each class, held out for validation.
 
     Args:
         name: a key of :data:`SOURCES`.
         folder: that has the data set's own folder; for imagenet the one with train/ and val/.
         download: fetch it first, where torchvision can.
-        train_size: how many training pictures to use; None: all.
+        train_size: how many training images to use; None: all.
         augmentation: one of :data:`examples.paper.augmentations.NAMES`.
-        workers: processes that read pictures; the batches do not depend on how many.
+        workers: processes that read images; the batches do not depend on how many.
         seed: of the validation split.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Drawing one letter of a font as a picture of 28x28, as it is and slightly distorted."""
+"""Drawing one letter of a font as an image of 28x28, as it is and slightly distorted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Data sets of picture files in their makers' formats, as numbered pictures with labels.
+"""Data sets of image files in their makers' formats, as numbered images with labels.
 
-Each function takes the folder that has the data set's own folder, and returns the training and the test pictures.
+Each function takes the folder that has the data set's own folder, and returns the training and the test images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Listing:
-    """``pictures[i][0]`` is a PIL picture in RGB, ``labels`` (count,) int64 say which of ``names``."""
+    """``pictures[i][0]`` is a PIL image in RGB, ``labels`` (count,) int64 say which of ``names``."""
 
     pictures: Any
     labels: Tensor

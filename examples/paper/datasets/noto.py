@@ -67,7 +67,7 @@ def _plain_pictures(letters: Sequence[Letter]) -> Iterator[tuple[Letter, bytes]]
 
 
 def _pictures(letter: Letter) -> Iterator[np.ndarray]:
-    """As many fonts as there are, each in turn, every picture distorted in its own way."""
+    """As many fonts as there are, each in turn, every image distorted in its own way."""
     fonts = shuffled(letter.fonts, f"fonts {letter.code}")
     for number in range(PICTURES):
         font = fonts[number % len(fonts)]

@@ -16,7 +16,7 @@ CONTENTS = {  # the arrays of the class names, and those of the inputs after the
     "kanji-fonts": ("kanji", "images"),
     "debian-sections": ("sections", "features"),
 }
-FASHION_VALIDATION = 10_000  # of the 60,000 training pictures
+FASHION_VALIDATION = 10_000  # of the 60,000 training images
 IDX_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 FASHION_NAMES = (
     "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",

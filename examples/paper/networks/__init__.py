@@ -1,4 +1,4 @@
-"""The paper's networks, for pictures of any number of channels, and an MLP: :func:`build` makes one by its name."""
+"""The paper's networks, for images of any number of channels, and an MLP: :func:`build` makes one by its name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build(name: str, classes: int, shape: Shape, weights: Path | None = None) ->
     Args:
         name: one of NAMES.
         classes: number of logits, at least 2.
-        shape: channels, height and width of one picture; from 1x4x4 on, for mlp from 1x1x1 on.
+        shape: channels, height and width of one image; from 1x4x4 on, for mlp from 1x1x1 on.
         weights: file with a state dict of this network, by ``torch.save``. A head of another number of classes is
             left out, so the new head stays random.
 

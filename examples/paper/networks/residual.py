@@ -1,4 +1,4 @@
-"""ResNets of any widths for small pictures: ResNet-10 and its reductions, and distillation's ResNet-8x4 and -32x4."""
+"""ResNets of any widths for small images: ResNet-10 and its reductions, and distillation's ResNet-8x4 and -32x4."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stem of stride 1, stages that halve the picture from the second on, average pooling and the linear head ``fc``.
+    """Stem of stride 1, stages that halve the image from the second on, average pooling and the linear head ``fc``.
 
     Modules are named as torchvision and the distillation literature name theirs, so their weight files fit.
 
     Args:
         classes: number of logits.
-        channels: of the pictures.
+        channels: of the images.
         stem: width of the first convolution.
         widths: of the stages.
         blocks: in each stage.
@@ -76,7 +76,7 @@ class ResNet(nn.Module):
         """Give the maps after the stem and after each stage; ``fc`` of the last one's mean over space are the logits.
 
         Args:
-            x: pictures, (B, C, H, W).
+            x: images, (B, C, H, W).
             before_relu: whether to give the maps before their ReLU, as ReviewKD takes them from the teacher.
         """
         maps = [self.bn1(self.conv1(x))]

@@ -1,4 +1,4 @@
-"""timm's ViT-Tiny and Swin-Tiny with patches that suit the picture's size; from 128 pixels on, ImageNet's own."""
+"""timm's ViT-Tiny and Swin-Tiny with patches that suit the image's size; from 128 pixels on, ImageNet's own."""
 
 from __future__ import annotations
 

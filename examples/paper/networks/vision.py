@@ -1,4 +1,4 @@
-"""torchvision's networks with stems for small pictures and any number of channels."""
+"""torchvision's networks with stems for small images and any number of channels."""
 
 from __future__ import annotations
 

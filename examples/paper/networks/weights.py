@@ -31,6 +31,6 @@ def load(model: nn.Module, path: Path) -> None:
     if wrong:
         raise ValueError(
             f"weights is {str(path)!r}, where {len(wrong)} entries are missing, left over or of another shape: "
-            f"{', '.join(wrong[:5])}; it must be a state dict of the same network, for pictures of the same channels"
+            f"{', '.join(wrong[:5])}; it must be a state dict of the same network, for images of the same channels"
         )
     model.load_state_dict(loaded)

@@ -32,7 +32,7 @@ class WideResNet(nn.Module):
         depth: number of convolutions, 6n + 4 for n blocks a stage.
         factor: what widens the stages.
         classes: number of logits.
-        channels: of the pictures.
+        channels: of the images.
     """
 
     def __init__(self, depth: int, factor: int, classes: int, channels: int) -> None:
