@@ -31,8 +31,10 @@ def demo(name: str = "demo") -> str:
 
 
 OVERVIEW = {
-    "150 kanji in unseen fonts, 5 images of each": "pays-kanji",
-    "the same, a fifth of the labels wrong": "noise-kanji-20",
+    "150 kanji in unseen fonts, 3 images of each": "data-kanji-480",
+    "the same, 5 images of each": "pays-kanji",
+    "the same, 32 images of each": "data-kanji-4800",
+    "the same, 5 images of each, a fifth of the labels wrong": "noise-kanji-20",
     "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
     "100 writing systems, unseen letters": "main-scripts",
     "40 sections of Debian from a line of text": "pays-debian",
@@ -94,6 +96,13 @@ def gains_by_experiment(columns: Mapping[str, str]) -> str:
     from examples.paper import evidence, gain_tables
 
     return gain_tables.by_experiment({head: _records(name) for head, name in columns.items()}, evidence.CURVES)
+
+
+def gains_by_fit(lines: Mapping[str, str], label: str) -> str:
+    """How well a row learns its training images and what it gains, by the head of an experiment's line."""
+    from examples.paper import gain_tables
+
+    return gain_tables.by_fit({head: _records(name) for head, name in lines.items()}, label)
 
 
 def gains_by_setting(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Markdown tables of gains: by experiment, by setting with corrected p values, by measure, and by value of a grid."""
+"""Markdown tables of gains: by experiment, setting (p values corrected), measure, value of a grid, and fit."""
 
 from __future__ import annotations
 
@@ -73,8 +73,30 @@ def by_value(found: Sequence[Record], grids: Mapping[str, Mapping[str, object]])
     return "\n".join(grid(["", *(str(number) for number in range(1, 5))], lines, words=1))
 
 
-def _mean(found: Sequence[Record], measure: str, places: int = 2) -> str:
-    known = list(values(found, CE, measure).values())
+def by_fit(experiments: Mapping[str, Sequence[Record]], label: str) -> str:
+    """How well a row with a companion learns its training images, how far the companion lags, and what the row gains.
+
+    Args:
+        experiments: the records by the head of their line.
+        label: the row's.
+    """
+    row, companion = Row(label), Row(label, "companion")
+    lines = [
+        [
+            title,
+            _mean(found, "train accuracy, %"),
+            _mean(found, "train accuracy, %", row=row),
+            _cell(gain(found, companion, row)),
+            _cell(gain(found, row, CE)),
+        ]
+        for title, found in experiments.items()
+    ]
+    head = ["", "CE, training images, %", f"{label}, training images, %", "companion minus model", f"{label}, minus CE"]
+    return "\n".join(grid(head, lines, words=1))
+
+
+def _mean(found: Sequence[Record], measure: str, places: int = 2, row: Row = CE) -> str:
+    known = list(values(found, row, measure).values())
     return plus_minus(*mean_and_error(known), places=places) if known else ""
 
 

@@ -112,7 +112,7 @@ def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]
     """
     figure = new_figure(7, 7.5)
     panels = {
-        "largest logit minus their mean": lambda run: run["top"],
+        "largest logit\nminus the mean": lambda run: run["top"],
         "spread within classes": lambda run: run["within"],
         "within divided by between": lambda run: [a / b for a, b in zip(run["within"], run["between"], strict=True)],
     }
@@ -121,8 +121,10 @@ def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]
             means = [statistics.fmean(values) for values in zip(*map(measure, runs), strict=True)]
             colour, line = COLOURS[number % len(COLOURS)], LINES[number % len(LINES)]
             axes.plot(range(1, len(means) + 1), means, color=colour, linestyle=line, linewidth=1.3, label=method)
+        # The first epochs start from noise: shown in full they would press the rest, which matters, into one line.
+        later = [value for line in axes.lines for value in line.get_ydata()[len(line.get_ydata()) // 10 :]]
+        axes.set_ylim(0.9 * min(later), 1.1 * max(later))
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.axes[-1].set_xlabel("epoch")
     figure.suptitle(title)

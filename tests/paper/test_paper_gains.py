@@ -9,7 +9,7 @@ import pytest
 from examples.paper import __main__ as command
 from examples.paper import evidence, peers, records
 from examples.paper.experiments import EXPERIMENTS
-from examples.paper.gain_tables import by_experiment, by_measure, by_setting, by_value
+from examples.paper.gain_tables import by_experiment, by_fit, by_measure, by_setting, by_value
 from examples.paper.gains import MEASURES, Row, gain, holm, values
 from examples.paper.plots import forest, length_curves, steps
 
@@ -140,3 +140,13 @@ def test_the_chosen_values_are_the_best_of_their_grids():
     for method, grid in peers.grids(evidence.KANJI).items():
         gains = {value: gain(found, Row(f"{method} {value}"), Row("CE")).mean for value in grid}
         assert peers.CHOSEN[method] == max(gains, key=gains.get)
+
+
+def test_the_table_of_the_fit_by_hand():
+    dcl = [record("DCL", seed, value) for seed, value in enumerate((0.81, 0.84, 0.84))]
+    for one in dcl:
+        one["accuracy"]["companion"] = one["accuracy"]["model"] - 0.125
+        one["train_accuracy"]["model"] = 0.75
+    assert by_fit({"some": CE + dcl}, "DCL").splitlines()[2] == (
+        "| some | 100.00 ± 0.00 | 75.00 ± 0.00 | -12.50 ± 0.00 | +1.00 ± 0.58 |"
+    )

@@ -406,7 +406,6 @@ def test_presets_in_older_records_are_read_as_the_arguments_that_they_stood_for(
 NOT_RUN = {
     *("main-cifar100", "length-kanji-64k", "wide-kanji"),
     *(f"length-scripts-{length}" for length in ("1k", "4k", "16k", "64k")),
-    *(f"data-kanji-{size}" for size in (480, 1_600, 4_800)),
     *(f"pays-{name}" for name in ("fashion-50k", "scripts")),
 }
 
