@@ -52,11 +52,19 @@ def test_all_results_are_on_a_page():
 
 
 def blocks():
-    """Code on the pages that is no session with its output, which doctests run; two pages have tests of their own."""
+    """Code on the pages that is no session with its output, which doctests run.
+
+    Two pages have tests of their own, and so have recipes in several files, which begin with the file's name.
+    """
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = {page.stem: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages}
     del found["extending"], found["logging"]
-    return [pytest.param(block, id=page) for page in found for block in found[page] if ">>> " not in block]
+    return [
+        pytest.param(block, id=page)
+        for page in found
+        for block in found[page]
+        if not re.search(r">>> |\A# \w+\.py\n", block)
+    ]
 
 
 def what_a_script_has():
