@@ -32,13 +32,14 @@ def demo(name: str = "demo") -> str:
 
 OVERVIEW = {
     "150 kanji in unseen fonts, 3 images of each": "data-kanji-480",
-    "the same, 5 images of each": "pays-kanji",
-    "the same, 32 images of each": "data-kanji-4800",
-    "the same, 5 images of each, a fifth of the labels wrong": "noise-kanji-20",
+    "5 images of each": "length-kanji-4k",
+    "32 images of each": "data-kanji-4800",
+    "5 images of each, a fifth of the labels wrong": "noise-kanji-20",
+    "5 images of each, four times the steps": "pays-kanji",
     "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
     "100 writing systems, unseen letters": "main-scripts",
     "40 sections of Debian from a line of text": "pays-debian",
-    "the same, AdamW": "pays-debian-adamw",
+    "40 sections of Debian, AdamW": "pays-debian-adamw",
 }
 
 
