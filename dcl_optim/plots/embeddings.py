@@ -197,6 +197,6 @@ def _legend(figure: Figure, styles: Styles, names: Sequence[str], epochs: Sequen
     if len(styles) <= NAMED:
         handles += [Line2D([], [], marker=m, color=c, label=names[k], **dot) for k, (c, m) in styles.items()]
     if handles:
-        inches = 0.5 + 0.1 * max(len(handle.get_label()) for handle in handles)
+        inches = 0.5 + 0.1 * max(len(str(handle.get_label())) for handle in handles)
         columns = max(1, int(figure.get_figwidth() / inches))
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
