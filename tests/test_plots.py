@@ -46,6 +46,14 @@ def test_what_is_drawn():
     assert figure.get_suptitle().startswith("digits (mean of 3 runs")
 
 
+def test_a_long_title_fits_the_figure():
+    figure = training_curves({"plain": runs(3)}, title="a title of more than half a line " * 2)
+    figure.canvas.draw()
+    extent = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= extent.x0
+    assert extent.x1 <= figure.bbox.x1
+
+
 def test_band_is_one_standard_error():
     """Accuracies 50, 51 and 52 %: standard deviation 1, standard error 1/sqrt(3)."""
     figure = training_curves({"plain": runs(3)})

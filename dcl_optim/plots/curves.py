@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 History = Mapping[str, Sequence[float]]
 QUANTITIES = ("accuracy", "consistency")
+WIDE = 70  # characters: a longer title gets a second line
 
 
 def training_curves(
@@ -55,7 +56,8 @@ def training_curves(
     figure.legend(*top.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     runs = len(next(iter(histories.values())))
     band = f"mean of {runs} runs, band: ± 1 standard error" if runs > 1 else "1 run"
-    figure.suptitle(f"{title} ({band})")
+    separator = "\n" if len(title) + len(band) > WIDE else " "
+    figure.suptitle(f"{title}{separator}({band})")
     return figure
 
 
