@@ -37,7 +37,7 @@ OVERVIEW = {
     "5 images of each, a fifth of the labels wrong": "noise-kanji-20",
     "5 images of each, four times the steps": "pays-kanji",
     "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
-    "100 writing systems, unseen letters": "main-scripts",
+    "100 writing systems, unseen letters": "pays-scripts",
     "40 sections of Debian from a line of text": "pays-debian",
     "40 sections of Debian, AdamW": "pays-debian-adamw",
 }
