@@ -32,10 +32,10 @@ def demo(name: str = "demo") -> str:
 
 OVERVIEW = {
     "150 kanji in unseen fonts, 3 images of each": "data-kanji-480",
-    "5 images of each": "length-kanji-4k",
-    "32 images of each": "data-kanji-4800",
-    "5 images of each, a fifth of the labels wrong": "noise-kanji-20",
-    "5 images of each, four times the steps": "pays-kanji",
+    "150 kanji, 5 images of each": "length-kanji-4k",
+    "150 kanji, 32 images of each": "data-kanji-4800",
+    "150 kanji, 5 images of each, a fifth of the labels wrong": "noise-kanji-20",
+    "150 kanji, 5 images of each, four times the steps": "pays-kanji",
     "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
     "100 writing systems, unseen letters": "pays-scripts",
     "40 sections of Debian from a line of text": "pays-debian",
