@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import results_file
 from benchmarks.knobs import KNOBS
-from dcl_optim.plots.canvas import COLOURS, new_figure
+from dcl_optim.plots.canvas import COLOURS, finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +69,7 @@ def _cost(part: str, tables: list[Results]) -> Figure:
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set_xlabel(RATIO)
     axes.grid(axis="x", alpha=0.3)
-    return _finish(figure, part, axes)
+    return finish(figure, TITLES[part], *axes.get_legend_handles_labels())
 
 
 def _growth(part: str, series: list[Results]) -> Figure:
@@ -82,7 +82,7 @@ def _growth(part: str, series: list[Results]) -> Figure:
     for axes, one in zip(panels, series, strict=False):
         _grow(axes, one)
     figure.supylabel(RATIO, fontsize="medium")
-    return _finish(figure, part, panels[0])
+    return finish(figure, TITLES[part], *panels[0].get_legend_handles_labels())
 
 
 def _grow(axes: Axes, series: Results) -> None:
@@ -104,13 +104,6 @@ def _grow(axes: Axes, series: Results) -> None:
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(series["title"], fontsize="small")
-
-
-def _finish(figure: Figure, part: str, axes: Axes) -> Figure:
-    """Set the title, and one legend below all panels."""
-    figure.suptitle(TITLES[part])
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    return figure
 
 
 def main(arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim.metrics import non_target_distribution, non_target_perplexity
-from dcl_optim.plots.canvas import COLOURS, new_figure
+from dcl_optim.plots.canvas import COLOURS, finish, new_figure
 from dcl_optim.plots.inputs import Logits, by_method, classes_shown, names_of
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ def top_non_target_histogram(
     axes.set_ylabel("top non-target class")
     axes.set_xlabel("share of samples [%]")
     heading = f"Class {names[class_index]}: {samples} samples by top non-target class"
-    _finish(figure, axes, list(methods), title or heading)
-    return figure
+    return finish(figure, title or heading, axes.containers, list(methods))
 
 
 def perplexity_bars(
@@ -138,8 +137,7 @@ def perplexity_bars(
         _name_top_two(panels[0], [non_target_distribution(z, labels)[shown] for z in methods.values()], names)
     panels[0].set_ylabel("class")
     means = [f"{method}, mean {values[shown].mean():.2f}".lstrip(", ") for method, values in perplexity.items()]
-    _finish(figure, panels[0], means, title or f"Non-target perplexity of {len(shown)} classes")
-    return figure
+    return finish(figure, title or f"Non-target perplexity of {len(shown)} classes", panels[0].containers, means)
 
 
 def _methods(logits: Logits, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -177,10 +175,3 @@ def _name_top_two(axes: Any, shares: Sequence[Tensor], names: Sequence[str]) -> 
             text = axes.annotate(names[best[0]], end, (3, 0), **style)
             if row[best[1]] > 0:
                 axes.annotate(names[best[1]], (1, 0.5), (4, 0), xycoords=text, color=COLOURS[3], **style)
-
-
-def _finish(figure: Figure, axes: Any, methods: Sequence[str], title: str) -> None:
-    """Set the title, and the legend below all panels, where it hides no data."""
-    if any(methods):
-        figure.legend(axes.containers, methods, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(title)

@@ -1,8 +1,9 @@
-"""An empty figure, and the colours, lines and markers of all figures."""
+"""How every figure begins and ends, and the colours, lines and markers of all of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,4 +32,12 @@ def new_figure(width: float, height: float) -> Figure:
         raise ImportError('plots need matplotlib: pip install "dcl-optim[plots]"') from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def finish(figure: Figure, title: str, handles: Sequence[Any], labels: Sequence[str], *, columns: int = 3) -> Figure:
+    """Set the title, and one legend below all panels, where it hides no data; without labels there is no legend."""
+    figure.suptitle(title)
+    if any(labels):
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     return figure

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcl_optim.plots.canvas import COLOURS, LINES, new_figure
+from dcl_optim.plots.canvas import COLOURS, LINES, finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,12 +53,10 @@ def training_curves(
     _panel(top, histories, "accuracy", f"{split} accuracy [%]")
     _panel(bottom, histories, "consistency", "top non-target consistency,\ntraining images [%]")
     bottom.set_xlabel("epoch")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     runs = len(next(iter(histories.values())))
     band = f"mean of {runs} runs, band: ± 1 standard error" if runs > 1 else "1 run"
     separator = "\n" if len(title) + len(band) > WIDE else " "
-    figure.suptitle(f"{title}{separator}({band})")
-    return figure
+    return finish(figure, f"{title}{separator}({band})", *top.get_legend_handles_labels(), columns=4)
 
 
 def _panel(axes: Any, histories: Mapping[str, Sequence[History]], quantity: str, label: str) -> None:

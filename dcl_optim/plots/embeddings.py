@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim.metrics import logit_drift
-from dcl_optim.plots.canvas import CLASS_COLOURS, MARKERS, new_figure
+from dcl_optim.plots.canvas import CLASS_COLOURS, MARKERS, finish, new_figure
 from dcl_optim.plots.inputs import Logits, by_method, classes_shown, names_of
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def logit_embedding(
         _scatter(axes, places[0], labels, styles, filled=False)
         _scatter(axes, places[1], labels, styles, filled=True)
         axes.set_title(", ".join(filter(None, [panel, f"d = {logit_drift(earlier[panel], later[panel]):.3g}"])))
-    _legend(figure, styles, names, epochs)
-    figure.suptitle(title or "")
-    return figure
+    return _finish(figure, title, styles, names, epochs)
 
 
 def class_embedding(
@@ -126,9 +124,7 @@ def class_embedding(
     for axes, (method, values) in zip(panels, methods.items(), strict=True):
         _scatter(axes, _embed(method, values[chosen]), labels[chosen], styles, filled=True, edge="white")
         axes.set_title(method)
-    _legend(figure, styles, names, ())
-    figure.suptitle(title or "")
-    return figure
+    return _finish(figure, title, styles, names, ())
 
 
 def _embed(name: str, logits: Tensor) -> Points:
@@ -185,8 +181,8 @@ def _scatter(
         axes.scatter(x, y, size, marker=marker, facecolors=face, edgecolors=line, linewidths=0.6, zorder=2 + filled)
 
 
-def _legend(figure: Figure, styles: Styles, names: Sequence[str], epochs: Sequence[str]) -> None:
-    """Name the classes, and the two epochs if any, below all panels."""
+def _finish(figure: Figure, title: str | None, styles: Styles, names: Sequence[str], epochs: Sequence[str]) -> Figure:
+    """Set the title, and name the classes, and the two epochs if any, below all panels."""
     from matplotlib.lines import Line2D
 
     dot: dict[str, Any] = {"linestyle": "", "markersize": 5}
@@ -196,7 +192,6 @@ def _legend(figure: Figure, styles: Styles, names: Sequence[str], epochs: Sequen
     ]
     if len(styles) <= NAMED:
         handles += [Line2D([], [], marker=m, color=c, label=names[k], **dot) for k, (c, m) in styles.items()]
-    if handles:
-        inches = 0.5 + 0.1 * max(len(str(handle.get_label())) for handle in handles)
-        columns = max(1, int(figure.get_figwidth() / inches))
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+    labels = [str(handle.get_label()) for handle in handles]
+    inches = 0.5 + 0.1 * max(map(len, labels), default=0)
+    return finish(figure, title or "", handles, labels, columns=max(1, int(figure.get_figwidth() / inches)))

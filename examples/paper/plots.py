@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcl_optim.plots.canvas import COLOURS, LINES, MARKERS, new_figure
+from dcl_optim.plots.canvas import COLOURS, LINES, MARKERS, finish, new_figure
 from examples.paper import evidence, pays, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.datasets import load
@@ -60,10 +60,9 @@ def length_curves(
     axes.set_xlim(0.7 * lengths[0], 1.4 * lengths[-1])
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
-    axes.set(title=title, xlabel="optimizer steps (log scale)", ylabel="test accuracy minus CE, points")
+    axes.set(xlabel="optimizer steps (log scale)", ylabel="test accuracy minus CE, points")
     axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return figure
+    return finish(figure, title, *axes.get_legend_handles_labels())
 
 
 def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], title: str) -> Figure:
@@ -83,10 +82,9 @@ def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], ti
         _draw_intervals(axes, [place + offset for place in places], gains, name, number + 1)
     axes.axvline(0, color=COLOURS[0], linewidth=0.8)
     axes.set_yticks(list(places), list(settings))
-    axes.set(title=title, xlabel="points of test accuracy (± 2 standard errors)")
+    axes.set_xlabel("points of test accuracy (± 2 standard errors)")
     axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=len(rows), frameon=False)
-    return figure
+    return finish(figure, title, *axes.get_legend_handles_labels())
 
 
 def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | None], name: str, number: int) -> None:
@@ -127,9 +125,7 @@ def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     figure.axes[-1].set_xlabel("epoch")
-    figure.suptitle(title)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    return figure
+    return finish(figure, title, *figure.axes[0].get_legend_handles_labels())
 
 
 def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> list[Path]:

@@ -78,7 +78,7 @@ def test_the_curves_are_the_gains():
     assert drawn["ours"] == [[pytest.approx(1_000, rel=0.1), pytest.approx(1.0)]]
     assert [y for _, y in drawn["average"]] == pytest.approx([1.0, 1.0])
     assert drawn["missing"] == []
-    assert axes.get_title() == "a title"
+    assert axes.figure.get_suptitle() == "a title"
 
 
 def test_the_forest_has_a_line_for_each_setting():
