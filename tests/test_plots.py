@@ -46,6 +46,19 @@ def test_what_is_drawn():
     assert figure.get_suptitle().startswith("digits (mean of 3 runs")
 
 
+@pytest.mark.parametrize("characters", [3, 17, 30, 60])
+def test_the_legend_is_as_wide_as_the_figure_at_most(characters):
+    names = [
+        f"{index} ResNet-18, {index}2x{index}2, batch {index}28, DCL, λ = 0.{index}, α = 0.6, warmup"[:characters]
+        for index in range(6)
+    ]
+    figure = training_curves({name: [{"accuracy": [0.5, 0.9], "consistency": [0.3, 0.4]}] for name in names})
+    figure.canvas.draw()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= legend.x0
+    assert legend.x1 <= figure.bbox.x1
+
+
 def test_a_long_title_fits_the_figure():
     figure = training_curves({"plain": runs(3)}, title="a title of more than half a line " * 2)
     figure.canvas.draw()

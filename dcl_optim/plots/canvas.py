@@ -35,9 +35,11 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def finish(figure: Figure, title: str, handles: Sequence[Any], labels: Sequence[str], *, columns: int = 3) -> Figure:
+def finish(figure: Figure, title: str, handles: Sequence[Any], labels: Sequence[str]) -> Figure:
     """Set the title, and one legend below all panels, where it hides no data; without labels there is no legend."""
     figure.suptitle(title)
     if any(labels):
+        inches = 0.6 + 0.08 * max(map(len, labels))  # about what the longest label takes with its line
+        columns = max(1, int(figure.get_figwidth() / inches))
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     return figure

@@ -56,7 +56,7 @@ def training_curves(
     runs = len(next(iter(histories.values())))
     band = f"mean of {runs} runs, band: ± 1 standard error" if runs > 1 else "1 run"
     separator = "\n" if len(title) + len(band) > WIDE else " "
-    return finish(figure, f"{title}{separator}({band})", *top.get_legend_handles_labels(), columns=4)
+    return finish(figure, f"{title}{separator}({band})", *top.get_legend_handles_labels())
 
 
 def _panel(axes: Any, histories: Mapping[str, Sequence[History]], quantity: str, label: str) -> None:

@@ -193,5 +193,4 @@ def _finish(figure: Figure, title: str | None, styles: Styles, names: Sequence[s
     if len(styles) <= NAMED:
         handles += [Line2D([], [], marker=m, color=c, label=names[k], **dot) for k, (c, m) in styles.items()]
     labels = [str(handle.get_label()) for handle in handles]
-    inches = 0.5 + 0.1 * max(map(len, labels), default=0)
-    return finish(figure, title or "", handles, labels, columns=max(1, int(figure.get_figwidth() / inches)))
+    return finish(figure, title or "", handles, labels)
