@@ -37,6 +37,7 @@ OVERVIEW = {
     "150 kanji, 5 images of each, a fifth of the labels wrong": "noise-kanji-20",
     "150 kanji, 5 images of each, four times the steps": "pays-kanji",
     "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
+    "Fashion-MNIST, 50,000 images": "pays-fashion-50k",
     "100 writing systems, unseen letters": "pays-scripts",
     "40 sections of Debian from a line of text": "pays-debian",
     "40 sections of Debian, AdamW": "pays-debian-adamw",
