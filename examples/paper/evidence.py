@@ -1,4 +1,4 @@
-"""What DCL and DCP do, and why: by length, data, wrong labels and controls, on data new to the defaults."""
+"""What DCL and DCP do, and why: by length, data, wrong labels and controls."""
 
 from __future__ import annotations
 

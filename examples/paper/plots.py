@@ -60,7 +60,7 @@ def length_curves(
     axes.set_xlim(0.7 * lengths[0], 1.4 * lengths[-1])
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
-    axes.set(xlabel="optimizer steps (log scale)", ylabel="test accuracy minus CE, points")
+    axes.set(xlabel="optimizer steps (log scale)", ylabel="test accuracy minus CE, points\n(± 1 standard error)")
     axes.grid(axis="y", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())
 
