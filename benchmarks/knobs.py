@@ -106,7 +106,6 @@ KNOBS: dict[str, Knob] = {
             "the companion computes and is stored in bfloat16",
             UNKNOWN,
         ),
-        Knob("overlap=True", lambda script: {"overlap": True}, ROUNDING),
         _smaller("half the width", "80.2 to 81.4 % with smaller ResNets (Table 9)"),
         _smaller("ResNet-10", "81.4 % (Table 9)"),
         Knob("linear probe: frozen parameters are shared", variant="linear probe"),

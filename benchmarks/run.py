@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import growth, knobs, measure, plot, second_device, table, threads
+from benchmarks import growth, knobs, measure, plot, table
 from benchmarks.allocator import freed_memory_kept
 from benchmarks.machine import machine, versions
 from benchmarks.measure import say
 from benchmarks.methods import METHODS, Row, missing
 from benchmarks.setting import PRECISIONS, Setting
-from benchmarks.workloads import ON_CPU, ON_CUDA, WORKLOADS, Workload
+from benchmarks.workloads import ON_CPU, ON_CUDA, WORKLOADS
 
-PARTS = ("methods", "knobs", "memory", "overlap", "growth")
+PARTS = ("methods", "knobs", "memory", "growth")
 # Without --models: a table of all methods on each network, and the knobs where they differ most.
 DEFAULT_MODELS = {
-    "cpu": {"methods": list(ON_CPU), "knobs": ["cnn", "resnet18"], "overlap": list(ON_CPU)},
-    "cuda": {"methods": [*ON_CPU, *ON_CUDA], "knobs": ["resnet18-128"], "overlap": []},
+    "cpu": {"methods": list(ON_CPU), "knobs": ["cnn", "resnet18"]},
+    "cuda": {"methods": [*ON_CPU, *ON_CUDA], "knobs": ["resnet18-128"]},
 }
 
 
@@ -119,17 +119,8 @@ def _tables(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _overlap(work: Workload, options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    figures = threads.measure(work, setting, options.threads, options.rounds, options.slot)
-    if second_device.possible(setting):
-        figures["second_device"] = second_device.measure(work, setting, options.rounds, options.slot)
-    return figures
-
-
 def _measure_all(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     parts = _tables(options, setting)
-    if "overlap" in options.parts:
-        parts["overlap"] = [_overlap(WORKLOADS[model], options, setting) for model in options.of_part["overlap"]]
     if "growth" in options.parts:
         with freed_memory_kept() as parts["freed_memory_kept"]:
             parts["growth"] = [

@@ -105,25 +105,6 @@ def knobs(results: Figures) -> list[str]:
     return ["### DCLOptimizer's cost options", "", *grid(head, rows, 4), "", *notes]
 
 
-def overlap(results: Figures) -> list[str]:
-    """What running the companion beside the model gains, and what it could gain at best."""
-    head = (
-        "model, batch", "DCLOptimizer, × plain", "overlap=True, × plain", "the bound", "DCLOptimizer on one core",
-        "overlap=True on two cores",
-    )  # fmt: skip
-    rows = []
-    for figures in results["overlap"]:
-        apart = figures.get("second_device", {})
-        ratios = [figures["serial"], figures["beside"], figures["bound"], apart.get("serial"), apart.get("beside")]
-        rows.append([_place(figures), *map(spread, ratios)])
-    notes = [
-        "The bound is plain training on half of the threads divided by plain training on all of them: what two "
-        "networks at once can reach. The last two columns are divided by plain training on one core; overlap=True has "
-        "the model's thread on that core and the companion's on another, as a second device would be."
-    ]
-    return ["### The companion beside the model", "", *grid(head, rows, 1), "", *notes]
-
-
 def growth(results: Figures) -> list[str]:
     """How the cost grows."""
     head = (
@@ -173,7 +154,7 @@ def source(results: Figures) -> str:
     )
 
 
-SECTIONS = {"methods": methods, "knobs": knobs, "overlap": overlap, "growth": growth}
+SECTIONS = {"methods": methods, "knobs": knobs, "growth": growth}
 
 
 def markdown(results: Figures) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import functools
 import sys
 import warnings
@@ -131,7 +130,6 @@ outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 AFTER_FORWARD = FORWARD_HOOKS[1:]
-LOAD_HOOKS = ("_load_state_dict_post_hooks",)
 ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -242,26 +240,6 @@ def flattened(tensors: list[Tensor]) -> Tensor:
 def unflattened(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The parts of a flattened tensor, as views."""
     return list(torch._utils._unflatten_dense_tensors(flat, like))
-
-
-# ---- modes that stay with their thread -------------------------------------------------------------------------------
-
-
-def thread_has_modes() -> bool:
-    """Whether this thread is inside a mode that another one would not see: a default device, a FLOP counter."""
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    functions = _get_current_function_mode_stack()
-    if any(not (isinstance(mode, DeviceContext) and mode.device.type == "cpu") for mode in functions):
-        return True
-    return bool(_get_current_dispatch_mode_stack())
-
-
-# Starts a thread in a single call of C. In threading.Thread.start an exception out of a signal handler can leave a lock
-# locked, or become another one.
-start_new_thread: Callable[[Callable[[], Any], tuple[()]], int] = _thread.start_new_thread
 
 
 # ---- torch.optim -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import check_device, check_dtype, check_flag, check_integer, check_positive
+from dcl_optim._validation import check_device, check_dtype, check_integer, check_positive
 from dcl_optim.companion import Companion
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
@@ -69,10 +69,6 @@ class DCLOptimizer(ForecastOptimizer):
         companion_dtype: what the companion's weights are and what it computes in, as ``torch.bfloat16``. None (default)
             for the model's. A companion on another device or of another dtype shares no frozen
             parameters.
-        overlap: run the companion concurrently with the model, with the numbers of the serial run: on the CPU in a
-            worker thread, which gets half of torch's threads meanwhile, for models that draw no random numbers (others
-            run serially, and a warning says so); on a GPU on a second stream. Default False. Not for models with
-            activation checkpointing, nor with SyncBatchNorm or sharded parameters on several ranks (an error says so).
         process_group: the ranks whose companions are one, over which their gradients are averaged: ``"auto"`` (default)
             for the model's own group when DistributedDataParallel wraps it, before or after this optimizer does, all
             ranks when FSDP shards it, and none otherwise, as for independent models on each rank; a
@@ -99,7 +95,7 @@ class DCLOptimizer(ForecastOptimizer):
     Warns:
         UserWarning: at the first training forward: hooks of the model that the companion does not get, and a forecast
             that is not the model's; weights that were loaded in the run; a companion that is not finite; see also
-            ``overlap``, ``logits``, ``class_dim``.
+            ``logits``, ``class_dim``.
 
     Examples:
         >>> import torch
@@ -139,7 +135,6 @@ class DCLOptimizer(ForecastOptimizer):
         companion_every: int = 1,
         companion_device: torch.device | str | None = None,
         companion_dtype: torch.dtype | None = None,
-        overlap: bool = False,
         process_group: Any = "auto",
         criterion: nn.Module | None = None,
         loss_scale: Any = "auto",
@@ -153,14 +148,8 @@ class DCLOptimizer(ForecastOptimizer):
         every = check_integer("companion_every", companion_every, least=1)
         check_dtype("companion_dtype", companion_dtype)
         device = check_device("companion_device", companion_device)
-        check_flag("overlap", overlap)
-        kind: type[Companion] = Companion
-        if overlap:
-            from dcl_optim.overlap import OverlappedCompanion  # what runs serially does not need threads or streams
-
-            kind = OverlappedCompanion
         make = functools.partial(
-            kind,
+            Companion,
             model,
             base_optimizer,
             finder(logits),

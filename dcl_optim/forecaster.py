@@ -271,12 +271,6 @@ class Forecaster(ABC):
     def forget(self) -> None:
         """Drop what was observed since the last step."""
 
-    def pause(self) -> None:  # noqa: B027
-        """Give back what is held from the forward to the step, as the script evaluates the model. Default: nothing."""
-
-    def close(self) -> None:  # noqa: B027
-        """Stop what runs concurrently with the caller; a later forward may start it again. Default: nothing."""
-
     def model_loaded(self) -> None:  # noqa: B027
         """Take note that a state was loaded into the model, or into what holds it. Default: nothing."""
 

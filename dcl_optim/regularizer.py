@@ -116,7 +116,6 @@ class Regularizer:
         """Take the hooks off; model and criterion are as they were."""
         if self._hooks is not None:
             self._hooks.remove()
-        self.forecaster.close()
         self.attached = self.superseded = False
 
     def model_loaded(self) -> None:
@@ -152,7 +151,6 @@ class Regularizer:
         if self.labels is not None:
             self.labels.before_forward()
         if not (training or self._count_eval) or not torch.is_grad_enabled():
-            self.forecaster.pause()
             return
         if self._is_no_training_forward():
             return

@@ -8,7 +8,6 @@ import gc
 import random
 import signal
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -103,13 +102,6 @@ def older_objects():
     older = gc.get_objects()
     gc.freeze()
     return older
-
-
-@pytest.fixture
-def new_threads():
-    """A function that lists the threads that the test has started and that still run."""
-    existing = set(threading.enumerate())
-    return lambda: [thread for thread in threading.enumerate() if thread not in existing]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -32,7 +31,6 @@ from dcl_optim import DCLOptimizer
 from dcl_optim.forecaster import ForwardRecord
 
 CLASSES, FEATURES = 5, 6
-DRAWS = r"overlap=True: the model or its companion draws .* runs after the model from now on"  # the warning
 PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
 SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
 
@@ -293,27 +291,6 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-@contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Give torch this many threads inside the block."""
-    gc.collect()  # an optimizer that an earlier test has left between forward and step gives back what it halved
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def threads_of_forwards() -> Iterator[set[str]]:
-    """The names of the threads in which modules are called inside the block."""
-    names: set[str] = set()
-    note = nn.modules.module.register_module_forward_pre_hook(lambda *_: names.add(threading.current_thread().name))
-    with note:
-        yield names
-
-
 def training_forwards(optimizer: Any) -> list[weakref.ref[ForwardRecord]]:
     """A list to which each training forward of the model is added from now on, as the forecaster is asked about it."""
     records: list[weakref.ref[ForwardRecord]] = []
@@ -327,23 +304,8 @@ def training_forwards(optimizer: Any) -> list[weakref.ref[ForwardRecord]]:
     return records
 
 
-def worker_threads() -> list[threading.Thread]:
-    """The threads that run companions by now."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("dcl_optim")]
-
-
 def snapshot(optimizer: DCLOptimizer) -> dict[str, Any]:
     """All that training has changed: both networks, both optimizers, the script's random stream."""
     networks = {"model": optimizer.model.state_dict(), "companion": optimizer.companion.state_dict()}
     optimizers = {"optimizer": optimizer.state_dict(), "chasing": optimizer.companion_optimizer.state_dict()}
     return copy.deepcopy(networks | optimizers | {"random": torch.get_rng_state()})
-
-
-def assert_overlap_changes_nothing(script: Callable[[bool], DCLOptimizer], **tolerance: float) -> None:
-    """Run a script that takes overlap=; one that falls back to the serial way would prove nothing."""
-    found = {}
-    for overlap in (False, True):
-        with threads_of_forwards() as names:
-            found[overlap] = snapshot(script(overlap))
-        assert any(name.startswith("dcl_optim") for name in names) == overlap
-    assert_same(found[True], found[False], **tolerance)

@@ -9,6 +9,7 @@ import copy
 import itertools
 import signal
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, sgd, surviving_tensors
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, sgd, surviving_tensors, train
 
 
 class Fragile(nn.Module):
@@ -156,8 +157,10 @@ def test_a_retried_batch_ends_where_an_undisturbed_run_does(variant, accident, l
     assert_same(Script(variant, loop).run(accident).snapshot(), Script(variant, loop).run().snapshot())
 
 
-def give_up_a_batch(accident, lost, never):
+@pytest.mark.parametrize(("variant", "accident", "loop"), cells(IN_EITHER_LOOP, *IN_EITHER_LOOP[1::3]))
+def test_a_batch_given_up_leaves_no_trace(variant, accident, loop):
     """As scripts do that skip what does not fit: the next batch is another one."""
+    lost, never = Script(variant, loop), Script(variant, loop)
     for step, batch in enumerate(batches(6)):
         if step == 3:
             ACCIDENTS[accident](lost)
@@ -168,30 +171,18 @@ def give_up_a_batch(accident, lost, never):
     assert_same(lost.snapshot(), never.snapshot())
 
 
-@pytest.mark.parametrize(("variant", "accident", "loop"), cells(IN_EITHER_LOOP, *IN_EITHER_LOOP[1::3]))
-def test_a_batch_given_up_leaves_no_trace(variant, accident, loop):
-    give_up_a_batch(accident, Script(variant, loop), Script(variant, loop))
-
-
-def require_no_memory_kept(accident, script):
+@pytest.mark.usefixtures("older_objects")
+@pytest.mark.parametrize(("variant", "accident"), cells(CASES, *CASES[::2]))
+def test_an_accident_keeps_no_memory(variant, accident):
     """Counted after the next step, when everything of the failed attempt has to be gone."""
-    script.run()
-    data = list(batches(3))
+    script, data = Script(variant, "plain").run(), list(batches(3))
     script.attempt(*data[0], seed=0)
-    script.optimizer.forecaster.close()  # a worker drops its last piece of work when it likes
     usual = surviving_tensors()
     ACCIDENTS[accident](script)
     with pytest.raises(RAISED):
         script.attempt(*data[1], seed=1)
     script.attempt(*data[2], seed=2)
-    script.optimizer.forecaster.close()
     assert surviving_tensors() == usual
-
-
-@pytest.mark.usefixtures("older_objects")
-@pytest.mark.parametrize(("variant", "accident"), cells(CASES, *CASES[::2]))
-def test_an_accident_keeps_no_memory(variant, accident):
-    require_no_memory_kept(accident, Script(variant, "plain"))
 
 
 def interrupted_after_the_bases_step(variant, loop):
@@ -272,6 +263,37 @@ def test_random_streams_after_the_companions_accident_are_those_of_the_models_fo
             F.cross_entropy(script.model(x), y)
         streams.append(torch.get_rng_state())
     assert torch.equal(*streams)
+
+
+class FailsOnce(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError("no step today")
+        return super().step(closure)
+
+
+def test_an_error_in_the_companions_step_names_the_mend_and_the_next_step_is_another():
+    """The model has stepped by then."""
+    optimizers = []
+    for fails in (True, False):
+        model = mlp()
+        optimizer = DCLOptimizer(FailsOnce(model.parameters(), lr=0.1), model, weight=1.0)
+        train(model, optimizer, batches(3))
+        before = copy.deepcopy(optimizer.companion.state_dict())
+        optimizer.companion_optimizer.fails = fails
+        message = r"FailsOnce, could not step \(no step today\).*companion_optimizer="
+        with pytest.raises(RuntimeError, match=message) if fails else nullcontext():
+            train(model, optimizer, batches(1, seed=8))
+        if not fails:  # the companion's step of that batch is all that the other run lacks
+            optimizer.companion.load_state_dict(before)
+        train(model, optimizer, batches(3, seed=9))
+        optimizers.append(optimizer)
+    failed, calm = optimizers
+    assert_same(failed.model, calm.model)
+    assert_same(failed.companion, calm.companion)
 
 
 def test_an_evaluation_after_an_accident_is_left_alone():

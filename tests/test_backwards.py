@@ -22,7 +22,6 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "dcl": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0),
     "dcl criterion": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, criterion=criterion),
     "dcl kl": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, distance="kl"),
-    "dcl overlap": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, overlap=True),
     "dcp": lambda model, criterion: DCPOptimizer(sgd(model), model, CLASSES, weight=2.0, criterion=criterion),
     "plain": lambda model, criterion: sgd(model),
 }
@@ -84,7 +83,6 @@ def trained(wrapper: str, ask: Callable[..., None], build: Callable[[], nn.Seque
     return model, optimizer
 
 
-@pytest.mark.filterwarnings("ignore:overlap=True")  # dropout runs serially
 @pytest.mark.parametrize(
     ("build", "wrapper", "ask"),
     cells(
@@ -96,8 +94,6 @@ def trained(wrapper: str, ask: Callable[..., None], build: Callable[[], nn.Seque
         (mlp, "dcl criterion", asks_for_logits),
         (dropout_net, "dcl criterion", clears_after_asking),
         (mlp, "dcl kl", asks_for_logits),
-        (mlp, "dcl overlap", asks_for_the_head),
-        (dropout_net, "dcl overlap", asks_for_logits),
         (mlp, "dcp", asks_twice),
         (mlp, "dcp", clears_after_asking),
         (dropout_net, "dcp", asks_for_logits),
@@ -240,12 +236,11 @@ def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tens
     return batch.detach()
 
 
-@pytest.mark.filterwarnings("ignore:overlap=True")
 @pytest.mark.parametrize(
     ("wrapper", "when", "how"),
     cells(
         itertools.product(
-            ["dcl", "dcl criterion", "dcl overlap", "dcp"],
+            ["dcl", "dcl criterion", "dcp"],
             ["before", "between", "after"],
             [by_grad, by_inputs, by_frozen],
         ),
@@ -254,8 +249,6 @@ def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tens
         ("dcl", "after", by_frozen),
         ("dcl criterion", "between", by_grad),
         ("dcl criterion", "before", by_frozen),
-        ("dcl overlap", "between", by_grad),
-        ("dcl overlap", "after", by_frozen),
         ("dcp", "before", by_inputs),
         ("dcp", "between", by_frozen),
         ("dcp", "after", by_grad),

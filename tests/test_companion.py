@@ -14,7 +14,7 @@ from torch import nn
 from dcl_optim import DCLOptimizer
 from dcl_optim.companion import Companion
 from dcl_optim.hooks.outputs import find_logits
-from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, mlp, train
+from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, train
 
 
 def sgd(model, **options):
@@ -23,6 +23,47 @@ def sgd(model, **options):
 
 def wrap(model, **options):
     return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
+
+
+# ---- random draws ----------------------------------------------------------------------------------------------------
+
+
+def test_layers_that_draw_from_a_generator_of_their_own():
+    """The companion has a copy of it, which draws the same by itself."""
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.generator, self.drawn = mlp(), torch.Generator().manual_seed(3), []
+
+        def forward(self, x):
+            self.drawn.append(torch.rand(x.shape, generator=self.generator))
+            return self.body(x + self.drawn[-1])
+
+    model = Noisy()
+    optimizer = wrap(model)
+    train(model, optimizer, batches(4))
+    assert len(model.drawn) == 4
+    assert_same(model.drawn, optimizer.companion.drawn)
+
+
+def test_the_script_draws_from_its_stream_as_if_no_companion_ran():
+    """Between the forward and the backward, too."""
+    found = []
+    for wrapped in (True, False):
+        model, drawn = dropout_net(), []
+        optimizer = wrap(model) if wrapped else sgd(model)
+        torch.manual_seed(4)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            z = model(x)
+            drawn.append(torch.rand(2))
+            F.cross_entropy(z, y).backward()
+            drawn.append(torch.rand(2))
+            optimizer.step()
+            drawn.append(torch.rand(2))
+        found.append(drawn)
+    assert_same(*found)
 
 
 # ---- how it is made -------------------------------------------------------------------------------------------------

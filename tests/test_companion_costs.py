@@ -178,10 +178,9 @@ def test_a_companion_on_the_device_of_the_model_is_the_same_training():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_companion_on_a_gpu_beside_a_model_on_the_cpu(overlap):
+def test_a_companion_on_a_gpu_beside_a_model_on_the_cpu():
     model, hand = mlp(), mlp()
-    optimizer, other = wrap(model, companion_device="cuda", overlap=overlap), wrap(hand)
+    optimizer, other = wrap(model, companion_device="cuda"), wrap(hand)
     train(model, optimizer, batches(10))
     train(hand, other, batches(10))
     assert next(optimizer.companion.parameters()).is_cuda
@@ -239,22 +238,19 @@ class Recurrent(nn.Module):
         return z[-1] if self.last else z
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("samples", [8, 12], ids=["as many samples as moments", "more samples"])
-@pytest.mark.filterwarnings("ignore:overlap=True. the model or its companion draws")
 @pytest.mark.parametrize(("last", "dropout"), [(False, 0.0), (False, 0.3), (True, 0.0)])
-def test_a_part_of_a_batch_that_has_the_time_first_is_refused(last, dropout, samples, overlap):
+def test_a_part_of_a_batch_that_has_the_time_first_is_refused(last, dropout, samples):
     model = Recurrent(last, dropout)
     before = copy.deepcopy(model)
-    optimizer = wrap(model, companion_fraction=0.5, class_dim=-1, overlap=overlap)
+    optimizer = wrap(model, companion_fraction=0.5, class_dim=-1)
     with pytest.raises(ValueError, match="pass companion_fraction=1"):
         model(torch.randn(8, samples, FEATURES))
     assert_same(model, before)
     assert_same(optimizer.companion, before)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_part_of_the_batch_with_inputs_of_other_lengths_first(overlap):
+def test_a_part_of_the_batch_with_inputs_of_other_lengths_first():
     """Neither the table nor the scale, which come first, is as long as the batch, whose size changes."""
 
     class Scaled(nn.Module):
@@ -267,7 +263,7 @@ def test_a_part_of_the_batch_with_inputs_of_other_lengths_first(overlap):
 
     model, plain = Scaled(), mlp()
     rows = []
-    optimizer, expected = wrap(model, companion_fraction=0.25, overlap=overlap), wrap(plain, companion_fraction=0.25)
+    optimizer, expected = wrap(model, companion_fraction=0.25), wrap(plain, companion_fraction=0.25)
     optimizer.companion.net.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     table, scale = torch.full((4,), 0.25, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     data = [*batches(2), *batches(2, size=12)]

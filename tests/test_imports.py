@@ -13,7 +13,7 @@ PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path i
 FILES = {name.removesuffix(".__init__"): path for name, path in sorted(PATHS.items())}
 # From the top. A file or package imports from lower layers and from itself; _ stands for all files that begin with it.
 ORDER = """
-    __main__ | demo | plots | metrics dcl_optim | dcl dcp | optimizer overlap | regularizer | companion prototypes
+    __main__ | demo | plots | metrics dcl_optim | dcl dcp | optimizer | regularizer | companion prototypes
     | hooks | forecaster | distances schedules distributed | reference _
 """
 LAYER = {unit: depth for depth, units in enumerate(ORDER.split("|")) for unit in units.split()}
@@ -53,11 +53,8 @@ def test_imports_go_down() -> None:
         for target, name in imports(module):
             other = unit(target)
             down = other == own or LAYER[own] < LAYER[other]
-            optional = other != "overlap" or own in ("dcl", "overlap")
             script = own in ("metrics", "plots", "demo", "__main__") and other != own
-            if not (down and optional) or (
-                script and name not in getattr(importlib.import_module(target), "__all__", ())
-            ):
+            if not down or (script and name not in getattr(importlib.import_module(target), "__all__", ())):
                 wrong.append(f"{module} imports {target} {name}")
     assert not wrong
 

@@ -424,7 +424,7 @@ def test_what_logits_returns_is_checked(chosen):
 # ---- forwards in eval mode, and calls that no hook sees --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcl overlapped", "dcp"])
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_training_in_eval_mode(variant):
     """Equal to training without dropout and with batch norm's statistics frozen; evaluation under no_grad is none."""
     model = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES), nn.Dropout(0.5)).double().eval()
@@ -436,7 +436,7 @@ def test_training_in_eval_mode(variant):
 
     def make(net, **options):
         if variant != "dcp":
-            return wrap(net, overlap=variant == "dcl overlapped", **options)
+            return wrap(net, **options)
         return DCPOptimizer(sgd(net), net, CLASSES, criterion=criterion, weight=1.0, alpha=0.6, **options)
 
     optimizer, reference = make(model, count_eval=True), make(expected)

@@ -87,7 +87,6 @@ def steps_of(optimizer: Any) -> int:
 
 LOOPS = {"plain": plain, "closure": closed, "accumulation": accumulated}
 WRAPPERS = {"DCL": dcl, "DCP": dcp}
-ALL_WRAPPERS = WRAPPERS | {"DCL, overlap": lambda model: dcl(model, overlap=True)}
 Step = Callable[[Any, Tensor, Tensor], None]
 
 
@@ -317,9 +316,9 @@ def test_a_look_at_the_unreadable_device_is_an_error(reading):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("wrapper", ALL_WRAPPERS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_step_on_cuda_does_not_synchronise(wrapper, loop, autocast):
-    optimizer = ALL_WRAPPERS[wrapper](Small().cuda())
+    optimizer = WRAPPERS[wrapper](Small().cuda())
     data = [(x.cuda(), y.cuda()) for x, y in batches(6, dtype=torch.float32)]
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         for batch in data[:3]:  # torch's first calls load kernels; "auto" looks once at a second backward's gradient
@@ -337,16 +336,14 @@ def test_a_step_on_cuda_does_not_synchronise(wrapper, loop, autocast):
 # ---- memory kept, garbage left ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrapper", cells(ALL_WRAPPERS, "DCP", "DCL, overlap"))
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_thousand_steps_keep_no_more_memory_than_ten(wrapper, older_objects):
-    optimizer, data = ALL_WRAPPERS[wrapper](mlp()), list(batches(4))
+    optimizer, data = WRAPPERS[wrapper](mlp()), list(batches(4))
     schedule = itertools.cycle(itertools.product(LOOPS.values(), data))
 
     def memory_after(steps: int) -> tuple[tuple[int, int], int, int]:
         for step, batch in itertools.islice(schedule, steps):
             step(optimizer, *batch)
-        if wrapper == "DCL, overlap":
-            optimizer.forecaster.close()  # a worker drops its last piece of work when it likes
         gc.collect()
         objects = gc.get_objects()
         return live_tensors(), items_in_containers(itertools.chain(older_objects, objects)), len(objects)
@@ -368,18 +365,6 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(wrapper, loop):
             LOOPS[loop](optimizer, *batch)
             kept.append(storages.live())
     assert kept[2:] == kept[2:3] * 6
-
-
-@pytest.mark.usefixtures("older_objects")
-def test_an_overlapped_step_leaves_nothing_to_the_garbage_collector():
-    optimizer, batch, kept = dcl(mlp(), overlap=True), one(), []
-    with no_collector():
-        for _ in range(2):
-            for _ in range(3):
-                plain(optimizer, *batch)
-            optimizer.forecaster.close()
-            kept.append(live_tensors())
-    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -27,8 +27,8 @@ FROZEN = """\
 dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', reduction='mean',
         temperature=None, companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0,
-        companion_every=1, companion_device=None, companion_dtype=None, overlap=False, process_group='auto',
-        criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
+        companion_every=1, companion_device=None, companion_dtype=None, process_group='auto', criterion=None,
+        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .companion
     .companion_optimizer
     .evaluating(self)
@@ -122,14 +122,12 @@ dcl_optim.forecaster.Forecaster()
     .base_changed(self)
     .before_forward(self, args, kwargs, rng_state, step)
     .check_state(self, state)
-    .close(self)
     .create_state(self)
     .figures(self)
     .forget(self)
     .load_state_dict(self, state)
     .model_loaded(self)
     .observe(self, record, distance, alpha, scale)
-    .pause(self)
     .penalty(self, record, distance)
     .predict(self, args, kwargs, record, rng_state)
     .replays_draws = True
@@ -168,15 +166,6 @@ dcl_optim.companion.Companion(model, base, find_logits, *, companion=None, compa
     .settings(self)
     .skip(self, record, alpha)
     .state_dict(self)
-    .step(self)
-dcl_optim.overlap.OverlappedCompanion(*args, **options)
-    .backward(self)
-    .before_forward(self, args, kwargs, rng_state, step)
-    .close(self)
-    .forget(self)
-    .observe(self, record, distance, alpha, scale)
-    .pause(self)
-    .predict(self, args, kwargs, record, rng_state)
     .step(self)
 dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, ranks)
     .before_forward(self, args, kwargs, rng_state, step)

@@ -348,10 +348,6 @@ class Companion(Forecaster):
 
     def _run_backward(self) -> None:
         pending, self._pending = self._pending, []
-        if pending:
-            self._run_backward_of(pending)
-
-    def _run_backward_of(self, pending: list[tuple[Tensor, Tensor]]) -> None:
         for logits, gradient in pending:
             try:
                 with inputs.outside_autocast(logits.device.type):

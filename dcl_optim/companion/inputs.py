@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -110,16 +109,7 @@ def _is_cut(tensor: Tensor, batch: int) -> bool:
 
 def outside_autocast(device: str) -> AbstractContextManager[Any]:
     """Leave the script's autocast, under which no backward is to run, though the companion's may be called there."""
-    return _without_autocast(device) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-@contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
-    torch.set_autocast_enabled(device, False)  # not torch.autocast, whose end may empty the cache of all threads
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, True)
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def outside_checkpoints() -> AbstractContextManager[Any]:

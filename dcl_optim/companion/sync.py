@@ -46,7 +46,6 @@ class CompanionSync:
         self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
         self._started, self._ranks_in_step = False, 1
-        self.watches_values = False  # whether the forward that runs is watched closely
         self._marks: list[Any] = []  # of the shared parameters, before the model's forward
         self._filled: list[tuple[nn.Module, nn.Module, str]] = []  # containers that a forward fills
         own_hooks = is_copy and called is self._model
@@ -86,7 +85,6 @@ class CompanionSync:
         Args:
             closely: also what it writes through ``.data``, which a look at all values shows; and which containers grow.
         """
-        self.watches_values = closely and bool(self.shared)
         if self._is_copy and (closely or self.shared):
             self._marks = _marks(self.shared, closely)
             self._sizes = _sizes(self._companion) if closely else {}

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import knobs, measure, methods, run, second_device
+from benchmarks import knobs, measure, methods, run
 from benchmarks.methods import METHODS
-from benchmarks.setting import Setting
 from benchmarks.workloads import ON_CPU, WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 MLP_PARAMETERS = 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
 OPTIONS = (
-    *("--models", "mlp", "--methods", "DCLOptimizer", "--parts", "methods", "knobs", "memory", "overlap", "growth"),
+    *("--models", "mlp", "--methods", "DCLOptimizer", "--parts", "methods", "knobs", "memory", "growth"),
     *("--series", "layers", "--rounds", "2", "--slot", "0.001", "--threads", "1", "--name", "small"),
 )
 
@@ -91,11 +90,8 @@ def test_memory_is_raw_and_beyond_what_the_imports_hold(results):
     assert results["knobs"][0]["rows"][1]["memory"] == rows["DCLOptimizer"]["memory"]  # asked for once
 
 
-def test_the_other_parts_are_there(results):
-    (bound,), (series,) = results["overlap"], results["growth"]
-    assert (bound["threads"], bound["half"]) == (1, 1)
-    assert bound["bound"]["median"] > 0
-    assert ("second_device" in bound) is second_device.possible(Setting())
+def test_the_other_part_is_there(results):
+    (series,) = results["growth"]
     assert [point["size"] for point in series["points"]] == [1, 4, 16, 64, 256]
     assert [row["name"] for row in series["points"][0]["rows"]] == [
         "plain",
@@ -113,7 +109,6 @@ def test_the_second_command_prints_the_tables_again(measured, capsys):
         "### Time of a step, divided by plain training's",
         "### Methods",
         "### DCLOptimizer's cost options",
-        "### The companion beside the model",
         "### Growth",
     ]
 
@@ -148,7 +143,7 @@ def test_wrong_arguments_are_argparse_errors(arguments, capsys):
     [
         ("pytorch_optimizer", "--parts methods --models mlp", True),
         ("schedulefree", "--parts methods --models mlp --methods DCLOptimizer", False),
-        ("torchvision", "--parts overlap --models resnet18", True),
+        ("torchvision", "--parts knobs --models resnet18", True),
         ("torchvision", "--parts growth", False),
     ],
 )
@@ -192,7 +187,7 @@ def test_what_is_no_results_file(name, content, tmp_path, capsys):
 def test_without_choices_every_part_has_its_networks():
     options = run.parse([])
     assert options.of_part["methods"] == list(ON_CPU) == ["mlp", "cnn", "resnet18", "shufflenet", "vit"]
-    assert set(options.parts) == {"methods", "knobs", "memory", "overlap", "growth"}
+    assert set(options.parts) == {"methods", "knobs", "memory", "growth"}
     assert all(model in WORKLOADS for models in run.DEFAULT_MODELS["cuda"].values() for model in models)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 
 import pytest
 import torch
 
-from benchmarks import allocator, growth, networks, plot, second_device, table, threads, timing
+from benchmarks import allocator, growth, plot, table, timing
 from benchmarks.setting import Setting
-from benchmarks.workloads import ON_CPU, Workload
+from benchmarks.workloads import ON_CPU
 
 GIB = 2**30
 
@@ -109,7 +108,7 @@ def test_a_library_that_does_not_keep_freed_memory_is_said_so(library, monkeypat
         assert kept is False
 
 
-# ---- growth and threads ---------------------------------------------------------------------------------------------
+# ---- growth ---------------------------------------------------------------------------------------------------------
 
 
 def clock(seconds: dict[str, list[float]]):
@@ -156,55 +155,6 @@ def test_each_series_grows_in_what_it_names():
     assert [work.classes for work in of["classes"]] == [10, 100, 1_000, 10_000]
 
 
-SMALL = Workload("small", lambda: networks.perceptron((4, 3)), (4,), 8, classes=3)
-
-
-def test_half_of_the_threads_are_half_of_the_threads(monkeypatch):
-    seen: list[int] = []
-    threads.on(3, lambda: seen.append(torch.get_num_threads()))()
-    threads.on(1, lambda: seen.append(torch.get_num_threads()))()
-    assert seen == [3, 1]
-    seconds = {"all": [0.1, 0.2], "half": [0.15, 0.30], "DCLOptimizer": [0.2, 0.4], "overlap=True": [0.16, 0.32]}
-    monkeypatch.setattr(timing, "interleaved", clock(seconds))
-    figures = threads.measure(SMALL, Setting(), threads=4, rounds=2, slot_seconds=0.001)
-    assert (figures["threads"], figures["half"]) == (4, 2)
-    medians = {name: figures[name]["median"] for name in ("bound", "serial", "beside")}
-    assert medians == pytest.approx({"bound": 1.5, "serial": 2.0, "beside": 1.6})
-    assert figures["rounds_milliseconds"]["half"] == [150.0, 300.0]
-    assert torch.get_num_threads() == 4
-    torch.set_num_threads(1)
-
-
-@pytest.mark.skipif(not second_device.possible(Setting()), reason="needs two cores, and Linux to choose among them")
-def test_each_network_has_a_core_of_its_own(monkeypatch):
-    """The model's thread stays on one, the companion's worker on another, and all is as before afterwards."""
-    places: list[tuple] = []
-    before, running = os.sched_getaffinity(0), second_device.workers()
-
-    def look(steps, *_, **__):
-        for step in steps.values():
-            step()
-        (worker,) = second_device.workers() - running
-        places.append((os.sched_getaffinity(0), os.sched_getaffinity(worker), torch.get_num_threads()))
-        return {"plain": [0.1], "DCLOptimizer": [0.2], "overlap=True": [0.125]}
-
-    monkeypatch.setattr(timing, "interleaved", look)
-    torch.set_num_threads(2)
-    figures = second_device.measure(SMALL, Setting(), rounds=1, slot_seconds=0.001)
-    ((mine, companions, used),) = places
-    assert len(mine) == len(companions) == used == 1
-    assert mine != companions
-    assert (figures["serial"]["median"], figures["beside"]["median"]) == pytest.approx((2.0, 1.25))
-    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (before, 2)
-    torch.set_num_threads(1)
-
-
-def test_without_a_worker_there_is_no_second_device():
-    with pytest.raises(RuntimeError, match="expected one new thread"):
-        second_device.new_worker(second_device.workers())
-    assert not second_device.possible(Setting("cuda"))
-
-
 # ---- tables and images --------------------------------------------------------------------------------------------
 
 
@@ -247,10 +197,6 @@ def results():
     return {
         "methods": [{**place, "rows": rows}],
         "knobs": [{**place, "rows": [rows[0], knob]}],
-        "overlap": [
-            {**place, "bound": spread(1.5), "serial": spread(2.0), "beside": spread(1.75)}
-            | {"second_device": {"serial": spread(2.25), "beside": spread(1.25)}}
-        ],
         "growth": [{"title": "classes", "points": points}],
         "freed_memory_kept": True,
         "machine": {"cpu": "chip", "cores": 8, "threads": 4, "os": "Linux", "device": "H200"},
@@ -275,8 +221,6 @@ def test_every_cell_of_the_tables_is_a_figure_of_the_file(results):
     assert wrapped in lines
     tenth = "the companion learns from a tenth of the batch | 80.7 % (Table 10) | 1.25 (1.12–1.38) | 1.50 | 1.50 MiB |"
     assert f"| net, 64 | companion_fraction=0.1 | {tenth}" in lines
-    here, apart = "2.00 (1.88–2.12) | 1.75 (1.62–1.88) | 1.50 (1.38–1.62)", "2.25 (2.12–2.38) | 1.25 (1.12–1.38)"
-    assert f"| net, 64 | {here} | {apart} |" in lines
     both = "2.25 (2.12–2.38) | 1.12 (1.00–1.25) | -8 (-8 to -8) | 37 (37 to 37)"
     assert f"| classes | 1,000 | 4.00 | {both} |" in lines
     assert f"|  | 100,000 | 4.00 | {both} |" in lines
@@ -288,7 +232,7 @@ def test_every_cell_of_the_tables_is_a_figure_of_the_file(results):
 
 def test_the_tables_are_rectangular(results):
     blocks = [block.splitlines() for block in table.markdown(results).split("\n\n") if block.startswith("|")]
-    assert len(blocks) == 5
+    assert len(blocks) == 4
     assert all(len({line.count("|") for line in block}) == 1 for block in blocks)
 
 

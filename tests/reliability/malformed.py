@@ -43,7 +43,6 @@ WRONG_DCL: dict[str, list[Any]] = {
     "companion_every": [0, -3, None, *NO_INTEGERS],
     "companion_device": ["abacus", "", "cpu:x", 1.5, [], {}],
     "companion_dtype": [torch.int64, torch.bool, "float32", 32, float, []],
-    "overlap": NO_FLAGS,
     "num_classes": [CLASSES],
 }
 WRONG_DCP: dict[str, list[Any]] = {
