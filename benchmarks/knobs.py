@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from benchmarks.methods import Row, companion_learning, plain_row
@@ -99,12 +98,6 @@ KNOBS: dict[str, Knob] = {
             "the companion learns at every fourth step",
             UNKNOWN,
             period=4,
-        ),
-        Knob(
-            "companion_dtype=torch.bfloat16",
-            lambda script: {"companion_dtype": torch.bfloat16},
-            "the companion computes and is stored in bfloat16",
-            UNKNOWN,
         ),
         _smaller("half the width", "80.2 to 81.4 % with smaller ResNets (Table 9)"),
         _smaller("ResNet-10", "81.4 % (Table 9)"),

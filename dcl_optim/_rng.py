@@ -29,13 +29,6 @@ def restore(state: RngState) -> None:
             torch.get_device_module(device).set_rng_state(value, device)
 
 
-def on_device(state: RngState, device: torch.device | None) -> RngState:
-    """The same state for a network on another device of the same kind, if it is on another."""
-    if device is None or device in state:
-        return state
-    return {device if key.type == device.type else key: value for key, value in state.items()}
-
-
 @contextmanager
 def replayed(state: RngState) -> Iterator[None]:
     """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.

@@ -58,23 +58,6 @@ def check_labels(targets: Any) -> None:
         raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
 
 
-def check_device(name: str, value: Any) -> torch.device | None:
-    """Demand a device, and give it as its tensors do: with an index, where its kind has one."""
-    try:
-        device = None if value is None else torch.empty(0, device=torch.device(value)).device
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{name}={value!r} is no device here: {str(error).splitlines()[0]}") from error
-    if device is not None and device.type == "meta":
-        raise ValueError(f"{name}={value!r} holds no values, so nothing can be computed there; pass a real device")
-    return device
-
-
-def check_dtype(name: str, value: Any) -> None:
-    """Demand a floating-point dtype or None."""
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"{name}={value!r} must be a floating-point torch.dtype or None")
-
-
 PRIVATE = (
     "its parameters have per-sample gradients (grad_sample), as opacus' PrivacyEngine gives them. opacus clips each "
     "record's gradient and adds noise, but what one record teaches the companion or the prototypes is neither clipped "

@@ -7,11 +7,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import check_device, check_dtype, check_integer, check_positive
+from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
@@ -51,7 +50,7 @@ class DCLOptimizer(ForecastOptimizer):
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
         companion: None for a copy of the model, which shares its frozen parameters and gets those of its hooks that
             work on their arguments alone (a warning names the others); a module of any architecture with the same
-            output shape, which is moved to the model's device; or a callable without arguments that builds one, at
+            output shape, which stays on the device where it is; or a callable without arguments that builds one, at
             once.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
@@ -64,11 +63,6 @@ class DCLOptimizer(ForecastOptimizer):
             long as the batch is cut.
         companion_every: the companion learns once in this many steps, at least 1 (default); its forecast holds the
             model at every step.
-        companion_device: where the companion lives, as a second GPU. None (default) for the model's device. Random
-            draws are replayed on a device of the same kind.
-        companion_dtype: what the companion's weights are and what it computes in, as ``torch.bfloat16``. None (default)
-            for the model's. A companion on another device or of another dtype shares no frozen
-            parameters.
         process_group: the ranks whose companions are one, over which their gradients are averaged: ``"auto"`` (default)
             for the model's own group when DistributedDataParallel wraps it, before or after this optimizer does, all
             ranks when FSDP shards it, and none otherwise, as for independent models on each rank; a
@@ -133,8 +127,6 @@ class DCLOptimizer(ForecastOptimizer):
         companion_lr_scale: float = 1.0,
         companion_fraction: float = 1.0,
         companion_every: int = 1,
-        companion_device: torch.device | str | None = None,
-        companion_dtype: torch.dtype | None = None,
         process_group: Any = "auto",
         criterion: nn.Module | None = None,
         loss_scale: Any = "auto",
@@ -146,8 +138,6 @@ class DCLOptimizer(ForecastOptimizer):
         check_positive("companion_lr_scale", companion_lr_scale)
         check_positive("companion_fraction", companion_fraction, most=1.0)
         every = check_integer("companion_every", companion_every, least=1)
-        check_dtype("companion_dtype", companion_dtype)
-        device = check_device("companion_device", companion_device)
         make = functools.partial(
             Companion,
             model,
@@ -158,8 +148,6 @@ class DCLOptimizer(ForecastOptimizer):
             lr_scale=companion_lr_scale,
             fraction=companion_fraction,
             every=every,
-            device=device,
-            dtype=companion_dtype,
             process_group=process_group,
         )
         super().__init__(

@@ -390,7 +390,7 @@ FAULTS = [
     Fault(
         "draws-not-replayed",
         "companion/companion.py",
-        "with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():",
+        "with replayed(rng_state), inputs.outside_checkpoints():",
         "with inputs.outside_checkpoints():",
         "the companion has dropout masks of its own",
         "regularizer",
@@ -446,7 +446,7 @@ FAULTS = [
     Fault(
         "frozen-not-shared",
         "companion/copying.py",
-        "[p for p in model.parameters() if share_frozen and not p.requires_grad]",
+        "[p for p in model.parameters() if not p.requires_grad]",
         "[]",
         "the companion has frozen parameters of its own",
         "companion",
@@ -490,14 +490,6 @@ FAULTS = [
         "return tensor",
         "the companion's backward goes on into what made the inputs",
         "regularizer inputs",
-    ),
-    Fault(
-        "integers-cast",
-        "companion/inputs.py",
-        "dtype=dtype if t.is_floating_point() else None",
-        "dtype=dtype",
-        "companion_dtype makes floats of token numbers",
-        "companion_costs",
     ),
     Fault(
         "first-forecast-unchecked",

@@ -488,7 +488,6 @@ QUIET: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "masked": (Masked, {}),
     "dropout": (dropout_net, {}),
     "given": (mlp, {"companion": lambda: mlp(seed=4)}),
-    "float32": (mlp, {"companion_dtype": torch.float32}),
     "fraction": (batch_norm_net, {"companion_fraction": 0.5}),
     "every": (batch_norm_net, {"companion_every": 3}),
 }
@@ -729,8 +728,3 @@ def test_a_state_from_before_a_layer_was_unfrozen_is_refused_with_the_fix() -> N
     model[0].requires_grad_(False)
     optimizer.reset_companion()
     optimizer.load_state_dict(saved)
-
-
-def test_a_companion_on_the_meta_device_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"companion_device='meta'.*no values"):
-        wrap(mlp(), companion_device="meta")

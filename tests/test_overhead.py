@@ -270,7 +270,6 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], Step]] = {
     "DCL, number, accumulation": (lambda: dcl(Small(), loss_scale=0.5), accumulated),
     "DCL, part of the batch": (lambda: dcl(Small(), companion_fraction=0.5), plain),
     "DCL, every second step": (lambda: dcl(Small(), companion_every=2), plain),
-    "DCL, companion in bfloat16": (lambda: dcl(Small(), companion_dtype=torch.bfloat16), plain),
     "DCL, weight 0": (lambda: dcl(Small(), weight=0.0), plain),
     "DCP": (lambda: dcp(Small()), plain),
     "DCP, bfloat16": (lambda: dcp(Small(torch.bfloat16)), plain),

@@ -27,8 +27,8 @@ FROZEN = """\
 dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', reduction='mean',
         temperature=None, companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0,
-        companion_every=1, companion_device=None, companion_dtype=None, process_group='auto', criterion=None,
-        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
+        companion_every=1, process_group='auto', criterion=None, loss_scale='auto', logits=None, class_dim=None,
+        strict=True, count_eval=False)
     .companion
     .companion_optimizer
     .evaluating(self)
@@ -148,7 +148,7 @@ dcl_optim.forecaster.ForwardRecord(logits, class_dim)
 dcl_optim.forecaster.replayed(state)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
 dcl_optim.companion.Companion(model, base, find_logits, *, companion=None, companion_optimizer=None, lr_scale=1.0,
-        fraction=1.0, every=1, device=None, dtype=None, process_group='auto')
+        fraction=1.0, every=1, process_group='auto')
     .backward(self)
     .base_changed(self)
     .before_forward(self, args, kwargs, rng_state, step)

@@ -76,20 +76,6 @@ def test_gradients_of_parameters_that_another_optimizer_trains_do_not_pile_up() 
     assert sizes == [None] * 3
 
 
-def test_a_companion_of_its_own_dtype_follows_in_that_dtype_and_leaves_the_frozen_alone() -> None:
-    model = nn.Sequential(mlp()[:2], nn.Linear(12, 12), nn.Linear(12, CLASSES)).double()
-    model[0].requires_grad_(False)
-    optimizers = two_optimizers(model, companion_dtype=torch.float32)
-    train_with_both(model, optimizers, batches(3))
-    optimizers[1].step = lambda: None  # the last step's values are those of the next forward
-    frozen = optimizers[0].companion[0][0].weight
-    version = frozen.data_ptr(), frozen._version
-    train_with_both(model, optimizers, batches(1))
-    assert_same(optimizers[0].companion[1].weight, model[1].weight.float())
-    assert optimizers[0].companion[0][0].weight.dtype == torch.float32
-    assert (frozen.data_ptr(), frozen._version) == version
-
-
 def test_what_is_frozen_after_its_last_step_has_its_last_value() -> None:
     model = mlp()
     optimizers = two_optimizers(model)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _rng
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
-from dcl_optim._rng import RngState, on_device, replayed
+from dcl_optim._rng import RngState, replayed
 from dcl_optim._torch import versions_of, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import checks, copying, inputs
@@ -61,8 +61,6 @@ class Companion(Forecaster):
         lr_scale: the companion's learning rate divided by the base's.
         fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1].
         every: it learns once in this many steps, at least 1.
-        device: where it lives; None for the model's device.
-        dtype: what it computes in; None for the model's dtype.
         process_group: as in :class:`~dcl_optim.DCLOptimizer`.
 
     Raises:
@@ -89,14 +87,11 @@ class Companion(Forecaster):
         lr_scale: float = 1.0,
         fraction: float = 1.0,
         every: int = 1,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
         process_group: Any = "auto",
     ) -> None:
         self._model, self._base, self._find_logits = model, base, find_logits
         self._given, self._given_optimizer = companion, companion_optimizer
         self._lr_scale, self._fraction, self._every = lr_scale, fraction, every
-        self._device, self._dtype = device, dtype
         refuse_flat_shards(model)
         self._ranks = Ranks(model, process_group)
         self._made = self._loaded_since = False
@@ -122,15 +117,13 @@ class Companion(Forecaster):
         own, is_copy = unwrapped(self._model), self._given is None
         rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
         with replayed(rng_state), torch.inference_mode(False):
-            self._module = copying.build(own, self._given, self._device, self._dtype)
+            self._module = copying.build(own, self._given)
             self._optimizer = CompanionOptimizer(
                 self._base, own, self._module, self._lr_scale, self._given_optimizer, is_copy, self._wrapped_with
             )
-        self._sync = CompanionSync(
-            self._model, self._module, self._optimizer, is_copy, self._ranks, self._device, self._dtype
-        )
+        self._sync = CompanionSync(self._model, self._module, self._optimizer, is_copy, self._ranks)
         self._made, self._has_forecast, self._loaded_since = True, False, False
-        self._starts_equal = is_copy and self._device is None and self._dtype is None
+        self._starts_equal = is_copy
         self._versions = versions_of(self._module.parameters())
         if self._mode is not None:
             self.set_mode(self._mode)
@@ -182,7 +175,7 @@ class Companion(Forecaster):
         arguments = self._as_given(args, kwargs)
         if self._sync.shared:
             self._keep_what_is_written()
-        with replayed(on_device(rng_state, self._device)), inputs.outside_checkpoints():
+        with replayed(rng_state), inputs.outside_checkpoints():
             forecast = self._forecast(arguments, record.shape[0])
         self._keep(forecast, arguments, record)
 
@@ -200,8 +193,6 @@ class Companion(Forecaster):
 
     def _forecast(self, arguments: Arguments, batch: int) -> list[Tensor]:
         """The companion's logits: of the whole batch, or of the rows that it learns from and then of the others."""
-        if self._device is not None or self._dtype is not None:
-            arguments = inputs.to_place(arguments, self._device, self._dtype)
         if not self._learns:
             with torch.no_grad():
                 return [self._logits(arguments)]

@@ -35,42 +35,26 @@ def check_model(model: nn.Module) -> None:
         raise RuntimeError(CANNOT_COPY.format("fully_shard does not support deepcopy"))
 
 
-def build(
-    model: nn.Module,
-    companion: nn.Module | Callable[[], nn.Module] | None,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Module:
-    """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds.
-
-    It goes to the model's device where none is given, unless either is spread over several.
-    """
+def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+    """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds."""
     if companion is None:
-        return move(copy_model(model, share_frozen=device is None and dtype is None), device, dtype)
+        return copy_model(model)
     built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
     if not isinstance(built, nn.Module):
         raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
     theirs = set(map(id, model.parameters()))
-    shared = [p for p in built.parameters() if id(p) in theirs]
-    if any(p.requires_grad for p in shared):
+    if any(p.requires_grad for p in built.parameters() if id(p) in theirs):
         raise ValueError("companion shares trained parameters with the model; it must have its own")
-    if device is None and common_device(built) is not None:
-        device = common_device(model)
-    if any((device or p.device, dtype or p.dtype) != (p.device, p.dtype) for p in shared):
-        raise ValueError(
-            "companion shares frozen parameters with the model, which companion_device= or companion_dtype= would "
-            "move for both; build it with other parameters"
-        )
-    return move(built, device, dtype)
+    return built
 
 
-def copy_model(model: nn.Module, share_frozen: bool = True) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """Copy a model, without the hooks through which the copy could reach the script's data; a warning names those.
 
     Trained parameters and all buffers are the copy's own.
     """
     dropped = _not_copied_hooks(model)
-    as_they_are: list[Any] = [p for p in model.parameters() if share_frozen and not p.requires_grad]
+    as_they_are: list[Any] = [p for p in model.parameters() if not p.requires_grad]
     as_they_are += [hook for _, hook in dropped]
     # A copy has the same process group (SyncBatchNorm) and optimizer, not copies of them.
     kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
@@ -215,17 +199,6 @@ class InputsOfScript:
     def __call__(self, module: nn.Module, *inputs: Any) -> Any:
         result = self._hook(module, *inputs)
         return None if self.ignored else result
-
-
-def common_device(module: nn.Module) -> torch.device | None:
-    """The device of all of a module's parameters; None where it is spread over several, as the script has seen to."""
-    devices = {parameter.device for parameter in module.parameters()}
-    return devices.pop() if len(devices) == 1 else None
-
-
-def move(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    """Move a companion to its own device and dtype, where it has them."""
-    return module if device is None and dtype is None else module.to(device=device, dtype=dtype)
 
 
 def unshare(companion: nn.Module, parameters: dict[int, bool]) -> None:

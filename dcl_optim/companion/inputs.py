@@ -1,4 +1,4 @@
-"""The companion's inputs: the model's arguments out of their graph, on the companion's device, or a part of them."""
+"""The companion's inputs: the model's arguments out of their graph, or a part of them."""
 
 from __future__ import annotations
 
@@ -77,11 +77,6 @@ def detached(arguments: Arguments) -> Arguments:
 def _detach(tensor: Tensor) -> Tensor:
     # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one.
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-def to_place(arguments: Arguments, device: torch.device | None, dtype: torch.dtype | None) -> Arguments:
-    """Bring tensors to the companion's own device, and those of floating point to its own dtype, where it has them."""
-    return map_tensors(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None), arguments)
 
 
 def part(arguments: Arguments, batch: int, rows: slice, clones: bool = False) -> Arguments:

@@ -27,7 +27,7 @@ _training, _requires_grad, _data = attrgetter("training"), attrgetter("requires_
 class CompanionSync:
     """Follows what a script does to the model, at each forward, with no work in Python that grows with the model.
 
-    A companion that is no copy of the model follows the mode and the device only. ``called`` is the model as the script
+    A companion that is no copy of the model follows the mode only. ``called`` is the model as the script
     calls it, with its wrappers.
     """
 
@@ -38,12 +38,9 @@ class CompanionSync:
         optimizer: CompanionOptimizer,
         is_copy: bool,
         ranks: Ranks,
-        device: torch.device | None,
-        dtype: torch.dtype | None,
     ) -> None:
         self._called, self._model, self._companion = called, unwrapped(called), companion
         self._optimizer, self._is_copy, self._ranks = optimizer, is_copy, ranks
-        self._device, self._dtype = device, dtype
         self._forward = vars(self._model).get("forward")
         self._started, self._ranks_in_step = False, 1
         self._marks: list[Any] = []  # of the shared parameters, before the model's forward
@@ -62,7 +59,6 @@ class CompanionSync:
         if not self._is_copy:
             if self._companion.training != self._model.training:
                 self._companion.train(self._model.training)
-            self._follow_place()
             return
         self._follow_forward()
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
@@ -139,7 +135,6 @@ class CompanionSync:
         """Take over parameters that the model trains now; a model with new ones is refused."""
         _refuse(self._unknown())
         copying.unshare(self._companion, {id(p): True for p in self.shared if p.requires_grad})
-        copying.move(self._companion, self._device, self._dtype)
         self._optimizer.follow_parameters()
         self._note_parameters()
 
@@ -147,9 +142,6 @@ class CompanionSync:
         theirs = {id(parameter) for parameter in self._model.parameters()}
         self.shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
         if not self._is_copy:
-            places = (copying.common_device(self._model), copying.common_device(self._companion))
-            first = (next(self._model.parameters()), next(self._companion.parameters()))
-            self._sample = first if None not in places else None
             return
         self._theirs, self._ours = list(self._model.modules()), list(self._companion.modules())
         pairs = list(zip(self._model.parameters(), self._companion.parameters(), strict=True))
@@ -166,7 +158,7 @@ class CompanionSync:
     def _follow_elsewhere(self) -> None:
         """Take over the values of parameters that an optimizer of the script's own trains, and not the wrapped one."""
         trained, self._trained = self._trained, list(map(_requires_grad, self._trained_elsewhere[0]))
-        # Not what stays frozen, as in a companion of another dtype, but what was frozen after its last step.
+        # Not what stays frozen, which the model's forward has written to, but what was frozen after its last step.
         theirs, ours = (list(compress(side, map(or_, trained, self._trained))) for side in self._trained_elsewhere)
         if theirs:
             # By data: a forward whose backward is to come has saved them, with these values.
@@ -188,10 +180,8 @@ class CompanionSync:
         if self._sample is None:
             return
         their, our = self._sample
-        device = self._device or their.device
-        dtype = self._dtype or (their.dtype if self._is_copy else our.dtype)
-        if our.device != device or our.dtype != dtype:
-            self._companion.to(device=device, dtype=dtype)
+        if our.device != their.device or our.dtype != their.dtype:
+            self._companion.to(device=their.device, dtype=their.dtype)
             self._optimizer.cast_state()
 
     def _start(self) -> None:

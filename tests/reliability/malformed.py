@@ -41,8 +41,6 @@ WRONG_DCL: dict[str, list[Any]] = {
     "companion_lr_scale": [0, -1, NAN, INF, True, None, *NO_NUMBERS],
     "companion_fraction": [0.0, -0.5, 1.01, NAN, INF, True, None, *NO_NUMBERS],
     "companion_every": [0, -3, None, *NO_INTEGERS],
-    "companion_device": ["abacus", "", "cpu:x", 1.5, [], {}],
-    "companion_dtype": [torch.int64, torch.bool, "float32", 32, float, []],
     "num_classes": [CLASSES],
 }
 WRONG_DCP: dict[str, list[Any]] = {
@@ -67,8 +65,6 @@ RIGHT_DCL: dict[str, list[Any]] = {
     "companion_lr_scale": [0.5, 1],
     "companion_fraction": [0.5, 1],
     "companion_every": [1, 2],
-    "companion_device": [None, "cpu"],
-    "companion_dtype": [None, torch.float32],
 }
 RIGHT_DCP: dict[str, list[Any]] = {"targets": [None, "labels"], "ignore_index": [None, 255]}
 WRONG_RAMP: dict[str, list[Any]] = {

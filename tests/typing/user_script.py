@@ -55,7 +55,6 @@ def closure_loop() -> float:
         distance=lambda z, c: kl(z, c, temperature=2.0),
         companion=network,
         companion_optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-3),
-        companion_dtype=torch.bfloat16,
         logits=lambda output: output,
     )
     x, y = batch()
