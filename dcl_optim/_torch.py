@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import FrameType
@@ -34,8 +32,8 @@ _fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engin
 _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-def teaches(nodes: Iterable[tuple[Any, int]] | None, parameters: Callable[[], Iterable[Tensor]]) -> bool:
-    """Whether the backward pass that runs now brings gradients through these nodes to any of the parameters.
+def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> bool:
+    """Whether the backward pass that runs now brings gradients through these nodes to parameters of an optimizer.
 
     Not, for example, one that an attack asks for the gradient of the inputs. A pass that fills all leaves does, without
     a look at the parameters: those inside reentrant checkpoints have passes of their own.
@@ -49,8 +47,8 @@ def teaches(nodes: Iterable[tuple[Any, int]] | None, parameters: Callable[[], It
         return False
     if _fills_all_leaves():
         return True
-    leaves = (torch.autograd.graph.get_gradient_edge(p).node for p in parameters() if p.requires_grad)
-    return any(map(_gets_gradient, leaves))
+    parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
 
 
 def _gets_gradient(node: Any) -> bool:
@@ -64,9 +62,11 @@ def _gets_gradient(node: Any) -> bool:
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-def exporting() -> bool:
-    """Whether the forward that runs is recorded: by torch.jit.trace and the older ONNX exporter, or by torch.export."""
-    return torch._C._is_tracing() or torch.compiler._is_compiling_flag
+def is_recorded() -> bool:
+    """Whether the forward pass that runs is recorded by torch.jit.trace, an ONNX exporter or torch.export, or transformed
+    by torch.func, whose gradients are not those of a backward pass."""
+    recorded = torch._C._is_tracing() or torch.compiler._is_compiling_flag
+    return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
@@ -75,10 +75,6 @@ _top_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "perhaps some"
 )
 saved_tensors_hooks: Callable[[], Any] = functools.partial(_top_hooks, False)
-
-# The transform of torch.func that runs, whose gradients are not those of a backward pass; None outside of one.
-functorch_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-
 
 _version = attrgetter("_version")
 
@@ -142,27 +138,6 @@ def hooks_of(module: nn.Module, tables: tuple[str, ...] = FORWARD_HOOKS) -> Iter
 def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
     """A module's table of forward pre-hooks."""
     return module._forward_pre_hooks
-
-
-def leave_out_of_copies(handle: Any) -> None:
-    """Leave a hook out when its module is copied or pickled: ``torch.load(weights_only=True)`` refuses a hook of ours.
-
-    The tables cannot be exchanged, since the handles of other hooks point to them; but copy and pickle ask the very
-    object for its ``__reduce_ex__``. The module's notes about the hook would hit a later one of the same number.
-    """
-    for table in (reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
-        vars(table).setdefault("__reduce_ex__", _TableCopy(table)).left_out.add(handle.id)
-
-
-class _TableCopy:
-    """How a module's table of hooks, an OrderedDict, is copied and pickled."""
-
-    def __init__(self, table: OrderedDict[int, Any]) -> None:
-        self._table, self.left_out = weakref.ref(table), set[int]()
-
-    def __call__(self, protocol: int) -> tuple[Any, ...]:
-        table = self._table() or OrderedDict()
-        return OrderedDict, (), None, None, iter([item for item in table.items() if item[0] not in self.left_out])
 
 
 def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:

@@ -20,81 +20,74 @@ def is_number(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Demand a real number."""
+    """Raise TypeError unless a value is a real number."""
     if not is_number(value):
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
 
 
-def check_positive(name: str, value: Any, most: float = math.inf) -> None:
-    """Demand a finite number above 0, and of at most ``most``."""
+def check_positive(name: str, value: Any, maximum: float = math.inf) -> None:
+    """Raise unless a value is a finite number above 0, and at most ``maximum``."""
     check_number(name, value)
-    if not 0 < value <= most or value == math.inf:
-        allowed = f"in (0, {most:g}]" if most < math.inf else "a positive finite number"
+    if not 0 < value <= maximum or value == math.inf:
+        allowed = f"in (0, {maximum:g}]" if maximum < math.inf else "a positive finite number"
         raise ValueError(f"{name}={value!r} must be {allowed}")
 
 
-def check_integer(name: str, value: Any, least: int | None = None) -> int:
-    """Demand an integer, of Python or another library."""
+def check_integer(name: str, value: Any, minimum: int | None = None) -> int:
+    """Raise unless a value is an integer, of Python or another library, and at least ``minimum``."""
     try:
         found = operator.index(value)
     except TypeError:
         found = None
     if found is None or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
-    if least is not None and found < least:
-        raise ValueError(f"{name}={value!r} must be at least {least}")
+    if minimum is not None and found < minimum:
+        raise ValueError(f"{name}={value!r} must be at least {minimum}")
     return found
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Demand True or False."""
+    """Raise TypeError unless a value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False")
 
 
 def check_labels(targets: Any) -> None:
-    """Demand a tensor."""
+    """Raise TypeError unless labels are a tensor."""
     if not isinstance(targets, Tensor):
         raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
 
 
-PRIVATE = (
+DIFFERENTIAL_PRIVACY = (
     "its parameters have per-sample gradients (grad_sample), as opacus' PrivacyEngine gives them. opacus clips each "
     "record's gradient and adds noise, but what one record teaches the companion or the prototypes is neither clipped "
     "nor noised and reaches the gradients of all later records, so the privacy accounting would not hold"
 )
 
 
-def is_private(base: Optimizer) -> bool:
+def uses_differential_privacy(base: Optimizer) -> bool:
     """Whether an optimizer trains with differential privacy, as opacus marks the parameters for."""
     return any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base))
 
 
-def check_arguments(base: Optimizer, model: Any, criterion: Any, logits: Any) -> None:
-    """Demand a model that the base optimizer trains, a criterion whose calls hooks see, and a function."""
+def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
+    """Raise unless the base optimizer trains the model by minimizing, and ``logits`` is a function or None."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if criterion is not None and not isinstance(criterion, nn.Module):
-        raise TypeError(f"criterion must be a module that is called with (input, target), got {criterion!r}")
-    if criterion is not None and type(criterion).__call__ is not nn.Module.__call__:
-        raise TypeError(
-            f"criterion's class {type(criterion).__name__} overrides __call__, so that its hooks do not run; pass "
-            "loss_scale= (and the labels to DCP as targets= or by set_targets) instead"
-        )
     if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
         raise ValueError(
-            "base_optimizer has maximize=True, which would maximise the penalty too; negate the loss instead"
+            "base_optimizer has maximize=True, which would maximize the penalty too; negate the loss instead"
         )
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
-    if is_private(base):
-        raise ValueError(f"base_optimizer is refused: {PRIVATE}")
+    if uses_differential_privacy(base):
+        raise ValueError(f"base_optimizer is refused: {DIFFERENTIAL_PRIVACY}")
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
 
 
 def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:
-    """Demand that a saved state has the names, shapes and kinds of dtype of the one that it is to replace.
+    """Raise ValueError unless a saved state has the names, shapes and kinds of dtype of the one that it replaces.
 
     Args:
         found: the saved state, tensors by name.

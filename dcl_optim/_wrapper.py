@@ -32,6 +32,13 @@ NO_OPTIMIZER = (
 )
 
 
+REMOVED_CRITERION = (
+    "criterion= was removed: leave it out. Labels and the loss scale are read from the loss's gradient. For a loss whose "
+    "labels cannot be read call set_targets(labels) before the forward pass or pass targets=; for one whose scale cannot "
+    "be read pass loss_scale="
+)
+
+
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
 
@@ -55,8 +62,10 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """Look at the first argument before Python finds the others missing: torch.optim's classes take parameters.
 
         Raises:
-            TypeError: it is no optimizer.
+            TypeError: it is not an optimizer, or the removed argument ``criterion`` is there.
         """
+        if "criterion" in kwargs:
+            raise TypeError(REMOVED_CRITERION)
         if args and not isinstance(args[0], Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
         return super().__new__(cls)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +11,11 @@ from torch.optim import Optimizer
 
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
+from dcl_optim.companion.companion import CompanionOptions
 from dcl_optim.companion.optimizer import MakeOptimizer
-from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
-from dcl_optim.hooks.outputs import finder
+from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
+from dcl_optim.loss.outputs import LogitsFinder
+from dcl_optim.loss.reader import LossReader
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.schedules import Schedule
 
@@ -46,7 +47,6 @@ class DCLOptimizer(ForecastOptimizer):
             out, a constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale``.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
-        reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
         companion: None for a copy of the model, which shares its frozen parameters and gets those of its hooks that
             work on their arguments alone (a warning names the others); a module of any architecture with the same
@@ -67,15 +67,14 @@ class DCLOptimizer(ForecastOptimizer):
             for the model's own group when DistributedDataParallel wraps it, before or after this optimizer does, all
             ranks when FSDP shards it, and none otherwise, as for independent models on each rank; a
             ``torch.distributed.ProcessGroup``, for a script that averages the gradients itself; or None for none.
-        criterion: the loss module, when the script has one: the loss scale is then read exactly, for any loss.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
-            :mod:`dcl_optim.hooks.loss_scale`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
+            :mod:`dcl_optim.loss.reader`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
-            :func:`~dcl_optim.hooks.outputs.find_logits` says. A tuple or list with several tensors that may be the
+            :func:`~dcl_optim.loss.outputs.find_logits` says. A tuple or list with several tensors that may be the
             logits (features, another head) gets a warning that says which was taken.
         class_dim: the dimension of the logits that holds the classes: 1 as in ``F.cross_entropy``, -1 for (batch, time,
             classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's; where
-            there is none, 1, which kl, infonce, distances of your own and ``"sum_classes"`` say at the first step.
+            there is none, 1, which kl, infonce and distances of your own say at the first step.
         strict: raise when a step finds gradients that no training forward led to. Default True.
         count_eval: count the model's forwards in eval mode too, where gradients are on, for fine-tuning in eval mode.
             The companion is in the model's mode. Default False.
@@ -119,8 +118,7 @@ class DCLOptimizer(ForecastOptimizer):
         *,
         weight: float | Schedule = 0.1,
         alpha: float | Schedule = 0.6,
-        distance: DistanceName | Distance = "mse",
-        reduction: Reduction = "mean",
+        distance: DistanceName | Distance | Function = "mse",
         temperature: float | None = None,
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_optimizer: Optimizer | MakeOptimizer | None = None,
@@ -128,7 +126,6 @@ class DCLOptimizer(ForecastOptimizer):
         companion_fraction: float = 1.0,
         companion_every: int = 1,
         process_group: Any = "auto",
-        criterion: nn.Module | None = None,
         loss_scale: Any = "auto",
         logits: Callable[[Any], Tensor] | None = None,
         class_dim: int | None = None,
@@ -136,32 +133,26 @@ class DCLOptimizer(ForecastOptimizer):
         count_eval: bool = False,
     ) -> None:
         check_positive("companion_lr_scale", companion_lr_scale)
-        check_positive("companion_fraction", companion_fraction, most=1.0)
-        every = check_integer("companion_every", companion_every, least=1)
-        make = functools.partial(
-            Companion,
-            model,
-            base_optimizer,
-            finder(logits),
-            companion=companion,
-            companion_optimizer=companion_optimizer,
-            lr_scale=companion_lr_scale,
-            fraction=companion_fraction,
-            every=every,
-            process_group=process_group,
+        check_positive("companion_fraction", companion_fraction, maximum=1.0)
+        options = CompanionOptions(
+            companion,
+            companion_optimizer,
+            companion_lr_scale,
+            companion_fraction,
+            check_integer("companion_every", companion_every, minimum=1),
+            process_group,
         )
+        class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
+        chosen = resolve_distance(distance, temperature)
         super().__init__(
             base_optimizer,
             model,
-            make,
-            resolve_distance(distance, reduction, temperature),
+            lambda: Companion(model, base_optimizer, LogitsFinder(logits), options),
+            chosen,
             weight=weight,
             alpha=alpha,
-            criterion=criterion,
-            labels=None,
-            loss_scale=loss_scale,
+            loss=LossReader(loss_scale, class_dim=class_dim, needs_class_dim=chosen.depends_on_class_dim),
             logits=logits,
-            class_dim=class_dim,
             strict=strict,
             count_eval=count_eval,
         )

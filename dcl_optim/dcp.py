@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._validation import check_integer, check_labels
-from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
-from dcl_optim.distributed import Ranks
-from dcl_optim.hooks.labels import Labels, Targets
+from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
+from dcl_optim.distributed import DataParallelGroup
+from dcl_optim.loss.reader import LossReader, Targets
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.prototypes import Prototypes
-from dcl_optim.prototypes.prototypes import REDUCTIONS
+from dcl_optim.prototypes import REDUCTIONS, Prototypes
 from dcl_optim.schedules import Schedule
 
 
@@ -33,15 +32,15 @@ class DCPOptimizer(ForecastOptimizer):
     A class absent from the batch keeps its prototype. A class not yet seen gives no penalty, and its first mean becomes
     its prototype; the paper does not say.
 
-    **Labels.** Where the loss is a softmax cross-entropy with one class a row, they are read off its gradient of the
-    logits, and there is nothing to say; :func:`~dcl_optim.hooks.cross_entropy.read_cross_entropy` says how, and for
-    which forms of it. Rows that the loss ignores have none. Mixed labels (mixup, CutMix), other losses, and a loss
-    that a compiled model computes itself, need one of ``criterion=`` (the loss module's second argument), ``targets=``
-    (the model's keyword that holds them, or a function of the model's arguments), or :meth:`set_targets` before the
-    forward; the latter two outrank the criterion, and each outranks the gradient. Class indices, one for each row of
-    logits, or soft labels of the logits' shape, whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives. Soft
-    labels are distributions: no share below 0, each row's sum 1. For models with sigmoid outputs (binary, multi-label)
-    and for regression take :class:`~dcl_optim.DCLOptimizer`.
+    **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits;
+    :mod:`dcl_optim.loss.cross_entropy` says how, and for which forms: hard labels, label smoothing, ignored rows, class
+    weights, focal losses, mixup and CutMix (of five classes or more). For other losses, and for a loss that a compiled
+    model computes itself, pass ``targets=`` (the model's keyword that holds them, or a function of the model's
+    arguments), or call :meth:`set_targets` before the forward pass; with ``loss_scale=`` the label of a row is its only
+    negative entry. Given labels are class indices, one for each row of logits, or soft labels of the logits' shape,
+    whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives: distributions, without a share below 0, each row with
+    sum 1. For models with sigmoid outputs (binary, multi-label) and for regression use
+    :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
@@ -54,14 +53,13 @@ class DCPOptimizer(ForecastOptimizer):
             logits and prototypes grow without end in long training with few rows of a class in a batch.
         distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
             they get the rows that have a prototype, and to find these reads the device.
-        reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
-            rows of the batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation
-            5's :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
+        reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
+            class, summed over the batch's classes. Equation 5's :math:`1/|B_t^k|` outside the sum over k can be read
+            either way. ``"per_class"`` synchronises a GPU.
         temperature: as in DCLOptimizer.
-        criterion: the loss module; gives labels and the loss scale.
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
-        ignore_index: the label to leave out; None takes the criterion's, or -100 as torch does. Rows that the loss
-            ignores are left out anyway where the labels are read.
+        ignore_index: the label to leave out. Default -100, as in torch. Rows that the loss ignores are left out anyway
+            where the labels are read.
         process_group: as in DCLOptimizer; class sums are added up over its ranks.
         loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
@@ -101,12 +99,11 @@ class DCPOptimizer(ForecastOptimizer):
         *,
         weight: float | Schedule = 0.1,
         alpha: float | Schedule = 0.97,
-        distance: DistanceName | Distance = "mse",
-        reduction: Reduction | Literal["per_class"] = "mean",
+        distance: DistanceName | Distance | Function = "mse",
+        reduction: Literal["mean", "per_class"] = "mean",
         temperature: float | None = None,
-        criterion: nn.Module | None = None,
         targets: Targets | None = None,
-        ignore_index: int | None = None,
+        ignore_index: int = -100,
         process_group: Any = "auto",
         loss_scale: Any = "auto",
         logits: Callable[[Any], Tensor] | None = None,
@@ -114,25 +111,23 @@ class DCPOptimizer(ForecastOptimizer):
         strict: bool = True,
         count_eval: bool = False,
     ) -> None:
-        classes = None if num_classes is None else check_integer("num_classes", num_classes, least=1)
+        classes = None if num_classes is None else check_integer("num_classes", num_classes, minimum=1)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         per_class = reduction == "per_class"
-        if ignore_index is None:
-            ignore_index = getattr(criterion, "ignore_index", None)  # which is None in some libraries' losses
-        ignored = -100 if ignore_index is None else check_integer("ignore_index", ignore_index)
+        ignored = check_integer("ignore_index", ignore_index)
+        class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(classes, per_class, ignored, next(model.parameters()), Ranks(model, process_group)),
-            resolve_distance(distance, "mean" if reduction == "per_class" else reduction, temperature),
+            lambda: Prototypes(
+                classes, per_class, ignored, next(model.parameters()), DataParallelGroup(model, process_group)
+            ),
+            resolve_distance(distance, temperature),
             weight=weight,
             alpha=alpha,
-            criterion=criterion,
-            labels=Labels(targets),
-            loss_scale=loss_scale,
+            loss=LossReader(loss_scale, targets, reads_labels=True, class_dim=class_dim, needs_class_dim=True),
             logits=logits,
-            class_dim=class_dim,
             strict=strict,
             count_eval=count_eval,
         )
@@ -158,6 +153,4 @@ class DCPOptimizer(ForecastOptimizer):
             TypeError: no tensor.
         """
         check_labels(targets)
-        labels = self._regularizer.labels
-        assert labels is not None
-        labels.of_next_forward = targets
+        self._algorithm.loss.set_targets(targets)

@@ -1,16 +1,17 @@
-"""Distances Δ(z, c) between logits, and the companion's target: pure functions of tensors.
+"""Distances Δ(z, c) between logits, row by row, with their gradients; and the companion's target.
 
-Letters: z are the model's logits, c the forecast (the companion's logits or a class prototype), N the number of
-rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token. Logits of minus infinity (masked
-classes, padded vocabularies) contribute nothing where both sides have them.
+Letters: z are the model's logits, c the prediction that it is compared with (the companion's logits or a class
+prototype), N the number of rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token. An entry
+of z - c that is not finite contributes nothing: masked classes are minus infinity on both sides.
 """
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,276 @@ from torch import Tensor
 
 from dcl_optim._validation import check_positive
 
-Distance = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "l1", "kl", "infonce"]
-Reduction = Literal["mean", "sum_classes"]
 
 DISTANCES: tuple[DistanceName, ...] = get_args(DistanceName)
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
+
+
+# ---- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def mse(z: Tensor, c: Tensor) -> Tensor:
+    r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`.
+
+    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
+    samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed.
+
+    Args:
+        z: logits, rows of shape (N, K).
+        c: prediction, same shape.
+
+    Examples:
+        >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
+        tensor(2.5000)
+    """
+    return difference(z, c).square().mean()
+
+
+def l1(z: Tensor, c: Tensor) -> Tensor:
+    r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
+
+    Args:
+        z, c: as in :func:`mse`.
+
+    Examples:
+        >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
+        tensor(1.5000)
+    """
+    return difference(z, c).abs().mean()
+
+
+def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
+    r"""Divergence of the softened predictions, :math:`\frac1N\sum_i\mathrm{KL}(\sigma(c_i/T)\,\Vert\,\sigma(z_i/T))`.
+
+    The paper's Table 6; temperature 4 and no factor :math:`T^2` is what its authors ran.
+
+    Args:
+        z, c: as in :func:`mse`.
+        temperature: T > 0, default 4.
+
+    Examples:
+        >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
+        tensor(0.)
+    """
+    log_p = F.log_softmax(c / temperature, dim=1)
+    log_q = F.log_softmax(z / temperature, dim=1)
+    # p log(p / q) is 0 where p is, also where q is 0 too and the logarithm is none.
+    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)).sum() / len(z)
+
+
+def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
+    r"""Contrast inside the batch: row i of z must find row i of c among all rows of c by cosine similarity.
+
+    .. math:: -\frac1N\sum_i \log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
+
+    The paper's Table 6 names InfoNCE and no temperature. This is the one-directional form: negatives are predictions
+    only, where the authors' own script also takes the other rows of z. Classes of minus infinity are left out of the
+    similarity.
+
+    Args:
+        z, c: as in :func:`mse`.
+        temperature: T > 0, default 0.1.
+
+    Examples:
+        >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
+        tensor(0.3133)
+    """
+    z, c = (rows.masked_fill(rows == -torch.inf, 0.0) for rows in (z, c))
+    similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
+    return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
+
+
+def difference(z: Tensor, c: Tensor) -> Tensor:
+    """Subtract c from z, in float32 or wider; 0 where the difference is not finite.
+
+    Args:
+        z: logits of any shape.
+        c: prediction, same shape.
+
+    Examples:
+        >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
+        tensor([-2.,  0.])
+    """
+    found = z - c if z.dtype.itemsize >= 4 else z.float().sub_(c)
+    if found.requires_grad:
+        return found.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return found.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
+    r"""The logits that the companion learns, :math:`\alpha c + (1-\alpha) z` (Equation 4, Algorithm 1 line 7).
+
+    Exactly c where the two agree: under l1 the sign of a rounding error would otherwise be the whole gradient.
+
+    Args:
+        z: the model's logits, any shape.
+        c: the companion's logits, same shape.
+        alpha: the share of the past, in [0, 1].
+
+    Examples:
+        >>> companion_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
+        tensor([2.])
+    """
+    z, c = wide(z), wide(c)
+    return torch.where(z == c, c, torch.lerp(c, z, 1.0 - alpha))
+
+
+# ---- rows and gradients ----------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    r"""The distances :math:`\delta_i` of N rows, and their gradients with respect to z.
+
+    Attributes:
+        values: the distances, (N,); if ``squared``, norms whose squares times ``factor`` / 2 are the distances: most
+            steps log nothing, and need no squares.
+        slope: the gradients divided by ``factor``, (N, K), float32 or wider.
+        factor: a number.
+        squared: see ``values``.
+    """
+
+    values: Tensor
+    slope: Tensor
+    factor: float
+    squared: bool = False
+
+    @property
+    def distances(self) -> Tensor:
+        r""":math:`\delta_i`, (N,)."""
+        return self.values.square() * (0.5 * self.factor) if self.squared else self.values
+
+
+class Distance(ABC):
+    r"""A distance :math:`\Delta(z, c) = \sum_i w_i \delta_i`; with weights of 1/N it is the mean over rows."""
+
+    couples_rows = False  # whether a row's distance depends on the other rows
+    depends_on_class_dim = True  # whether it is another one if a wrong dimension is taken for the classes
+
+    @abstractmethod
+    def rows(self, z: Tensor, c: Tensor) -> Rows:
+        """The distances of rows (N, K) and their gradients, with c held constant; no graph is used or kept."""
+
+    @abstractmethod
+    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
+        """The mean over rows, as a function of tensors with a graph."""
+
+    def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
+        r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` with respect to c, and a factor of them.
+
+        Args:
+            z, c: rows (N, K).
+            found: what :meth:`rows` gave for them; its slope may be overwritten.
+            alpha: in [0, 1].
+        """
+        learned = self.rows(c, companion_target(z, c, alpha))
+        return learned.slope, learned.factor
+
+
+@dataclass(frozen=True)
+class SquaredDistance(Distance):
+    """:func:`mse` by rows."""
+
+    depends_on_class_dim = False
+
+    def rows(self, z: Tensor, c: Tensor) -> Rows:
+        apart = difference(z, c)
+        return Rows(torch.linalg.vector_norm(apart, dim=1), apart, 2.0 / max(z.shape[1], 1), squared=True)
+
+    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
+        return mse(z, c)
+
+    def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
+        return found.slope, (alpha - 1.0) * found.factor  # one difference serves both gradients
+
+
+@dataclass(frozen=True)
+class AbsoluteDistance(Distance):
+    """:func:`l1` by rows."""
+
+    depends_on_class_dim = False
+
+    def rows(self, z: Tensor, c: Tensor) -> Rows:
+        apart, factor = difference(z, c), 1.0 / max(z.shape[1], 1)
+        return Rows(apart.abs().sum(1) * factor, apart.sign_(), factor)
+
+    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
+        return l1(z, c)
+
+
+@dataclass(frozen=True)
+class Divergence(Distance):
+    """:func:`kl` by rows."""
+
+    temperature: float = DEFAULT_TEMPERATURE["kl"]
+
+    def rows(self, z: Tensor, c: Tensor) -> Rows:
+        log_p = F.log_softmax(wide(c) / self.temperature, dim=1)
+        log_q = F.log_softmax(wide(z) / self.temperature, dim=1)
+        p = log_p.exp()
+        values = (p * difference(log_p, log_q)).sum(1)
+        return Rows(values, difference(log_q.exp_(), p), 1.0 / self.temperature)
+
+    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
+        return kl(z, c, self.temperature)
+
+
+@dataclass(frozen=True)
+class MeanDistance(Distance):
+    """Any function (z, c) -> scalar that is a mean over rows, such as :func:`infonce`; autograd differentiates it."""
+
+    function: Function
+    couples_rows = True
+
+    def rows(self, z: Tensor, c: Tensor) -> Rows:
+        leaf, c, number = wide(z).detach().requires_grad_(), wide(c).detach(), len(z)
+        with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
+            value = self(leaf, c)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        return Rows(value.detach().expand(number), gradient.contiguous(), float(number))
+
+    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
+        value = self.function(z, c)
+        if value.ndim != 0:
+            raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
+        return value
+
+
+def resolve_distance(distance: DistanceName | Distance | Function, temperature: float | None = None) -> Distance:
+    """Turn the arguments that a user writes into a :class:`Distance`.
+
+    Args:
+        distance: one of ``DISTANCES``, or any callable ``(z, c) -> scalar`` that is a mean over rows.
+        temperature: for kl and infonce only; None takes 4 and 0.1.
+
+    Raises:
+        ValueError: an unknown name, or an option that the distance does not have.
+        TypeError: a distance that is neither a name nor callable, a temperature that is not a number.
+
+    Examples:
+        >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
+        tensor(1.)
+    """
+    if temperature is not None:
+        check_positive("temperature", temperature)
+        if distance not in DEFAULT_TEMPERATURE:
+            raise ValueError(f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}")
+    if distance in DEFAULT_TEMPERATURE:
+        chosen = DEFAULT_TEMPERATURE[str(distance)] if temperature is None else float(temperature)
+        return Divergence(chosen) if distance == "kl" else MeanDistance(partial(infonce, temperature=chosen))
+    if isinstance(distance, str):
+        if distance not in DISTANCES:
+            raise ValueError(
+                f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable"
+            )
+        return SquaredDistance() if distance == "mse" else AbsoluteDistance()
+    if not callable(distance):
+        raise TypeError(f"distance must be a name or a callable (z, c) -> scalar, got {type(distance).__name__}")
+    return distance if isinstance(distance, Distance) else MeanDistance(distance)
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------------
 
 
 def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
@@ -65,262 +329,14 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
     return rows.reshape(*shape[:dim], *shape[dim + 1 :], shape[dim]).movedim(-1, dim)
 
 
-def difference(z: Tensor, c: Tensor) -> Tensor:
-    """Subtract c from z; 0 where both are the same infinity.
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor in float32 or wider.
 
     Args:
-        z: logits of any shape.
-        c: forecast, same shape.
+        tensor: of floating point.
 
     Examples:
-        >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
-        tensor([-2.,  0.])
+        >>> wide(torch.zeros(1, dtype=torch.bfloat16)).dtype
+        torch.float32
     """
-    found = z - c
-    if found.device.type == "cpu" and math.isfinite(found.detach().sum().item()):  # a mask costs ten times the sum
-        return found
-    return found.masked_fill(z == c, 0.0)
-
-
-def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
-    r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`.
-
-    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
-    samples and classes without the half, and so does the default. ``"sum_classes"`` drops the :math:`1/K`; together
-    with a weight of 0.5 it is the formula as printed.
-
-    Args:
-        z: logits, rows of shape (N, K).
-        c: forecast, same shape.
-        reduction: ``"mean"`` over rows and classes, or ``"sum_classes"``: sum over classes, mean over rows.
-
-    Examples:
-        >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
-        tensor(2.5000)
-        >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
-        tensor(5.)
-    """
-    return difference(z, c).square().sum() / _terms(z, reduction)
-
-
-def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
-    r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
-
-    Args:
-        z, c, reduction: as in :func:`mse`.
-
-    Examples:
-        >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
-        tensor(1.5000)
-    """
-    return difference(z, c).abs().sum() / _terms(z, reduction)
-
-
-def _terms(rows: Tensor, reduction: Reduction) -> int:
-    """What a sum over rows and classes is divided by."""
-    return rows.numel() if reduction == "mean" else len(rows)
-
-
-def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
-    r"""Divergence of the softened predictions, :math:`\frac1N\sum_i\mathrm{KL}(\sigma(c_i/T)\,\Vert\,\sigma(z_i/T))`.
-
-    The paper's Table 6; temperature 4 and no factor :math:`T^2` is what its authors ran.
-
-    Args:
-        z, c: as in :func:`mse`.
-        temperature: T > 0, default 4.
-
-    Examples:
-        >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
-        tensor(0.)
-    """
-    log_p = F.log_softmax(c / temperature, dim=1)
-    log_q = F.log_softmax(z / temperature, dim=1)
-    # p log(p / q) is 0 where p is, also where q is 0 too and the logarithm is none.
-    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)).sum() / len(z)
-
-
-def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
-    r"""Contrast inside the batch: row i of z must find row i of c among all rows of c by cosine similarity.
-
-    .. math:: -\frac1N\sum_i \log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
-
-    The paper's Table 6 names InfoNCE and no temperature. This is the one-directional form: negatives are forecasts
-    only, where the authors' own script also takes the other rows of z. Classes of minus infinity are left out of the
-    similarity.
-
-    Args:
-        z, c: as in :func:`mse`.
-        temperature: T > 0, default 0.1.
-
-    Examples:
-        >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
-        tensor(0.3133)
-    """
-    z, c = (rows.masked_fill(rows == -torch.inf, 0.0) for rows in (z, c))
-    similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
-    return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
-
-
-def resolve_distance(
-    distance: DistanceName | Distance, reduction: Reduction = "mean", temperature: float | None = None
-) -> Distance:
-    """Turn the arguments a user writes into one function of two (N, K) tensors that gives a scalar.
-
-    Args:
-        distance: one of ``DISTANCES`` or any callable ``(z, c) -> scalar``.
-        reduction: one of ``REDUCTIONS``; others than ``"mean"`` for mse and l1 only.
-        temperature: for kl and infonce only; None takes 4 and 0.1.
-
-    Raises:
-        ValueError: an unknown name, or an option that the distance does not have.
-        TypeError: a distance that is neither a name nor callable, a temperature that is no number.
-
-    Examples:
-        >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
-        tensor(1.)
-    """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
-    if temperature is not None:
-        check_positive("temperature", temperature)
-    tempered, elementwise = distance in ("kl", "infonce"), distance in ("mse", "l1")
-    if reduction != "mean" and not elementwise:
-        raise ValueError(f"reduction={reduction!r} applies to distance 'mse' and 'l1' only, not {distance!r}")
-    if temperature is not None and not tempered:
-        raise ValueError(f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}")
-    if tempered:
-        chosen = DEFAULT_TEMPERATURE[str(distance)] if temperature is None else float(temperature)
-        return partial(kl if distance == "kl" else infonce, temperature=chosen)
-    if elementwise:
-        return partial(mse if distance == "mse" else l1, reduction=reduction)
-    if isinstance(distance, str):
-        raise ValueError(f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable")
-    if not callable(distance):
-        raise TypeError(f"distance must be a name or a callable (z, c) -> scalar, got {type(distance).__name__}")
-    return distance
-
-
-def reduction_of(distance: Distance) -> Reduction:
-    """Give the reduction of mse or l1, as :func:`resolve_distance` made it.
-
-    Args:
-        distance: one of these, with or without options.
-
-    Examples:
-        >>> reduction_of(resolve_distance("mse", "sum_classes")), reduction_of(mse)
-        ('sum_classes', 'mean')
-    """
-    options: dict[str, Reduction] = getattr(distance, "keywords", {})
-    return options.get("reduction", "mean")
-
-
-def depends_on_class_dim(distance: Distance) -> bool:
-    """Whether the value changes if another dimension of the logits is taken for the classes.
-
-    Args:
-        distance: (z, c) -> scalar; of one that is none of this module's the answer is yes.
-
-    Examples:
-        >>> [depends_on_class_dim(resolve_distance(name)) for name in ("mse", "l1", "kl", "infonce")]
-        [False, False, True, True]
-        >>> depends_on_class_dim(resolve_distance("mse", "sum_classes"))
-        True
-    """
-    return getattr(distance, "func", distance) not in (mse, l1) or reduction_of(distance) == "sum_classes"
-
-
-def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Evaluate :math:`\Delta(z, c)` and :math:`\partial\Delta/\partial z`, with c held constant.
-
-    Half-precision logits are lifted to float32 first and autocast is off, so the penalty neither under- nor
-    overflows where the model's own arithmetic would.
-
-    Args:
-        distance: (z, c) -> scalar.
-        z: logits, rows (N, K); no graph of the caller's is used or kept.
-        c: forecast, same shape.
-
-    Returns:
-        The value, a scalar, 0 of no rows, and the gradient, (N, K); float32 or wider, both without a graph.
-
-    Raises:
-        ValueError: the distance does not return a scalar.
-
-    Examples:
-        >>> value_and_gradient(mse, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
-        (tensor(2.5000), tensor([[1., 2.]]))
-    """
-    z, c = _wide(z), _wide(c)
-    if not len(z):  # whose mean is no number
-        return z.new_zeros(()), torch.zeros_like(z)
-    if getattr(distance, "func", None) is mse:  # whose gradient is known: autograd costs ten times as much
-        return squared(difference(z, c), _terms(z, reduction_of(distance)))
-    leaf = z.detach().requires_grad_()
-    with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-        value = distance(leaf, c)
-        if value.ndim != 0:
-            raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
-        (gradient,) = torch.autograd.grad(value, leaf)
-    return value.detach(), gradient.contiguous()
-
-
-def _wide(rows: Tensor) -> Tensor:
-    """Rows without a graph, in float32 or wider; each operation that can be left out is felt in a small step."""
-    if rows.requires_grad:
-        rows = rows.detach()
-    return rows if rows.dtype in (torch.float32, torch.float64) else rows.to(torch.float32)
-
-
-def squared(differences: Tensor, terms: float | Tensor) -> tuple[Tensor, Tensor]:
-    r"""Value and gradient of :func:`mse` from the difference :math:`d = z - c`: :math:`d\cdot d/m` and :math:`2d/m`.
-
-    Args:
-        differences: (N, K), without a graph.
-        terms: m, what the sum of squares is divided by.
-
-    Examples:
-        >>> squared(torch.tensor([[1.0, 2.0]]), terms=2)
-        (tensor(2.5000), tensor([[1., 2.]]))
-    """
-    flat = differences.flatten()
-    return flat.dot(flat) / terms, differences * (2.0 / terms)
-
-
-def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
-    r"""The logits that the companion learns, :math:`\alpha c + (1-\alpha) z` (Equation 4, Algorithm 1 line 7).
-
-    Exactly c where the two agree: under l1 the sign of a rounding error would otherwise be the whole gradient.
-
-    Args:
-        z: the model's logits, any shape.
-        c: the companion's logits, same shape.
-        alpha: the share of the past, in [0, 1].
-
-    Examples:
-        >>> companion_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
-        tensor([2.])
-    """
-    z, c = _wide(z), _wide(c)
-    return torch.where(z == c, c, torch.lerp(c, z, 1.0 - alpha))
-
-
-def companion_gradient(distance: Distance, z: Tensor, c: Tensor, alpha: float) -> Tensor:
-    r"""The gradient of :math:`\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))` with respect to c.
-
-    Args:
-        distance: (z, c) -> scalar.
-        z: the model's logits, rows (N, K).
-        c: the companion's logits, same shape.
-        alpha: the share of the past, in [0, 1].
-
-    Returns:
-        (N, K), float32 or wider, without a graph.
-
-    Examples:
-        >>> companion_gradient(resolve_distance("mse"), torch.tensor([[8.0]]), torch.tensor([[0.0]]), alpha=0.75)
-        tensor([[-4.]])
-    """
-    if getattr(distance, "func", None) is mse and len(c):  # in one piece: the target is 1 - α of the way from c to z
-        return difference(_wide(c), _wide(z)) * (2.0 * (1.0 - alpha) / _terms(c, reduction_of(distance)))
-    return value_and_gradient(distance, c, companion_target(z, c, alpha))[1]
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()

@@ -58,7 +58,7 @@ def _fully_sharded() -> tuple[type[nn.Module], ...]:
     return () if found is None else (found,)
 
 
-class Ranks:
+class DataParallelGroup:
     """The ranks whose models are one: those of a process group, or of none; then every collective does nothing.
 
     The model is the one that the script calls. Its own group (``"auto"``) is that of the DistributedDataParallel around
@@ -72,7 +72,7 @@ class Ranks:
         self._model, self._given = model, process_group
         self._group: Any = None
         self._has_looked = False
-        self.count = 1
+        self.size = 1
 
     def find(self) -> None:
         """Look for the model's group, at a forward of the model; one that was found stays."""
@@ -82,34 +82,34 @@ class Ranks:
             else:  # later only for what may have come since
                 self._group = _group_of(_torch.running_ddp()) if self._has_looked else _group_of_model(self._model)
             self._has_looked = True
-            self.count = 1 if self._group is None else dist.get_world_size(self._group)
+            self.size = 1 if self._group is None else dist.get_world_size(self._group)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""
-        if self.count > 1:
+        if self.size > 1:
             for tensor in _whole(tensors):
                 dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
 
-    def add_up(self, tensor: Tensor) -> None:
+    def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
-        if self.count > 1:
+        if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
 
     def average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
-        if self.count > 1:
+        if self.size > 1:
             for together in _by_dtype(_whole(tensors)):
                 flat = _torch.flattened(together)  # one reduction, not one for each tensor
                 dist.all_reduce(flat, group=self._group)
-                torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.count), together))
+                torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.size), together))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return Ranks(copy.deepcopy(self._model, memo), self._given)  # which looks for its own model's group
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
+        return DataParallelGroup(copy.deepcopy(self._model, memo), self._given)  # which looks for its own model's group
 
     def __getstate__(self) -> dict[str, Any]:
         if self._given is not None and not isinstance(self._given, str):
             raise TypeError("process_group= cannot be pickled, nor this optimizer with it; save its state_dict()")
-        return self.__dict__ | {"_group": None, "_has_looked": False, "count": 1}
+        return self.__dict__ | {"_group": None, "_has_looked": False, "size": 1}
 
 
 def _group_of_model(model: nn.Module) -> Any:

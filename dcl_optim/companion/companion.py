@@ -1,11 +1,10 @@
-r"""The companion network: its forecast of a batch, and its step towards :math:`\alpha c + (1-\alpha) z`."""
+r"""The companion network: its prediction for a batch, and its step towards :math:`\alpha c + (1-\alpha) z`."""
 
 from __future__ import annotations
 
-import functools
-from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,62 +13,86 @@ from torch.optim import Optimizer
 from dcl_optim import _rng
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, replayed
-from dcl_optim._torch import versions_of, warn
+from dcl_optim._sync import may_sync
+from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
 from dcl_optim._validation import check_tensors
-from dcl_optim.companion import checks, copying, inputs
+from dcl_optim.companion import copying, inputs
+from dcl_optim.companion.follow import ModelFollower
 from dcl_optim.companion.inputs import Arguments
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, check_for_copy
-from dcl_optim.companion.sync import CompanionSync
 from dcl_optim.companion.weighting import WeightedMean
-from dcl_optim.distances import Distance, companion_gradient
-from dcl_optim.distributed import Ranks, refuse_flat_shards, unwrapped
-from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
+from dcl_optim.distances import Distance, Rows, from_rows, to_rows
+from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
+from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
-_zero_what_is_not_finite = functools.partial(torch.nan_to_num_, nan=0.0, posinf=0.0, neginf=0.0)
-WRITTEN_TO = (
-    "This was raised in the backward of dcl_optim's companion, which runs in optimizer.step(): the script has written "
-    "to the batch, or to a tensor that it is a view of, since the forward. Do so after step(), or pass on a copy."
-)
 OLD_STATE = (
-    "This was raised in the backward of dcl_optim's companion, which goes through a state that one of its modules "
+    "This was raised in the backward pass of dcl_optim's companion, which goes through a state that one of its modules "
     "keeps in an attribute (a hidden state) and that is of an earlier batch. Where the script resets or detaches the "
     "model's, it has to do so on optimizer.companion too; or pass the state to forward and return it."
 )
-NOT_MADE = {"made": False}  # the state of a copy before its first forward
+NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
 IN_COMPANION = (
-    "This was raised in the forward of dcl_optim's companion, on the model's inputs. What a script sets on the model "
-    "after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
+    "This was raised in the forward pass of dcl_optim's companion, on the model's inputs. What a script sets on the "
+    "model after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
 )
+
+
+@dataclass(frozen=True)
+class CompanionOptions:
+    """What :class:`~dcl_optim.DCLOptimizer` says of the companion; see there."""
+
+    companion: nn.Module | Callable[[], nn.Module] | None = None
+    optimizer: Optimizer | MakeOptimizer | None = None
+    lr_scale: float = 1.0
+    fraction: float = 1.0
+    every: int = 1
+    process_group: Any = "auto"
+
+
+@dataclass
+class Network:
+    """The companion once it is made."""
+
+    module: nn.Module
+    optimizer: CompanionOptimizer
+    follower: ModelFollower
+    starts_equal: bool  # whether its first prediction has to be the model's logits
+    versions: list[int]  # of its parameters, as it was made
+    has_predicted: bool = False
+
+
+class Prediction(NamedTuple):
+    """The companion's logits for one forward pass, in the shape of the model's."""
+
+    learned: Tensor  # of the rows that the companion learns from; with a graph until it has
+    rest: Tensor | None  # of the others
+    learns: bool
 
 
 class Companion(Forecaster):
     r"""The second network :math:`\omega` of Deep Companion Learning (Algorithm 1).
 
-    Forecast: its logits c on the same batch. Learning: one step of its optimizer on
-    :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forwards
-    since the last step on their mean, weighed by the size of what each loss was multiplied by.
+    Prediction: its logits c on the same batch. Learning: one step of its optimizer on
+    :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward passes
+    since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward pass runs
+    when that of the model has ended.
 
-    A copy is made when the first training forward begins, so that it starts where the model does whatever a script does
-    to the model before; ``module``, ``optimizer`` and :meth:`load_state_dict` make it earlier.
+    A copy is made when the first training forward pass begins, so that it starts where the model does whatever a script
+    does to the model before; ``module``, ``optimizer`` and :meth:`load_state_dict` make it earlier.
 
     Args:
         model: the model.
         base: its optimizer.
         find_logits: function of a module's output that gives the logits.
-        companion: None (a copy of the model), a module, or a callable without arguments that builds one at once.
-        companion_optimizer: None (a second one of the base's class), an optimizer, or a callable that builds one.
-        lr_scale: the companion's learning rate divided by the base's.
-        fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1].
-        every: it learns once in this many steps, at least 1.
-        process_group: as in :class:`~dcl_optim.DCLOptimizer`.
+        options: see :class:`CompanionOptions`.
 
     Raises:
         ValueError: the companion shares trained parameters with the model, or has none.
-        TypeError: a companion, an optimizer or a group that is none.
-        RuntimeError: the model cannot be copied; most such models are found out at the first forward only.
+        TypeError: a companion, an optimizer or a group of another type.
+        RuntimeError: the model cannot be copied; most such models are found at the first forward pass only.
 
     Examples:
-        >>> from dcl_optim.hooks.outputs import find_logits
+        >>> from dcl_optim.loss.outputs import find_logits
         >>> model = nn.Linear(4, 3)
         >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), find_logits)
         >>> torch.equal(companion.module.weight, model.weight), companion.module.weight is model.weight
@@ -81,261 +104,219 @@ class Companion(Forecaster):
         model: nn.Module,
         base: Optimizer,
         find_logits: Callable[[Any], Tensor],
-        *,
-        companion: nn.Module | Callable[[], nn.Module] | None = None,
-        companion_optimizer: Optimizer | MakeOptimizer | None = None,
-        lr_scale: float = 1.0,
-        fraction: float = 1.0,
-        every: int = 1,
-        process_group: Any = "auto",
+        options: CompanionOptions = CompanionOptions(),  # noqa: B008
     ) -> None:
-        self._model, self._base, self._find_logits = model, base, find_logits
-        self._given, self._given_optimizer = companion, companion_optimizer
-        self._lr_scale, self._fraction, self._every = lr_scale, fraction, every
+        self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
         refuse_flat_shards(model)
-        self._ranks = Ranks(model, process_group)
-        self._made = self._loaded_since = False
-        self._wrapped_with = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+        self._group = DataParallelGroup(model, options.process_group)
+        self._trained_at_wrapping = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
         self._mode: str | None = None  # that the base was switched to, if it has one
-        self._cuts_rows = False  # whether the parts of a batch are known to be rows of it
-        self._learns = True  # whether the companion learns from this batch
-        self._looks = False  # whether a device may be looked at in this step
-        self._is_lost = False  # whether its logits were not finite where the model's were
-        self._own_frozen: set[str] = set()  # frozen parameters that the model's forward writes to
-        self._says_loads = True  # whether the user is still to be told of weights that were loaded in the run
-        self._kept: inputs.Kept | None = None  # the arguments of the forward that runs
-        self._writes: bool | None = None  # whether the model's forward writes to its inputs; None until its first
+        self._network: Network | None = None
+        self._captured = inputs.InputCapture()
+        self._own_frozen: set[str] = set()  # frozen parameters that the model's forward pass writes to
+        self._step, self._learns = 0, True  # the number of the step, and whether the companion learns in it
+        self._diverged = False  # whether its logits were not finite where the model's were
+        self._loaded_since = self._warned_weights_loaded = False
         self._reset()
-        if companion is None:
+        if options.companion is None:
             copying.check_model(model)
-            check_for_copy(base, model, companion_optimizer)
+            check_for_copy(base, model, options.optimizer)
         else:
             self._make()
 
-    def _make(self) -> None:
+    def _make(self) -> Network:
         """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
-        own, is_copy = unwrapped(self._model), self._given is None
+        own, options = unwrapped(self._model), self._options
+        is_copy = options.companion is None
         rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
         with replayed(rng_state), torch.inference_mode(False):
-            self._module = copying.build(own, self._given)
-            self._optimizer = CompanionOptimizer(
-                self._base, own, self._module, self._lr_scale, self._given_optimizer, is_copy, self._wrapped_with
+            module = copying.build(own, options.companion)
+            optimizer = CompanionOptimizer(
+                self._base, own, module, options.lr_scale, options.optimizer, is_copy, self._trained_at_wrapping
             )
-        self._sync = CompanionSync(self._model, self._module, self._optimizer, is_copy, self._ranks)
-        self._made, self._has_forecast, self._loaded_since = True, False, False
-        self._starts_equal = is_copy
-        self._versions = versions_of(self._module.parameters())
+        follower = ModelFollower(self._model, module, optimizer, is_copy, self._group)
+        self._network = Network(module, optimizer, follower, is_copy, versions_of(module.parameters()))
+        self._loaded_since = False
         if self._mode is not None:
             self.set_mode(self._mode)
+        return self._network
 
     def settings(self) -> dict[str, Any]:
-        if not self._made:
+        if self._network is None:
             return {"companion": "not made yet"}
-        return {"companion": f"{sum(p.numel() for p in self._module.parameters()):,} parameters"}
+        return {"companion": f"{sum(p.numel() for p in self._network.module.parameters()):,} parameters"}
 
     @property
     def module(self) -> nn.Module:
         """The companion as a module."""
-        if not self._made:
-            self._make()
-        return self._module
+        return (self._network or self._make()).module
 
     @property
     def optimizer(self) -> Optimizer:
         """The companion's optimizer."""
-        if not self._made:
-            self._make()
-        return self._optimizer.optimizer
+        return (self._network or self._make()).optimizer.optimizer
 
     def _reset(self) -> None:
-        self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward has not run, and their gradients
+        self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._mean = WeightedMean()  # of the gradients since the last step
 
-    # ---- the forecast: c = f(ω, x) -----------------------------------------------------------------------------------
+    # ---- the prediction: c = f(ω, x) -----------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
-        if self._pending:
-            self._run_backward()
-        self._learns, self._looks = step % self._every == 0, step % LOOK_EVERY == 0
-        self._ranks.find()
-        if not self._made:
-            self._make()
-        elif self._loaded_since:
-            self._tell_of_loaded_weights()
-        self._sync.follow()
-        if not self._has_forecast:
-            self._watched_until = step + 1  # a moving average may move only once the model has stepped
-        if step <= self._watched_until or self._sync.shared:
-            self._sync.watch(closely=step <= self._watched_until)
-        self._kept = inputs.Kept(args, kwargs, clones=self._writes is not False)
+        self._learns, self._step = step % self._options.every == 0, step
+        self._group.find()
+        network = self._network or self._make()
+        if self._loaded_since:
+            self._warn_weights_loaded()
+        network.follower.follow()
+        if not network.has_predicted:
+            network.follower.before_first_forward()
+        self._captured.before_forward(args, kwargs)
 
-    def predict(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
-    ) -> None:
-        arguments = self._as_given(args, kwargs)
-        if self._sync.shared:
-            self._keep_what_is_written()
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: RngState) -> None:
+        network = self._network
+        assert network is not None
+        arguments = self._captured.after_forward(args, kwargs)
+        learns = self._learns
+        if not network.has_predicted:
+            written = network.follower.written()
+            if written:  # as a queue or a moving average: a copy of it for each network
+                self._own_frozen |= set(written)
+                network.follower.unshare(written)
+                # What they were before is gone: the first prediction is the model's, from which nothing is learned.
+                learns &= not network.starts_equal
         with replayed(rng_state), inputs.outside_checkpoints():
-            forecast = self._forecast(arguments, record.shape[0])
-        self._keep(forecast, arguments, record)
+            learned, rest = self._logits_of(arguments, len(forward.logits), learns)
+        shape = learned.shape if rest is None else (len(learned) + len(rest), *learned.shape[1:])
+        if shape != forward.logits.shape:
+            hint = "" if rest is None else " " + self._about_fraction(arguments, len(forward.logits))
+            raise ValueError(
+                f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; its "
+                f"architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
+                "model again"
+            )
+        if not network.has_predicted:
+            network.has_predicted = True
+            if network.starts_equal and self._own_frozen:
+                network.follower.copy_values_from_model(self._own_frozen)  # after one forward pass, for both
+                learned, rest = forward.logits, None
+            elif network.starts_equal and network.versions == versions_of(network.module.parameters()) and rest is None:
+                copying.require_equal(forward.logits, learned.detach(), network.module)  # as the script left it
+        forward.prediction = Prediction(learned, rest, learns)
 
-    def _as_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments as the model got them.
-
-        Raises:
-            RuntimeError: the model has written to them, which it had not done in its first forward.
-        """
-        kept, self._kept = self._kept, None
-        if kept is None or not kept.are_of(args, kwargs):
-            return inputs.detached((args, kwargs))
-        self._writes = kept.use_clones_if_written() or bool(self._writes)
-        return kept.arguments
-
-    def _forecast(self, arguments: Arguments, batch: int) -> list[Tensor]:
+    def _logits_of(self, arguments: Arguments, batch: int, learns: bool) -> tuple[Tensor, Tensor | None]:
         """The companion's logits: of the whole batch, or of the rows that it learns from and then of the others."""
-        if not self._learns:
-            with torch.no_grad():
-                return [self._logits(arguments)]
-        learned = batch if self._fraction == 1 else max(2, round(self._fraction * batch))
-        if batch - learned < 2:  # batch normalisation cannot take a single sample
-            return [self._logits(arguments)]
+        fraction = self._options.fraction
+        learned = batch if fraction == 1 else max(2, round(fraction * batch))
+        if not learns or batch - learned < 2:  # batch normalization cannot take a single sample
+            with torch.set_grad_enabled(learns):
+                return self._run(arguments), None
         # A graph for the rows that are learned from only: this is where a fraction saves its time.
         try:
-            writes = bool(self._writes)
-            first = self._logits(inputs.part(arguments, batch, slice(0, learned), writes))
+            first = self._run(self._captured.slice(arguments, batch, slice(0, learned)))
             with torch.no_grad():
-                rest = self._logits(inputs.part(arguments, batch, slice(learned, None), writes))
-            if not self._cuts_rows:
-                self._require_rows(arguments, batch, learned, writes)
+                rest = self._run(self._captured.slice(arguments, batch, slice(learned, None)))
+            if not self._captured.cuts_rows:
+                self._require_rows(arguments, batch, learned)
         except Exception as error:
-            _add_note(error, self._of_fraction(arguments, batch))
+            _add_note(error, self._about_fraction(arguments, batch))
             raise
-        return [first, rest]
+        return first, rest
 
-    def _require_rows(self, arguments: Arguments, batch: int, learned: int, writes: bool) -> None:
-        """Raise ValueError if the dimension that is cut is none of independent samples, as time is; checked once.
+    def _require_rows(self, arguments: Arguments, batch: int, learned: int) -> None:
+        """Raise ValueError if the first dimension is not that of independent samples, but time, say; checked once.
 
-        In evaluation mode, in which neither batch norm nor dropout makes a part another one than the rows of the whole.
+        In evaluation mode, in which neither batch norm nor dropout makes a part different from the rows of the whole.
         """
         rows = (slice(None), slice(0, learned), slice(learned, None))
-        with torch.no_grad(), copying.evaluating(self._module):
-            whole, *pieces = [self._logits(inputs.part(arguments, batch, part, writes)) for part in rows]
+        with torch.no_grad(), copying.evaluating(self.module):
+            whole, *pieces = [self._run(self._captured.slice(arguments, batch, part)) for part in rows]
         together = torch.cat(pieces)
-        if together.shape == whole.shape and not whole.is_meta:  # other shapes are refused with the forecast
+        if together.shape == whole.shape and not whole.is_meta:  # other shapes are refused with the prediction
             error = (together - whole).nan_to_num().abs().max()  # -inf of masked classes in both
-            half = next(self._module.parameters()).dtype.itemsize < 4 or torch.is_autocast_enabled(whole.device.type)
+            half = next(self.module.parameters()).dtype.itemsize < 4 or torch.is_autocast_enabled(whole.device.type)
             rounding = 0.05 if half else 0.005  # a kernel for fewer rows sums in another order, or in TF32
             if error > rounding * whole.nan_to_num(neginf=0.0, posinf=0.0).abs().max():
                 raise ValueError(
-                    f"companion_fraction={self._fraction}: the companion's logits for a part of the batch are not "
-                    "those rows of the whole batch's, so the first dimension of the inputs is none of independent "
-                    "samples (time, or a graph's nodes); pass companion_fraction=1"
+                    f"companion_fraction={self._options.fraction}: the companion's logits for a part of the batch are "
+                    "not those rows of the whole batch's, so the first dimension of the inputs is not that of "
+                    "independent samples (but time, or a graph's nodes); pass companion_fraction=1"
                 )
-        self._cuts_rows = True
+        self._captured.cuts_rows = True
 
-    def _logits(self, arguments: Arguments) -> Tensor:
+    def _run(self, arguments: Arguments) -> Tensor:
+        assert self._network is not None
         args, kwargs = arguments
-        for hook in self._sync.pre_hooks:
+        pre_hooks = self._network.follower.pre_hooks
+        for hook in pre_hooks:
             hook.ignored = True
         try:
-            output = self._module(*args, **kwargs)
+            output = self._network.module(*args, **kwargs)
         except Exception as error:
             _add_note(error, IN_COMPANION)
             raise
         finally:
-            for hook in self._sync.pre_hooks:
+            for hook in pre_hooks:
                 hook.ignored = False
         return self._find_logits(output)
 
-    def _keep(self, parts: list[Tensor], arguments: Arguments, record: ForwardRecord) -> None:
-        """Put the forecast into the record of the forward; raise ValueError if it is none of what the model said."""
-        first = parts[0]
-        shape = first.shape if len(parts) == 1 else (sum(map(len, parts)), *first.shape[1:])
-        if shape != record.shape:
-            hint = "" if len(parts) == 1 else " " + self._of_fraction(arguments, record.shape[0])
-            raise ValueError(
-                f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(record.shape)}; its "
-                f"architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
-                "model again"
-            )
-        c = record.rows(first)
-        record.companion_logits = c if self._learns else None
-        forecast = c.detach() if len(parts) == 1 else torch.cat([c.detach(), record.rows(parts[1])])
-        record.forecast = forecast.to(record.logits.device)
-        if not self._has_forecast:
-            self._end_first_forward(record)
-
-    # ---- the first forward -------------------------------------------------------------------------------------------
-
-    def _keep_what_is_written(self) -> None:
-        """Have frozen parameters of its own that the model's forward has written to, as a queue or a moving average."""
-        written = self._sync.written()
-        if written:
-            self._own_frozen |= set(written)
-            self._sync.unshare(written)
-            # What they were before is gone: the first forecast is the model's, of which there is nothing to learn.
-            self._learns &= self._has_forecast or not self._starts_equal
-
-    def _end_first_forward(self, record: ForwardRecord) -> None:
-        self._has_forecast = True
-        self._sync.note_grown()
-        if not self._starts_equal:
-            return
-        if self._own_frozen:
-            self._sync.take_values(self._own_frozen)  # which are those after one forward, for both
-            record.forecast = record.logits
-        elif self._versions == versions_of(self._module.parameters()) and self._fraction == 1:  # as the script left it
-            assert record.forecast is not None
-            checks.require_equal(record.logits, record.forecast, self._module)
+    def _about_fraction(self, arguments: Arguments, batch: int) -> str:
+        return (
+            f"With companion_fraction={self._options.fraction} the companion runs on two parts of the batch: of the "
+            f"{batch} rows of {', '.join(inputs.cut_inputs(arguments, batch)) or 'no input'}. Each input whose first "
+            "dimension is as long as the batch is cut, and no other; where that is wrong pass companion_fraction=1."
+        )
 
     def model_loaded(self) -> None:
-        self._loaded_since = self._made and self._has_forecast and not isinstance(self._given, nn.Module)
+        if not isinstance(self._options.companion, nn.Module):
+            self._loaded_since = self._network is not None and self._network.has_predicted
 
-    def _tell_of_loaded_weights(self) -> None:
+    def _warn_weights_loaded(self) -> None:
         self._loaded_since = False
-        if self._says_loads:
-            self._says_loads = False
+        if not self._warned_weights_loaded:
+            self._warned_weights_loaded = True
             warn(
-                "weights were loaded into the model since its last training forward, and the companion stays where it "
-                "was: if these are others than before, the penalty pulls the model back. Call "
-                "optimizer.reset_companion() after loading, for a companion that is copied from the model anew, or "
-                "load the optimizer's state of the same moment too. Weights that were swapped in for an evaluation and "
-                "out again need nothing"
+                "weights were loaded into the model since its last training forward pass, but the companion was not "
+                "reset: if they are others than before, the penalty pulls the model back.\n  Fix: call "
+                "optimizer.reset_companion() after loading, or load the optimizer's state of the same moment too. "
+                "Ignore this for weights that were swapped in for an evaluation and out again"
             )
-
-    def _of_fraction(self, arguments: Arguments, batch: int) -> str:
-        return (
-            f"With companion_fraction={self._fraction} the companion runs on two parts of the batch: of the {batch} "
-            f"rows of {', '.join(inputs.cut_inputs(arguments, batch)) or 'no input'}. Each input whose first dimension "
-            "is as long as the batch is cut, and no other; where that is wrong pass companion_fraction=1."
-        )
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
-    def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
-        c, record.companion_logits = record.companion_logits, None
-        if c is None:
-            return
-        z = record.logits if self._fraction == 1 else record.logits[: len(c)]
-        gradient = companion_gradient(distance, z.to(c.device), c, alpha)
-        if isinstance(record.finite, Tensor):
-            gradient = torch.where(record.finite.to(c.device), gradient, 0.0)
-        gradient = self._mean.weigh(gradient, scale, half=c.dtype == torch.float16)
-        self._pending.append((c, gradient.to(c.dtype)))
+    def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
+        z, c = to_rows(forward.logits, loss.class_dim), self._rows_of(forward.prediction, loss.class_dim)
+        c = c.to(z.device)
+        if may_sync(forward.step - 1, z) and not bool(torch.isfinite(c.sum())):  # not where the reader synchronizes
+            self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
+        return Penalty(distance.rows(z, c), max(len(z), 1))
 
-    def skip(self, record: ForwardRecord, alpha: float) -> None:
-        c, record.companion_logits = record.companion_logits, None
-        if c is None:
+    def _rows_of(self, prediction: Prediction, class_dim: int) -> Tensor:
+        learned = to_rows(prediction.learned.detach(), class_dim)
+        return learned if prediction.rest is None else torch.cat([learned, to_rows(prediction.rest, class_dim)])
+
+    def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
+        prediction: Prediction = forward.prediction
+        learned = prediction.learned
+        forward.prediction = prediction._replace(learned=learned.detach())
+        if not prediction.learns:
             return
-        assert record.forecast is not None
-        self._is_lost |= bool((record.logits.isfinite() & ~record.forecast.isfinite()).any())
-        if self._ranks.count > 1:  # the others wait for this one's share in the mean
+        c = to_rows(learned.detach(), loss.class_dim)
+        z, found, number = to_rows(forward.logits, loss.class_dim), penalty.rows, len(c)
+        if number < len(z):
+            z, found = z[:number], Rows(found.values[:number], found.slope[:number], found.factor)
+        gradient, factor = distance.towards_target(z.to(c.device), c, found, alpha)
+        weight = self._mean.weight(gradient, loss.scale, half=c.dtype == torch.float16)
+        gradient = gradient.mul_(weight * (factor / max(number, 1)))
+        gradient = from_rows(gradient.to(c.dtype), learned.shape, loss.class_dim)
+        self._pending.append((learned, gradient.to(learned.device)))
+        if current_backward() != -1:
+            call_after_backward(self._run_backward)  # the model's activations are freed by then
+
+    def skip(self, forward: Forward, alpha: float) -> None:
+        forward.prediction = forward.prediction._replace(learned=forward.prediction.learned.detach())
+        if forward.prediction.learns and self._group.size > 1:  # the others wait for this one's share in the mean
             self._mean.count += 1
-
-    def backward(self) -> None:
-        if self._made:
-            self._optimizer.follow_options()
-            self._run_backward()
 
     def _run_backward(self) -> None:
         pending, self._pending = self._pending, []
@@ -344,111 +325,107 @@ class Companion(Forecaster):
                 with inputs.outside_autocast(logits.device.type):
                     logits.backward(gradient)
             except RuntimeError as error:
-                for sign, note in (("inplace operation", WRITTEN_TO), ("a second time", OLD_STATE)):
-                    if sign in str(error):
-                        _add_note(error, note)
+                if "a second time" in str(error):
+                    _add_note(error, OLD_STATE)
                 raise
-            if next(gradients_of(self._optimizer.optimizer), None) is None:
+            if next(gradients_of(self.optimizer), None) is None:
                 raise RuntimeError(
                     "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
                     "forward was replaced by a function that holds it?); pass companion="
                 )
 
     def step(self) -> None:
-        mean = self._mean
+        network, mean = self._network, self._mean
+        if network is None:
+            return
         if mean.count:
-            self._run_backward()  # of a base that has evaluated the model once, in its own step
-            # A layer that saturates hides an infinity from the logits, and behind logits that are left out 0 · nan is
-            # nan. In float16 the whole step is skipped.
-            if not mean.half:
-                deque(map(_zero_what_is_not_finite, gradients_of(self._optimizer.optimizer)), maxlen=0)
-            overflowed = self._average() if mean.count > 1 or mean.half or self._ranks.count > 1 else False
-            if not overflowed:
-                self._optimizer.step()
+            self._run_backward()  # only compiled autograd has left it
+            network.optimizer.follow_options()
+            averages = mean.count > 1 or mean.half or self._group.size > 1
+            if not (averages and self._average(network.optimizer)):
+                network.optimizer.step()
             self.forget()
-        if self._is_lost:
-            self._start_anew()
-        if self._made:
-            self._optimizer.note_options()
+        if self._diverged:
+            self._recreate()
+        if self._network is not None:
+            self._network.optimizer.note_options()
 
-    def _start_anew(self) -> None:
-        self._is_lost, is_module = False, isinstance(self._given, nn.Module)
+    def _recreate(self) -> None:
+        self._diverged, is_module = False, isinstance(self._options.companion, nn.Module)
         if not is_module:
             self.reset()
         warn(
             "the companion's logits were not finite where the model's are, as after a learning rate too high for it or "
             "a state that held nan: "
-            + ("load weights into optimizer.companion, or wrap again" if is_module else "it is made anew")
+            + ("load weights into optimizer.companion, or wrap again" if is_module else "it is copied from the model")
         )
 
-    def _average(self) -> bool:
-        """Make the mean over the forwards of the step and over the ranks; say whether it has overflowed."""
-        if self._ranks.count > 1:  # every rank must bring the same tensors to the reduction
-            self._optimizer.fill_gradients()
-        gradients = list(gradients_of(self._optimizer.optimizer))
+    def _average(self, optimizer: CompanionOptimizer) -> bool:
+        """Make the mean over the forward passes of the step and over the ranks; say whether it has overflowed."""
+        if self._group.size > 1:  # every rank must bring the same tensors to the reduction
+            optimizer.fill_gradients()
+        gradients = list(gradients_of(optimizer.optimizer))
         self._mean.divide(gradients)
-        if self._ranks.count > 1 and (self._looks or gradients[0].device.type == "cpu"):
-            like = gradients[0]
-            # The ranks start anew together, or none does.
-            lost = torch.full((1,), float(self._is_lost), dtype=like.dtype, device=like.device)
-            self._ranks.average([*gradients, lost])
-            self._is_lost = bool(lost > 0)
-        else:
-            self._ranks.average(gradients)
+        if self._group.size > 1:
+            # The ranks are recreated together, or none is.
+            diverged = torch.full_like(gradients[0].flatten()[:1], float(self._diverged))
+            self._group.average([*gradients, diverged])
+            if may_sync(self._step - 1, diverged):
+                self._diverged = bool(diverged > 0)
         return self._mean.has_overflowed(gradients)
 
     def forget(self) -> None:
         self._reset()
-        if self._made:
-            self._optimizer.optimizer.zero_grad()
+        if self._network is not None:
+            self._network.module.zero_grad()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
     def base_changed(self) -> None:
-        if self._made:
-            self._sync.follow_base()
+        if self._network is not None:
+            self._network.follower.follow_base()
 
     def set_mode(self, mode: str) -> None:
         self._mode = mode
-        if self._made and hasattr(self.optimizer, mode):
+        if self._network is not None and hasattr(self.optimizer, mode):
             getattr(self.optimizer, mode)()
 
     def create_state(self) -> None:
-        optimizer = self.optimizer
-        self._optimizer.follow_options()  # the learning rate is 0 for now
-        if not optimizer.state:
-            self._optimizer.fill_gradients()
-            optimizer.step()
-            optimizer.zero_grad()
-        self._optimizer.note_options()
+        optimizer = (self._network or self._make()).optimizer
+        optimizer.follow_options()  # the learning rate is 0 for now
+        if not optimizer.optimizer.state:
+            optimizer.fill_gradients()
+            optimizer.optimizer.step()
+            optimizer.optimizer.zero_grad()
+        optimizer.note_options()
 
     def state_dict(self) -> dict[str, Any]:
-        if not self._made:
+        network = self._network
+        if network is None:
             return dict(NOT_MADE)
-        self._optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
-        state = {"model": self._sync.own_state(), "optimizer": self._optimizer.state_dict()}
+        network.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
+        state = {"model": network.follower.own_state(), "optimizer": network.optimizer.state_dict()}
         return state | {"own_frozen": sorted(self._own_frozen)} if self._own_frozen else state
 
     def check_state(self, state: dict[str, Any]) -> None:
-        if state == NOT_MADE and self._given is None:
+        if state == NOT_MADE and self._options.companion is None:
             return
-        was_made = self._made
+        before = self._network
         try:
-            if not was_made:
-                self._make()
+            network = self._network or self._make()
             model = state.get("model", {})
-            expected = self._sync.own_state(self._sync.shared_in(model))
-            self._require_unfrozen(sorted(expected.keys() - model.keys()))
+            expected = network.follower.own_state(network.follower.shared_in(model))
+            self._require_unfrozen(network.module, sorted(expected.keys() - model.keys()))
             check_tensors(model, expected, "companion")
-            self._optimizer.check_state(state.get("optimizer", {}))
+            network.optimizer.check_state(state.get("optimizer", {}))
         except Exception:
-            self._made = was_made
+            self._network = before
             raise
 
-    def _require_unfrozen(self, missing: list[str]) -> None:
+    def _require_unfrozen(self, module: nn.Module, missing: list[str]) -> None:
         """Raise ValueError, with the fix, for a state of when some of the model's parameters were frozen."""
-        parameters = dict(self._module.named_parameters(remove_duplicate=False))
-        if missing and self._given is None and all(name in parameters for name in missing):
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        if missing and self._options.companion is None and all(name in parameters for name in missing):
             raise ValueError(
                 f"the state of the companion does not fit: missing {missing[:5]}; if these were frozen when it was "
                 "saved, freeze them again, call reset_companion(), load, and unfreeze them"
@@ -458,38 +435,38 @@ class Companion(Forecaster):
         if state == NOT_MADE:
             self.reset()
             return
+        network = self._network or self._make()
         # Layers that were unfrozen and frozen again, which go on training; parameters that the forward writes to, not.
-        unshared, self._own_frozen = self._sync.shared_in(state["model"]), set(state.get("own_frozen", ()))
+        unshared, self._own_frozen = network.follower.shared_in(state["model"]), set(state.get("own_frozen", ()))
         for names, trained in ((self._own_frozen & set(unshared), False), (set(unshared) - self._own_frozen, True)):
             if names:
-                self._sync.unshare(names, trained)
-        with all_or_nothing(self.optimizer):
-            self._optimizer.load_state_dict(state["optimizer"])
-            self._module.load_state_dict(state["model"], strict=False)
+                network.follower.unshare(names, trained)
+        with all_or_nothing(network.optimizer.optimizer):
+            network.optimizer.load_state_dict(state["optimizer"])
+            network.module.load_state_dict(state["model"], strict=False)
         self.forget()
-        self._optimizer.note_options()
-        self._has_forecast = self._starts_equal = self._loaded_since = False
+        network.optimizer.note_options()
+        network.has_predicted = network.starts_equal = self._loaded_since = False
 
     def reset(self) -> None:
-        """Drop the companion: the next training forward begins with a new one, as the first did.
+        """Drop the companion: the next training forward pass begins with a new one, as the first did.
 
         Raises:
             RuntimeError: the companion was given as a module, of which there is no second.
         """
-        if isinstance(self._given, nn.Module):
+        if isinstance(self._options.companion, nn.Module):
             raise RuntimeError(
                 "the companion was given as a module, which cannot be made anew: load the weights that it is to have "
                 "into optimizer.companion, or wrap the model again"
             )
         self.forget()
-        self._made = self._loaded_since = False
-        self._own_frozen = set()
-        if self._given is not None:
+        self._network, self._own_frozen, self._loaded_since = None, set(), False
+        if self._options.companion is not None:
             self._make()
 
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()  # graphs cannot be copied
-        return self.__dict__ | {"_kept": None}
+        return self.__dict__ | {"_captured": self._captured.without_arguments()}
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
-from dcl_optim.distributed import is_fully_sharded
-from dcl_optim.hooks.module_hooks import is_ours
+from dcl_optim.distributed import is_fully_sharded, is_sharded
+from dcl_optim._hooks import is_ours
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
 LIBRARIES = ("torch.", "transformers.")  # transformers collects hidden states by hooks, and some models build on them
@@ -71,6 +72,10 @@ def copy_model(model: nn.Module) -> nn.Module:
         raise RuntimeError(CANNOT_COPY.format(error)) from error
     _drop_later_hooks(model, copied)
     _drop(copied, dropped)
+    for module in copied.modules():
+        for table, key, hook in list(hooks_of(module, (*ALL_HOOKS, "_load_state_dict_post_hooks"))):
+            if is_ours(hook):
+                remove_hook(module, table, key)
     return copied
 
 
@@ -223,3 +228,33 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in training:
             layer.training = True
+
+
+def require_equal(logits: Tensor, forecast: Tensor, companion: nn.Module) -> None:
+    """Warn if a copy's first forecast differs from the model's logits by more than rounding. Synchronises."""
+    if logits.is_meta or is_sharded(logits):
+        return
+    both_nan = logits.isnan() & forecast.isnan()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    difference = (logits - forecast).masked_fill((logits == forecast) | both_nan, 0).to(wide).norm()
+    size = logits.masked_fill(~logits.isfinite(), 0).to(wide).norm()
+    apart, allowed = torch.stack([difference, size]).tolist()
+    if apart <= allowed * _tolerance(logits, companion):
+        return
+    warn(
+        "the first forecast of dcl_optim's companion, a copy of the model, is not what the model gave for the same "
+        f"input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away. Whatever makes the "
+        "difference is in the penalty. Usual reasons: inputs that the forward changes inside an object that is no "
+        "tuple, list, dict or dataclass (clone them first); hooks of the model that are not copied (register them on "
+        "optimizer.companion too); state outside of modules, which both networks change; random draws from outside of "
+        "torch's generators; weights that were loaded or changed since optimizer.companion was asked for (call "
+        "optimizer.reset_companion())"
+    )
+
+
+def _tolerance(logits: Tensor, companion: nn.Module) -> float:
+    """The square root of the coarsest rounding that takes part; on a GPU kernels may add up in any order, in TF32."""
+    dtypes = {logits.dtype, *(p.dtype for p in companion.parameters() if p.is_floating_point())}
+    if not logits.is_cpu or torch.is_autocast_enabled(logits.device.type):
+        dtypes.add(torch.bfloat16)
+    return math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))

@@ -20,47 +20,70 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 PLAIN = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})  # what holds nothing that could change
 
 
-class Kept:
-    """The model's arguments, kept for the companion as the model gets them.
+class InputCapture:
+    """Keeps the model's arguments for the companion as the model gets them.
 
-    Out of their graph, and in containers of their own, from which the model's forward takes nothing away. Tensors that
-    it may write to are cloned, if ``clones`` says so.
+    Out of their graph, and in containers that the model's forward pass cannot change. In the first forward pass tensors
+    are cloned, and later if that one has written to them.
+
+    Attributes:
+        cuts_rows: whether the parts of a batch are known to be rows of it.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], clones: bool) -> None:
-        self._args, self._kwargs = args, kwargs
-        self._tensors = tensors_of((args, kwargs))
+    def __init__(self) -> None:
+        self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
+        self.cuts_rows = False
+        self._call: Arguments | None = None
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the arguments of the forward pass that begins."""
+        self._call = args, kwargs
+        self._tensors = tensors_of(self._call)
         self._versions = versions_of(self._tensors)
-        self.arguments: Arguments = args, kwargs
-        self._clones: Arguments | None = map_tensors(_clone, self.arguments) if clones else None
+        self._clones: Arguments | None = None if self._writes is False else map_tensors(_clone, self._call)
+        self._arguments: Arguments = self._call
         if any(map(_requires_grad, self._tensors)) or not PLAIN.issuperset(map(type, chain(args, kwargs.values()))):
-            self.arguments = map_tensors(_detach, self.arguments)
+            self._arguments = map_tensors(_detach, self._call)
 
-    def are_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether these are the arguments, and not what a later pre-hook has put in their place."""
-        if args is self._args and kwargs is self._kwargs:
-            return True
-        if len(args) != len(self._args) or kwargs.keys() != self._kwargs.keys():
-            return False
-        return all(map(is_, args, self._args)) and all(map(is_, kwargs.values(), self._kwargs.values()))
-
-    def use_clones_if_written(self) -> bool:
-        """After the model's forward: say whether it has written to a tensor in place.
+    def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments as the model got them.
 
         Raises:
-            RuntimeError: it has, and there are no clones.
+            RuntimeError: the model has written to them, which it had not done in its first forward pass.
         """
-        if versions_of(self._tensors) == self._versions:
-            return False
-        if self._clones is None:
+        call, self._call = self._call, None
+        if call is None or not _are_same(call, args, kwargs):  # a later pre-hook has put others in their place
+            return detached((args, kwargs))
+        writes = versions_of(self._tensors) != self._versions
+        if writes and self._clones is None:
             raise RuntimeError(
-                "the model's forward has written to one of its inputs in place, which it did not do in its first "
-                "training forward: dcl_optim's companion needs the inputs as the model got them, and keeps copies of "
-                "them only where that was so. Clone the input at the start of the forward (x = x.clone()), or write "
+                "the model's forward pass has written to one of its inputs in place, which it did not do in its first "
+                "training forward pass: dcl_optim's companion needs the inputs as the model got them, and clones them "
+                "only if that was so. Clone the input at the start of forward (x = x.clone()), or write "
                 "nn.ReLU(inplace=False)"
             )
-        self.arguments = self._clones
+        arguments = self._clones if writes and self._clones is not None else self._arguments
+        self._writes = writes or bool(self._writes)
+        self._tensors, self._clones, self._arguments = [], None, ((), {})
+        return arguments
+
+    def slice(self, arguments: Arguments, batch: int, rows: slice) -> Arguments:
+        """Some rows of every tensor that has the batch as its first dimension; cloned for a forward pass that writes."""
+        return slice_batch(arguments, batch, rows, bool(self._writes))
+
+    def without_arguments(self) -> InputCapture:
+        """The same without what was kept, for copies and pickles."""
+        found = InputCapture()
+        found._writes, found.cuts_rows = self._writes, self.cuts_rows
+        return found
+
+
+def _are_same(call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if call[0] is args and call[1] is kwargs:
         return True
+    if len(args) != len(call[0]) or kwargs.keys() != call[1].keys():
+        return False
+    return all(map(is_, args, call[0])) and all(map(is_, kwargs.values(), call[1].values()))
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -79,7 +102,7 @@ def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def part(arguments: Arguments, batch: int, rows: slice, clones: bool = False) -> Arguments:
+def slice_batch(arguments: Arguments, batch: int, rows: slice, clones: bool = False) -> Arguments:
     """Some rows of every tensor that has the batch as its first dimension; of their own, for a forward that writes."""
     if clones:
         return map_tensors(lambda t: t[rows].clone() if _is_cut(t, batch) else t.clone(), arguments)
@@ -87,7 +110,7 @@ def part(arguments: Arguments, batch: int, rows: slice, clones: bool = False) ->
 
 
 def cut_inputs(arguments: Arguments, batch: int) -> list[str]:
-    """The names of the inputs that :func:`part` cuts.
+    """The names of the inputs that :func:`slice_batch` cuts.
 
     Examples:
         >>> cut_inputs(((torch.zeros(4, 2),), {"masks": [torch.zeros(4)], "scale": torch.zeros(1)}), batch=4)

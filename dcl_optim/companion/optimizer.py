@@ -64,7 +64,7 @@ class CompanionOptimizer:
             raise ValueError(NOTHING_TO_TRAIN)
         if given is None:
             self.note_options()
-            return second(self.base, [self._options(i) | {"params": group} for i, group in enumerate(groups)])
+            return build_like(self.base, [self._options(i) | {"params": group} for i, group in enumerate(groups)])
         later: list[nn.Parameter] = []
         if self._is_copy:  # also in a resumed script, which makes its copy at another time, the groups are these
             names = {id(p): name for name, p in self._companion.named_parameters()}
@@ -161,7 +161,7 @@ class CompanionOptimizer:
         ours = self.optimizer.param_groups[index]["params"]
         former, ours[place] = ours[place], parameter
         if self.optimizer.state.pop(former, None) and parameter.requires_grad:
-            made = second(self.base, [self._options(index) | {"params": [parameter]}]).state
+            made = build_like(self.base, [self._options(index) | {"params": [parameter]}]).state
             self.optimizer.state.update({parameter: made[parameter]} if parameter in made else {})
 
     # ---- stepping ----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def check_for_copy(base: Optimizer, model: nn.Module, given: Optimizer | MakeOpt
         parameters = [{"params": list(map(_of_one_element, group["params"]))} for group in base.param_groups]
         groups = [one | other for one, other in zip(options, parameters, strict=True)]
         with _rng.replayed(_rng.capture(next(parameters_of(base)).device)):
-            second(base, groups)
+            build_like(base, groups)
     elif isinstance(given, Optimizer):
         raise ValueError(
             "companion_optimizer holds none of the companion's parameters, since a copy of the model is made later: "
@@ -279,7 +279,7 @@ def _of_one_element(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-def _recipe(base: Optimizer) -> tuple[Optimizer, dict[str, Any]]:
+def _constructor_arguments(base: Optimizer) -> tuple[Optimizer, dict[str, Any]]:
     """The optimizer to build a second one of, and the arguments for its constructor."""
     if isinstance(base, torch.optim.LBFGS):
         raise ValueError(
@@ -295,9 +295,9 @@ def _recipe(base: Optimizer) -> tuple[Optimizer, dict[str, Any]]:
     return base, {key: value for key, value in known.items() if key in accepted}
 
 
-def second(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def build_like(base: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Build an optimizer of the base's class and settings over other groups."""
-    base, settings = _recipe(base)
+    base, settings = _constructor_arguments(base)
     try:
         return type(base)(groups, **settings)
     except Exception as error:

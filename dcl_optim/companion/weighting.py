@@ -1,6 +1,6 @@
-"""The mean of the companion's gradients over the forwards of a step: how much each one counts.
+"""The mean of the companion's gradients over the forward passes of a step: how much each one counts.
 
-Not in companion.py, since it is arithmetic that the tests hold against written-out means.
+Not in companion.py, since it is arithmetic that the tests compare with written-out means.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim.forecaster import Scale
+from dcl_optim.loss.reader import Scale
 
 
 class WeightedMean:
-    r"""Makes :math:`\sum_i|s_i|\,g_i / \sum_i|s_i|`, where :math:`s_i` is what a forward's loss was multiplied by.
+    r"""Makes :math:`\sum_i|s_i|\,g_i / \sum_i|s_i|`, where :math:`s_i` is what the loss of a forward pass was multiplied by.
 
-    By its size, since the companion follows the model wherever the loss sends it. A factor of 0, or a batch without
-    rows, counts for nothing; the mean of nothing is zero. Nothing synchronises.
+    A factor of 0, or a batch without rows, counts for nothing; the mean of nothing is zero. Nothing synchronizes, and
+    one gradient alone costs a comparison.
 
     Attributes:
         count: how many gradients there are so far.
@@ -28,29 +28,36 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self.count, self.half = 0, False
-        self._unit: Any = 0.0  # factors are divided by this one, the first that is not 0: one alone then weighs 1
+        self._unit: Any = 1.0  # factors are divided by the first one: alone it then weighs 1
         self._room: Any = 1.0
         self._total: Any = 0.0  # sum of the weights so far
 
-    def weigh(self, gradient: Tensor, factor: Scale, half: bool) -> Tensor:
-        """Multiply a gradient, rows (N, K), by its weight; ``half`` if it is going to be float16."""
-        if not len(gradient):
-            factor = 0.0
-        elif half and self.count == 0:
-            self._room = _room_for(gradient)
+    def weight(self, gradient: Tensor, factor: Scale, half: bool) -> float | Tensor:
+        """The weight of a gradient, rows (N, K), whose loss was multiplied by ``factor``.
+
+        Args:
+            gradient: only its size is used.
+            factor: a number, or a scalar tensor that is not negative.
+            half: whether the gradient is going to be float16.
+        """
+        size = (factor.to(gradient.device) if isinstance(factor, Tensor) else abs(factor)) if len(gradient) else 0.0
+        if self.count == 0:
+            if half:
+                self._room = _room_for(gradient)
+            self._unit, weight = size, _is_not_zero(size)
+        else:
+            if self.count == 1:
+                self._unit = _or(self._unit, 1.0)
+            weight = size / self._unit
+        if half:
+            weight = weight / self._room
         self.half |= half
         self.count += 1
-        size: Any = abs(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
-        if self.count == 1 and not self.half and isinstance(size, float) and size > 0:
-            self._unit, self._total = size, 1.0
-            return gradient
-        self._unit = _or(self._unit, size)
-        weight = size / _or(self._unit, 1.0) / self._room
-        self._total = self._total + weight
-        return gradient * weight
+        self._total = weight if self.count == 1 else self._total + weight
+        return weight
 
     def divide(self, gradients: list[Tensor]) -> None:
-        """Divide sums of weighed gradients by the sum of the weights, in place."""
+        """Divide sums of weighted gradients by the sum of the weights, in place."""
         if gradients and (self.count > 1 or self.half):
             torch._foreach_div_(gradients, _or(self._total, 1.0))
 
@@ -59,8 +66,12 @@ class WeightedMean:
         return self.half and not bool(torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite().all())
 
 
+def _is_not_zero(value: Any) -> Any:
+    return value != 0 if isinstance(value, Tensor) else float(value != 0)
+
+
 def _or(value: Any, other: Any) -> Any:
-    """A value, or another one where it is 0."""
+    """A value, or another one if it is 0."""
     return torch.where(value != 0, value, other) if isinstance(value, Tensor) else value or other
 
 

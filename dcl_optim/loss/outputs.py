@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from dcl_optim._torch import warn
 
 
 def find_logits(output: Any) -> Tensor:
@@ -42,16 +44,34 @@ def find_logits(output: Any) -> Tensor:
     raise _no_logits(found, output)
 
 
-def finder(given: Callable[[Any], Any] | None) -> Callable[[Any], Tensor]:
-    """:func:`find_logits`, or the script's own function with a check of what it returns."""
-    return find_logits if given is None else functools.partial(_find_by, given)
+class LogitsFinder:
+    """:func:`find_logits`, or the script's function with a check of what it returns.
 
+    Warns once if a tuple or list has several tensors that may be the logits.
+    """
 
-def _find_by(given: Callable[[Any], Any], output: Any) -> Tensor:
-    found = given(output)
-    if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
-        return found
-    raise _no_logits(found, output)
+    def __init__(self, given: Callable[[Any], Any] | None) -> None:
+        self._given, self._warned = given, given is not None
+
+    def __call__(self, output: Any) -> Tensor:
+        if self._given is None:
+            return find_logits(output)
+        found = self._given(output)
+        if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
+            return found
+        raise _no_logits(found, output)
+
+    def warn_of_choice(self, output: Any, z: Tensor) -> None:
+        """Warn which tensor was taken as the logits, if there are several."""
+        if self._warned:
+            return
+        taken, *others = candidates(output, z) or [""]
+        if others:
+            self._warned = True
+            warn(
+                f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty "
+                f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
+            )
 
 
 def _first(output: tuple[Any, ...] | list[Any]) -> Any:
@@ -146,6 +166,37 @@ class _Linked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, torch.zeros_like(ctx.saved_tensors[0])
+
+
+def find_shift(labels: Tensor, z: Tensor, loss: Tensor) -> bool | None:
+    """Whether a model's own loss compares the logits of a position with the label of the next one. Synchronizes.
+
+    Args:
+        labels: class indices of z's shape without the classes, which are its last dimension.
+        z: logits.
+        loss: the model's loss, a mean over the labels that are not -100.
+
+    Returns:
+        None if neither the labels nor the shifted ones have that loss.
+    """
+    if labels.is_floating_point() or labels.shape != z.shape[:-1]:
+        return None
+    rows, apart = z.detach().float().flatten(0, -2), []
+    for is_shifted in (False, True) if z.ndim == 3 else (False,):
+        value = F.cross_entropy(rows, (shift(labels) if is_shifted else labels).flatten().long())
+        apart.append((float((value - loss.detach()).abs() / loss.detach().abs()), is_shifted))
+    least, is_shifted = min(apart)
+    return is_shifted if least < 0.02 and (len(apart) == 1 or max(apart)[0] > 10 * least) else None
+
+
+def shift(labels: Tensor) -> Tensor:
+    """The label of the next position, (batch, time); -100 at the last.
+
+    Examples:
+        >>> shift(torch.tensor([[5, 6, 7]]))
+        tensor([[   6,    7, -100]])
+    """
+    return F.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 def conversion_source(z: Tensor) -> tuple[Any, int] | None:

@@ -5,7 +5,6 @@ Apart from companion.py, which is Algorithm 1: this is what scripts and librarie
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from itertools import compress
 from operator import attrgetter, or_
@@ -19,12 +18,12 @@ from dcl_optim._optim import parameters_of
 from dcl_optim._torch import compile_context, compile_with, versions_of
 from dcl_optim.companion import copying
 from dcl_optim.companion.optimizer import CompanionOptimizer
-from dcl_optim.distributed import Ranks, layers, unwrapped
+from dcl_optim.distributed import DataParallelGroup, layers, unwrapped
 
 _training, _requires_grad, _data = attrgetter("training"), attrgetter("requires_grad"), attrgetter("data")
 
 
-class CompanionSync:
+class ModelFollower:
     """Follows what a script does to the model, at each forward, with no work in Python that grows with the model.
 
     A companion that is no copy of the model follows the mode only. ``called`` is the model as the script
@@ -37,14 +36,13 @@ class CompanionSync:
         companion: nn.Module,
         optimizer: CompanionOptimizer,
         is_copy: bool,
-        ranks: Ranks,
+        group: DataParallelGroup,
     ) -> None:
         self._called, self._model, self._companion = called, unwrapped(called), companion
-        self._optimizer, self._is_copy, self._ranks = optimizer, is_copy, ranks
+        self._optimizer, self._is_copy, self._group = optimizer, is_copy, group
         self._forward = vars(self._model).get("forward")
-        self._started, self._ranks_in_step = False, 1
-        self._marks: list[Any] = []  # of the shared parameters, before the model's forward
-        self._filled: list[tuple[nn.Module, nn.Module, str]] = []  # containers that a forward fills
+        self._started, self._size_in_step = False, 1
+        self._before: list[int] = []  # versions of the shared parameters before the first forward pass
         own_hooks = is_copy and called is self._model
         self.pre_hooks = copying.ignore_inputs_of_pre_hooks(companion) if own_hooks else []
         self._known = list(self._model.parameters())
@@ -54,7 +52,7 @@ class CompanionSync:
         """Bring the companion to where the model is."""
         if not self._started:
             self._start()
-        if self._ranks.count != self._ranks_in_step:
+        if self._group.size != self._size_in_step:
             self._give_all_ranks_the_firsts()
         if not self._is_copy:
             if self._companion.training != self._model.training:
@@ -69,30 +67,19 @@ class CompanionSync:
         self._follow_place()
         if self._trained_elsewhere[0]:
             self._follow_elsewhere()
-        for theirs, ours, name in self._filled:
-            if not vars(theirs).get(name, True):  # the script has cleared it
-                vars(ours)[name].clear()
 
-    # ---- what the forward writes to ----------------------------------------------------------------------------------
+    # ---- frozen parameters that the forward pass writes to -------------------------------------------------------------
 
-    def watch(self, closely: bool) -> None:
-        """Before the model's forward: note what shows that it writes to shared parameters.
-
-        Args:
-            closely: also what it writes through ``.data``, which a look at all values shows; and which containers grow.
-        """
-        if self._is_copy and (closely or self.shared):
-            self._marks = _marks(self.shared, closely)
-            self._sizes = _sizes(self._companion) if closely else {}
+    def before_first_forward(self) -> None:
+        """Note the versions of the shared parameters."""
+        self._before = versions_of(self.shared)
 
     def written(self) -> list[str]:
-        """After the model's forward: the names of the shared parameters that it has written to."""
-        if not self._is_copy or not self.shared:
+        """After the first forward pass: the names of the shared parameters that it has written to."""
+        now = versions_of(self.shared)
+        if not self._is_copy or now == self._before:
             return []
-        before, now = self._marks, _marks(self.shared, len(self._marks) == 3)
-        if now == before:
-            return []
-        changed = {id(p) for p, *pairs in zip(self.shared, *map(zip, before, now), strict=True) if _differ(pairs)}
+        changed = {id(p) for p, before, after in zip(self.shared, self._before, now, strict=True) if before != after}
         return [name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in changed]
 
     def unshare(self, names: Iterable[str], trained: bool = False) -> None:
@@ -102,19 +89,12 @@ class CompanionSync:
         self._optimizer.follow_parameters()
         self._note_parameters()
 
-    def take_values(self, names: Iterable[str]) -> None:
+    def copy_values_from_model(self, names: Iterable[str]) -> None:
         """Give parameters the values that they have in the model."""
         ours = dict(self._companion.named_parameters(remove_duplicate=False))
         theirs = dict(self._model.named_parameters(remove_duplicate=False))
         for name in names:
             ours[name].data.copy_(theirs[name].data)
-
-    def note_grown(self) -> None:
-        """After the companion's first forward: note the containers that it has filled."""
-        if self._is_copy:
-            now = _sizes(self._companion)
-            grown = [key for key, size in now.items() if size > self._sizes.get(key, size)]
-            self._filled = [(self._theirs[index], self._ours[index], name) for index, name in grown]
 
     def follow_base(self) -> None:
         """Take over parameters that the base trains now; new ones of the model are refused."""
@@ -193,9 +173,9 @@ class CompanionSync:
 
     def _give_all_ranks_the_firsts(self) -> None:
         """The same weights on all ranks, once these are known: DistributedDataParallel may wrap the model later."""
-        self._ranks_in_step = self._ranks.count
-        self._ranks.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
-        self._ranks.broadcast(self._companion.buffers())
+        self._size_in_step = self._group.size
+        self._group.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
+        self._group.broadcast(self._companion.buffers())
 
     def own_state(self, unshared: Iterable[str] = ()) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model, but for those of some names."""
@@ -214,41 +194,6 @@ class CompanionSync:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_started": False}  # torch leaves the compiled call out of copies
-
-
-CONTAINERS = (list, dict, set, deque)
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
-
-
-def _sizes(module: nn.Module) -> dict[tuple[int, str], int]:
-    """How much is in the containers that are attributes of modules."""
-    found = {}
-    for index, inner in enumerate(module.modules()):
-        values = vars(inner).items()
-        found.update({(index, name): len(value) for name, value in values if isinstance(value, CONTAINERS)})
-    return found
-
-
-def _marks(parameters: list[nn.Parameter], closely: bool) -> list[Any]:
-    """How often each was written to, and where it lies; ``closely`` a sum of its bits, too."""
-    try:
-        addresses = list(map(Tensor.data_ptr, parameters))
-    except RuntimeError:  # of a class of its own, which lies nowhere
-        addresses = [0] * len(parameters)
-    marks = [versions_of(parameters), addresses]
-    return [*marks, list(map(_sum_of_bits, parameters))] if closely else marks
-
-
-def _sum_of_bits(parameter: nn.Parameter) -> int:
-    integers = INTEGERS.get(parameter.element_size())
-    if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or integers is None:
-        return 0
-    parts = parameter.detach().view(integers).flatten().split(1 << 22)  # little memory
-    return int(sum(part.long().square().sum() for part in parts))  # squares, since roundings up and down would cancel
-
-
-def _differ(pairs: Iterable[tuple[Any, Any]]) -> bool:
-    return any(before != now for before, now in pairs)
 
 
 def _refuse(added: dict[str, nn.Parameter]) -> None:

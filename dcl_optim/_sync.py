@@ -1,0 +1,20 @@
+"""The one answer to "may a value be read here?": reading one makes the host wait for an accelerator.
+
+Apart from the modules that ask, since tests force either answer on a CPU.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+SYNC_INTERVAL = 100  # steps
+
+
+def may_sync(step: int, tensor: Tensor) -> bool:
+    """Whether a step may read values of a tensor: always on a CPU, else in steps 1, 2, 4, 8, ... and 100, 200, ...
+
+    Args:
+        step: the number of the optimizer step, from 1.
+        tensor: any tensor of the device that is asked about.
+    """
+    return tensor.is_cpu or step % SYNC_INTERVAL == 0 or step & (step - 1) == 0

@@ -1,0 +1,227 @@
+r"""Algorithm 1 for one batch: a prediction at the forward pass, a penalty at the backward pass.
+
+Apart from optimizer.py, since Lightning runs the optimizer's methods on another object: what changes is here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim import _rng, _sync
+from dcl_optim._hooks import ModuleHooks, replace_others
+from dcl_optim._optim import parameters_of
+from dcl_optim._rng import RngState
+from dcl_optim._torch import current_backward, is_recorded, reaches_parameters, warn
+from dcl_optim._validation import DIFFERENTIAL_PRIVACY, uses_differential_privacy
+from dcl_optim.batches import StepBatches
+from dcl_optim.distances import Distance, from_rows
+from dcl_optim.forecaster import Forecaster, Penalty
+from dcl_optim.forward import Forward
+from dcl_optim.loss.outputs import LogitsFinder, conversion_source
+from dcl_optim.loss.reader import LossReader, Scale
+from dcl_optim.schedules import Checked
+
+NOT_FINITE = (
+    "non-finite logits or loss: such a batch gets no penalty and is not learned from. Classes that are masked by logits "
+    "of minus infinity have to be masked alike in all rows"
+)
+
+
+class Algorithm:
+    r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each training forward pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        forecaster: Forecaster,
+        loss: LossReader,
+        distance: Distance,
+        *,
+        weight: Checked,
+        alpha: Checked,
+        find_logits: LogitsFinder,
+        count_eval: bool,
+    ) -> None:
+        self.model, self._base, self.forecaster, self.loss = model, base, forecaster, loss
+        self.distance, self.weight, self.alpha = distance, weight, alpha
+        self._find_logits, self._count_eval = find_logits, count_eval
+        self.batches = StepBatches(base)
+        self.steps = 0  # of the optimizer so far
+        self.last: dict[str, Any] = {}  # figures of the last backward pass
+        self.superseded = self._warned_not_finite = False
+        self._rng_state: RngState | None = None  # before the training forward pass that runs
+        self.attach()
+
+    # ---- the forward pass: c = f(ω, x) ---------------------------------------------------------------------------------
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called with the model: forget a step that was skipped; note the RNG state that the model draws from."""
+        self._rng_state, self.batches.called = None, True
+        self.loss.before_forward()
+        if not (module.training or self._count_eval) or not torch.is_grad_enabled() or self._does_not_train():
+            return
+        if not self.batches.forwards and uses_differential_privacy(self._base):
+            raise RuntimeError(f"the wrapped optimizer was made private, which is refused: {DIFFERENTIAL_PRIVACY}")
+        if self.batches.are_gone():
+            self.forget()
+        self.batches.cleared = False
+        replays = self.forecaster.replays_draws
+        self._rng_state = _rng.capture(next(parameters_of(self._base)).device) if replays else {}
+        self.forecaster.before_forward(args, kwargs, self._rng_state, self.steps + 1)
+
+    def _does_not_train(self) -> bool:
+        """Whether checkpointing recomputes a counted forward pass, torch.func or an export runs it, or all is frozen."""
+        backward = current_backward()
+        if (backward != -1 and backward == self.batches.backward) or is_recorded():
+            return True
+        return not any(parameter.requires_grad for parameter in parameters_of(self._base))
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Called with the model's output: predict c, and wait for the gradient of the logits z."""
+        rng_state, self._rng_state = self._rng_state, None
+        if rng_state is None:
+            return None
+        z = self._find_logits(output)
+        if not z.requires_grad:
+            return None
+        forward = Forward(z, self.steps + 1)
+        self.loss.after_forward(forward, args, kwargs)
+        self.forecaster.predict(args, kwargs, forward, rng_state)
+        if output is not z:
+            self._find_logits.warn_of_choice(output, z)
+            output = self.loss.watch_own_loss(forward, z, output, kwargs)
+            source = conversion_source(z)
+            if source is not None:  # the loss may be that of the logits before they were converted
+                node, index = source
+                forward.nodes = node.next_functions
+                node.register_prehook(functools.partial(self._at_source, forward, index))
+        z.register_hook(functools.partial(self.on_gradient, forward))
+        self.batches.forwards += 1
+        return output
+
+    # ---- the backward pass: grad z + s λ ∂Δ(z, c)/∂z -------------------------------------------------------------------
+
+    def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
+        """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
+        backward, batches = current_backward(), self.batches
+        if gradient is None or self._hooks is None or forward.added_in == backward:
+            return None
+        if not reaches_parameters(forward.nodes, self._base):  # an attack asks for the gradient of its inputs
+            batches.backward = backward
+            return None
+        batches.backwards += 1
+        if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
+            return None
+        if not forward.counted and batches.are_gone(backward):
+            self.forget()
+        forward.added_in, forward.may_sync = backward, _sync.may_sync(forward.step, gradient)
+        weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
+        loss = self.loss.read(forward, gradient, several=batches.count > 0)
+        batches.add(backward)
+        first, forward.counted = batches.observing and not forward.counted, True
+        if not loss.says:
+            self.last = {"penalty": math.nan, "weight": weight, "alpha": alpha, "loss_scale": loss.scale}
+            batches.not_finite |= not loss.finite
+            if first:
+                self.forecaster.skip(forward, alpha)
+            return None
+        penalty = self.forecaster.penalty(forward, loss, self.distance)
+        figure = penalty._replace(rows=penalty.rows._replace(slope=penalty.rows.values))  # of less memory
+        self.last = {"penalty": figure, "weight": weight, "alpha": alpha, "loss_scale": loss.scale}
+        if batches.penalties is not None:
+            batches.penalties.append(figure.value * (loss.scale * weight))
+        regularized = _add_penalty(gradient, penalty, loss.scale, weight, loss.class_dim) if weight else None
+        if first:
+            self.forecaster.observe(forward, loss, penalty, self.distance, alpha)
+        return regularized
+
+    def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
+        gradient = self.on_gradient(forward, gradients[index])
+        return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Both networks have stepped."""
+        self.steps += 1
+        if self.batches.not_finite and not self._warned_not_finite:
+            self._warned_not_finite = True
+            warn(NOT_FINITE)
+
+    def forget(self) -> None:
+        """Drop the batches of the step; if the base optimizer is in its step, they were learned from already."""
+        if self.batches.evaluates:
+            self.batches.observing = False  # the gradients of its first evaluation: the next one is elsewhere
+        else:
+            penalties = self.batches.penalties
+            self.forecaster.forget()
+            self.batches.start()
+            self.batches.penalties = penalties
+
+    # ---- hooks, copies and state ---------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Put the hooks on the model; an optimizer that had its own there is superseded."""
+        replace_others(self.model)
+        self._hooks: ModuleHooks | None = ModuleHooks(self, self.model)
+
+    def detach(self) -> None:
+        """Take the hooks off; the model is as it was."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks, self.superseded = None, False
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are on the model."""
+        return self._hooks is not None
+
+    def model_loaded(self, module: nn.Module, keys: Any) -> None:
+        """A state was loaded into the model."""
+        self.forecaster.model_loaded()
+
+    def replaced(self) -> None:
+        """Make way for another optimizer on the same model."""
+        self.detach()
+        self.forecaster.forget()
+        self.batches.start()
+        self.superseded = True
+
+    def load_state(self, steps: int, loss: dict[str, Any]) -> None:
+        """Go on from a number of steps, as after loading a state."""
+        self.loss.load_state(loss)
+        self.batches.start()
+        self.steps, self.last, self._rng_state = steps, {}, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_rng_state", "last")}
+        return state | {"_hooks": self._hooks is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"_rng_state": None, "last": {}, "_hooks": None})
+        if state["_hooks"] and "training" in vars(self.model):  # not if the model holds us and is being copied
+            self.attach()
+
+
+def _add_penalty(gradient: Tensor, penalty: Penalty, scale: Scale, weight: float, class_dim: int) -> Tensor:
+    """gradient + s λ ∂Δ/∂z, computed in the wider of their dtypes, in the dtype of the gradient."""
+    rows, count, weights = penalty.rows, penalty.count, penalty.weights
+    slope, factor = rows.slope, weight * rows.factor
+    if isinstance(count, Tensor):
+        scale = scale / count
+    else:
+        factor /= count
+    if weights is not None:
+        slope, scale = slope * (weights * scale)[:, None], 1.0
+    slope = from_rows(slope, gradient.shape, class_dim)
+    out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)
+    if isinstance(scale, Tensor):
+        return torch.addcmul(gradient, slope, scale, value=factor, out=out)
+    return torch.add(gradient, slope, alpha=factor * scale, out=out)

@@ -1,0 +1,52 @@
+"""One training forward pass of the model, from the call to its last backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class Forward:
+    """What the parts of the algorithm know about one training forward pass. Each attribute has one writer.
+
+    Args:
+        logits: the model's logits z, of any shape with the batch first.
+        step: the number of the optimizer step that the pass belongs to, from 1.
+
+    Attributes:
+        logits: z, a detached copy that in-place edits by the script do not reach.
+        step: the number of the optimizer step.
+        nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a parameter. Written
+            by the algorithm.
+        may_sync: whether values may be read in the backward pass that runs. Written by the algorithm.
+        counted: whether a backward pass has come. Written by the algorithm.
+        added_in: the number of the backward pass that the penalty was added to last. Written by the algorithm.
+        targets: the labels that the script gave, or None. Written by the loss reader.
+        own_loss: the number of a backward pass, and the gradient that arrived in it at a loss that the model computed.
+            Written by the loss reader.
+        hides_gradient: whether the model's own loss sends no gradient to the logits. Written by the loss reader.
+        prediction: what the forecaster keeps for the backward pass. Written by the forecaster.
+    """
+
+    __slots__ = (
+        "added_in",
+        "counted",
+        "hides_gradient",
+        "logits",
+        "may_sync",
+        "nodes",
+        "own_loss",
+        "prediction",
+        "step",
+        "targets",
+    )
+
+    def __init__(self, logits: Tensor, step: int) -> None:
+        self.logits, self.step = logits.detach().clone(), step
+        self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
+        self.may_sync = self.counted = self.hides_gradient = False
+        self.added_in = -1
+        self.targets: Tensor | None = None
+        self.own_loss: tuple[int, Tensor] | None = None
+        self.prediction: Any = None

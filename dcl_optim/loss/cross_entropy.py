@@ -1,0 +1,360 @@
+r"""Read labels and loss scale off the gradient that a softmax cross-entropy sends to its logits.
+
+Take one row: logits z, probabilities p = softmax(z), targets q (a distribution). A cross-entropy that was multiplied by
+:math:`a` sends the gradient
+
+.. math:: g = a\,(p - q), \qquad \textstyle\sum_k g_k = 0.
+
+*Hard.* With one label y and label smoothing :math:`\epsilon`, :math:`q = (1-\epsilon)\,e_y + \epsilon/K`. Without
+smoothing the label is the only negative entry of g, so :math:`y = \arg\min g`; with smoothing it is the lowest entry of
+:math:`g - \tfrac12 a\,p`, for any a within a factor of four. Then :math:`r = p - q` is known, and if all rows have the
+same factor, :math:`a = \lVert g\rVert / \lVert r\rVert`. The loss has this form where :math:`\lVert g - a r\rVert` is
+rounding. A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero.
+
+*Weighted.* Class weights, sample weights and focal losses give each row its own :math:`a_i = \lVert g_i\rVert / \lVert
+r_i\rVert`, and :math:`s = \sum_i a_i`. Two classes put every row on some line, so there all rows of a label need one a.
+
+*Soft.* Mixup and CutMix: q has two large entries. Away from the two lowest entries of g, and from the highest of p,
+:math:`g = a\,(p - f)` is a straight line, f being the floor :math:`\epsilon/K` that label smoothing adds; a is its slope, and
+:math:`q = p - g/a` less the floor are the soft labels.
+
+*Log-probabilities.* If the model ends in ``log_softmax``, ``NLLLoss`` gives :math:`g = -a\,e_y`.
+
+*Negative.* Of any other loss that raises one logit of each row, the label is the only negative entry; s is not known.
+
+All functions are pure and take rows (N, K) in float32 or wider. None reads a value, so nothing synchronizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal["hard", "weighted", "soft", "log", "negative"]
+
+TOLERANCE = 1e-3  # of |g - a r| / |g| in float32; the rounding of float32 leaves about 1e-6
+HALF_TOLERANCE = 2e-2  # where z or g is in half precision; the rounding of bfloat16 leaves about 4e-3
+ROUNDING = 1e-6  # of r in a row, in units of 1, where p is close to 1
+SATURATED = 2e-5  # a row whose |r| is smaller says nothing about its factor
+MIN_SMOOTHING = 2e-3  # a smaller one is rounding
+MAX_SMOOTHING = 0.5
+CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
+CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
+MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell a line from a point
+READ_SHARE = 0.75  # of the live rows must have a label, or it is another loss
+TINY = 1e-30
+
+
+@functools.lru_cache(maxsize=64)
+def constant(value: int, device: torch.device) -> Tensor:
+    """An integer as a tensor; making it anew in each step would be one kernel more."""
+    return torch.tensor(value, device=device)
+
+
+class Form(NamedTuple):
+    """What kind of gradient a loss sends; a property of the script.
+
+    Attributes:
+        kind: which formula of the module's docstring applies.
+        smoothing: the label smoothing :math:`\\epsilon`.
+    """
+
+    kind: Kind
+    smoothing: float = 0.0
+
+
+class Reading(NamedTuple):
+    """What the gradient of one batch says. Tensors on the gradient's device.
+
+    Attributes:
+        labels: the label of each row (N,), K for none; for the soft form the soft labels (N, K), 0 in rows without.
+        scale: s, a scalar.
+        fits: whether the gradient has the form; if not, the labels and s mean nothing.
+        tells_scale: whether s can be trusted too; not if all rows are so certain that rounding is all that is left.
+    """
+
+    labels: Tensor
+    scale: Tensor
+    fits: Tensor
+    tells_scale: Tensor
+
+
+def tolerance_of(*dtypes: torch.dtype) -> float:
+    """The share of a gradient that rounding may leave unexplained."""
+    return HALF_TOLERANCE if any(dtype.itemsize < 4 for dtype in dtypes) else TOLERANCE
+
+
+def read(
+    form: Form,
+    z: Tensor,
+    g: Tensor,
+    live: Tensor,
+    count: Tensor,
+    last: Tensor | float,
+    tolerance: float = TOLERANCE,
+    wants_labels: bool = True,
+) -> Reading:
+    """Read a gradient that has a known form.
+
+    Args:
+        form: see :class:`Form`.
+        z: logits, rows (N, K).
+        g: gradient of the loss with respect to z, same shape.
+        live: whether the gradient of a row is not zero, (N,).
+        count: the number of live rows; more than in ``live`` if z and g are a selection.
+        last: the loss scale of the batch before, which label smoothing needs.
+        tolerance: see :func:`tolerance_of`.
+        wants_labels: whether the labels are needed; if not, those of hard labels are left out.
+
+    Examples:
+        >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
+        >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
+        >>> (g,) = torch.autograd.grad(loss, z)
+        >>> reading = read(Form("hard"), z.detach(), g, torch.tensor([True, True]), torch.tensor(2), last=1.0)
+        >>> reading.labels, round(reading.scale.item(), 4), reading.fits
+        (tensor([0, 2]), 8.0, tensor(True))
+    """
+    if form.kind == "hard":
+        return _read_hard(z, g, live, count, last, form.smoothing, tolerance, wants_labels)
+    if form.kind == "weighted":
+        return _read_weighted(z, g, live, count, tolerance)
+    if form.kind == "soft":
+        return _read_soft(z, g, live, count, form.smoothing, tolerance)
+    if form.kind == "log":
+        return _read_log_probabilities(z, g, live, count, tolerance)
+    return _read_negative(g, live)
+
+
+def _residual(p: Tensor, y: Tensor, live: Tensor, smoothing: float) -> Tensor:
+    """r = p - q in place of p; 0 in rows that are not live."""
+    r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")
+    if smoothing:
+        r.sub_(smoothing / p.shape[1])
+    return r.mul_(live[:, None])
+
+
+def _read_hard(
+    z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, smoothing: float, tolerance: float, wants_labels: bool
+) -> Reading:
+    p = torch.softmax(z, 1)
+    if smoothing:
+        y = torch.addcmul(g, p, torch.as_tensor(last / count, dtype=g.dtype), value=-0.5).argmin(1)
+    else:
+        y = g.argmin(1)
+    r = _residual(p, y, live, smoothing)
+    length = torch.linalg.vector_norm(r)
+    slope = torch.linalg.vector_norm(g) / length
+    rest = torch.linalg.vector_norm(torch.addcdiv(r, g, slope, value=-1.0))
+    excess = torch.sub(rest, length, alpha=tolerance)
+    fits = excess <= ROUNDING * math.sqrt(len(z))
+    if wants_labels:
+        y = torch.where(live & fits, y, constant(z.shape[1], y.device))
+    return Reading(y, slope * count, fits, excess <= 0)
+
+
+def _read_weighted(z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float) -> Reading:
+    y = g.argmin(1)
+    p = torch.softmax(z, 1)
+    at_label = p.gather(1, y[:, None])[:, 0]
+    r = _residual(p, y, live, 0.0)
+    whole, lengths = torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(r, dim=1)
+    slopes = whole / (lengths + TINY)
+    rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), dim=1)
+    told = live & (rest <= tolerance * whole + ROUNDING * slopes)
+    clear = told & (lengths > SATURATED)
+    if z.shape[1] == 2:
+        told = told & _is_one_slope_a_label(slopes, at_label, y, clear)
+    fits = told.sum() >= READ_SHARE * live.sum()
+    number = clear.sum()
+    scale = torch.where(clear, slopes, 0.0).sum() / number * count  # certain rows count as the others on average
+    labels = torch.where(told & fits, y, z.shape[1])
+    return Reading(labels, scale, fits, fits & (number >= READ_SHARE * live.sum()))
+
+
+def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """Whether, of two classes, the rows of each label share one slope, and are far enough apart to show it."""
+    found = torch.ones_like(rows[:1])
+    for label in (0, 1):
+        mine = rows & (y == label)
+        low, high = torch.where(mine, slopes, torch.inf).amin(), torch.where(mine, slopes, 0.0).amax()
+        spread = torch.where(mine, at_label, -1.0).amax() - torch.where(mine, at_label, 2.0).amin()
+        found = found & (~mine.any() | ((high <= 1.01 * low) & (spread > MIN_SPREAD)))
+    return found
+
+
+def _line(p: Tensor, g: Tensor, weights: Tensor, floor: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit g = a (p - f) over entries of weight 1: a, f, and the rest's norm relative to that of g."""
+    number = weights.sum() + TINY
+    if floor is None:
+        mean_p, mean_g = (p * weights).sum() / number, (g * weights).sum() / number
+        centered = (p - mean_p) * weights
+        slope = (centered * g).sum() / (centered.square().sum() + TINY)
+        shift = mean_p - mean_g / (slope + TINY)
+    else:
+        centered = (p - floor) * weights
+        slope = (centered * g).sum() / (centered.square().sum() + TINY)
+        shift = torch.full_like(slope, floor)
+    rest = torch.linalg.vector_norm((g - slope * (p - shift)) * weights)
+    return slope, shift, rest
+
+
+def _others(p: Tensor, g: Tensor, live: Tensor) -> Tensor:
+    """1 at the entries that are neither of the two lowest of g nor the highest of p, else 0."""
+    out = torch.cat((g.topk(2, 1, largest=False).indices, p.argmax(1, keepdim=True)), 1)
+    return torch.ones_like(p).scatter_(1, out, 0.0).mul_(live[:, None])
+
+
+def _read_soft(z: Tensor, g: Tensor, live: Tensor, count: Tensor, smoothing: float, tolerance: float) -> Reading:
+    p, classes = torch.softmax(z, 1), z.shape[1]
+    others = _others(p, g, live)
+    slope, _, rest = _line(p, g, others, smoothing / classes)
+    shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
+    shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
+    bound = tolerance * torch.linalg.vector_norm(g * others) + ROUNDING * slope * math.sqrt(len(z))
+    fits = (slope > 0) & (rest <= bound) & (shares * live[:, None] >= 0.0).all()
+    return Reading(shares * (live & fits)[:, None], slope * count, fits, fits)
+
+
+def _read_log_probabilities(z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float) -> Reading:
+    least, y = g.min(1)
+    rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
+    whole = torch.linalg.vector_norm(least)
+    normalized = (torch.logsumexp(z, 1).abs() <= 0.05).all()  # which leaves room for bfloat16
+    fits = (rest <= tolerance * whole) & (whole > 0) & normalized
+    scale = -least.sum() * (count / live.sum())
+    return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, fits)
+
+
+def _read_negative(g: Tensor, live: Tensor) -> Reading:
+    one = (g < 0).sum(1) == 1
+    fits = one.sum() >= READ_SHARE * live.sum()
+    labels = torch.where(one & fits, g.argmin(1), g.shape[1])
+    return Reading(labels, torch.ones_like(g[0, 0]), fits, torch.zeros_like(fits))
+
+
+class Evidence(NamedTuple):
+    """Which forms one gradient has, as numbers on its device: 1 or 0, and values.
+
+    Attributes:
+        finite, zero: whether the gradient is.
+        says: whether it tells forms apart: not all rows are certain.
+        hard, smoothed, soft, weighted, log: whether the gradient has the form.
+        smoothing: of the smoothed form.
+        floor: K times the floor of the soft form.
+        slope: a, of the smoothed form.
+    """
+
+    finite: Any
+    zero: Any
+    says: Any
+    hard: Any
+    smoothed: Any
+    smoothing: Any
+    soft: Any
+    floor: Any
+    weighted: Any
+    log: Any
+    slope: Any
+
+
+def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
+    """Try all forms on one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all.
+
+    Args:
+        z: logits, rows (N, K).
+        g: gradient of the loss with respect to z, same shape.
+        tolerance: see :func:`tolerance_of`.
+    """
+    rows, classes = z.shape
+    size = torch.linalg.vector_norm(g, ord=1, dim=1)
+    p, y, no = torch.softmax(z, 1), g.argmin(1), size.new_zeros((), dtype=torch.bool)
+    if classes < 2 or rows * (classes - 1) <= 1:
+        return torch.stack([torch.isfinite(size.sum()), size.sum() == 0, (size > 0).any(), *[no] * 8]).double()
+    # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
+    top = p.topk(min(2, classes - 1), 1).values.sum(1)
+    live = (size > 0) & (top < (CERTAIN if classes > 2 else CERTAIN_OF_TWO))
+    finite, zero = torch.isfinite(size.sum()), size.sum() == 0
+    apart = torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD
+    says = live.any() & apart if classes == 2 else live.any()
+    z, g, count = z * live[:, None], g * live[:, None], torch.count_nonzero(live)
+    p, whole = p * live[:, None], torch.linalg.vector_norm(g)
+    bound = tolerance * whole
+    hard = _rest_of_hard(p, g, y, live, 0.0)
+    slope, floor = _two_lines(p, g, y, live)
+    smoothing = floor * classes
+    smoothed = _rest_of_hard(p, g, torch.addcmul(g, p, slope, value=-0.5).argmin(1), live, smoothing)
+    # Where predictions are close to uniform, hard labels fit smoothed ones too, with a factor that is too small.
+    better = (smoothed < 0.3 * hard) & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING) & (slope > 0)
+    soft, mixed = no, torch.zeros_like(whole)
+    if classes >= 5:
+        others = _others(p, g, live)
+        _, _, without = _line(p, g, others, 0.0)
+        _, shift, rest = _line(p, g, others, None)
+        found = (without > 2.0 * rest + 1e-5 * whole) & (shift * classes > MIN_SMOOTHING)
+        mixed = torch.where(found, shift * classes, 0.0)
+        straight = torch.where(found, rest, without) <= tolerance * torch.linalg.vector_norm(g * others)
+        soft = straight & (mixed < MAX_SMOOTHING)
+        soft = soft & _are_shares(p, g, others, live, mixed, tolerance)
+    weighted = read(Form("weighted"), z, g, live, count, 1.0, tolerance).fits
+    log = read(Form("log"), z, g, live, count, 1.0, tolerance).fits
+    evidence = [
+        finite, zero, says, hard <= bound, better & (smoothed <= bound), smoothing, soft, mixed, weighted, log, slope
+    ]  # fmt: skip
+    return torch.stack([value.double() for value in evidence])
+
+
+def _rest_of_hard(p: Tensor, g: Tensor, y: Tensor, live: Tensor, smoothing: Any) -> Tensor:
+    """The norm that hard labels with a smoothing leave unexplained."""
+    label = torch.zeros_like(p).scatter_(1, y[:, None], 1.0)
+    r = (p - smoothing / p.shape[1] - (1.0 - smoothing) * label).mul_(live[:, None])
+    slope = torch.linalg.vector_norm(g) / torch.linalg.vector_norm(r)
+    return torch.linalg.vector_norm(torch.addcmul(g, r, slope, value=-1.0))
+
+
+def _two_lines(p: Tensor, g: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The slope that the labels' entries and the others share, and the floor of the others."""
+    weights = rows[:, None].to(p.dtype)
+    labels = torch.zeros_like(p).scatter_(1, y[:, None], 1.0).mul_(weights)
+    shared, squares = torch.zeros_like(p[0, 0]), torch.zeros_like(p[0, 0])
+    for mask in (labels, weights - labels):
+        number = mask.sum() + TINY
+        mean_p, mean_g = (p * mask).sum() / number, (g * mask).sum() / number
+        centered = (p - mean_p) * mask
+        shared, squares = shared + (centered * g).sum(), squares + centered.square().sum()
+    slope = shared / (squares + TINY)
+    return slope, mean_p - mean_g / (slope + TINY)
+
+
+def _are_shares(p: Tensor, g: Tensor, others: Tensor, live: Tensor, smoothing: Tensor, tolerance: float) -> Tensor:
+    """Whether p - g/a less the floor is nowhere below 0."""
+    floor = smoothing / p.shape[1]
+    centered = (p - floor) * others
+    slope = (centered * g).sum() / (centered.square().sum() + TINY)
+    shares = ((p - g / slope) - floor) * live[:, None]
+    return (slope > 0) & (shares.amin() >= -5.0 * tolerance) & (others.sum() > 1)
+
+
+RANKS = 7
+
+
+def candidate(evidence: Evidence, rank: int, former: Form | None, allows_negative: bool) -> Form | None:
+    """The form of a rank, 0 the first to try; None if the evidence is against it.
+
+    Of the forms that fit the simplest is taken, but a script that mixed labels before goes on with soft labels, which
+    contain hard ones.
+    """
+    forms = (
+        (evidence.soft and former is not None and former.kind == "soft", Form("soft", evidence.floor)),
+        (evidence.smoothed, Form("hard", evidence.smoothing)),
+        (evidence.hard, Form("hard")),
+        (evidence.soft, Form("soft", evidence.floor)),
+        (evidence.weighted, Form("weighted")),
+        (evidence.log, Form("log")),
+        (allows_negative, Form("negative")),
+    )
+    applies, form = forms[rank]
+    return form if applies else None

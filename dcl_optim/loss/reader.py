@@ -1,0 +1,395 @@
+r"""The one place that knows losses: loss scale, labels and class dimension of each backward pass.
+
+| what | sources, the first that applies |
+| --- | --- |
+| s | ``loss_scale=``; the gradient of the logits; the gradient of the model's own loss; the last s that was read; 1 |
+| labels | ``set_targets``; ``targets=``; the gradient of the logits; with ``loss_scale=``, the only negative entry of a row |
+| class dimension | ``class_dim=``; the dimension along which the gradient has a known form; 1 |
+
+Which form the gradient has is a property of the script. It is chosen at the first gradient that tells it, and chosen
+again where a batch does not fit: at once where values may be read, else in the next step in which they may.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcl_optim._torch import current_backward, warn
+from dcl_optim._sync import SYNC_INTERVAL
+from dcl_optim._validation import check_positive, is_number
+from dcl_optim.distances import to_rows
+from dcl_optim.forward import Forward
+from dcl_optim.loss import cross_entropy, outputs
+from dcl_optim.loss.cross_entropy import Evidence, Form, Reading
+
+Scale = float | Tensor
+Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
+MAX_ROWS = 64  # that are read where only the scale is asked for
+
+UNREADABLE_SCALE = (
+    "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty is "
+    "added with factor 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there is no factor)"
+)
+UNREADABLE_LABELS = (
+    "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy over "
+    "the model's logits"
+)
+FIX_LABELS = (
+    "\n  Fix: call set_targets(labels) before the forward pass, or pass targets=<the model's keyword with the labels>; "
+    "for a loss that raises one logit of each row (focal and similar losses) pass loss_scale=. Models with sigmoid "
+    "outputs (binary, multi-label) and regression: use DCLOptimizer, which needs no labels"
+)
+HIDDEN_LABELS = (
+    "the model computes its own loss and is compiled, so the labels cannot be read from the gradient of its logits.\n"
+    "  Fix: pass targets=<the model's keyword with the labels> (and class_dim=-1 for logits of shape (batch, time, "
+    "classes)), or call set_targets(labels) before the forward pass"
+)
+
+
+class Loss(NamedTuple):
+    """What a backward pass says about the script's loss.
+
+    Attributes:
+        scale: s, what the loss was multiplied by.
+        labels: as they were given; read ones as a label for each row (N,), K for none, or as soft labels (N, K); None if
+            nobody needs them, or the gradient says nothing.
+        count: the number of rows that the loss is the mean of, if the labels were read; else None.
+        class_dim: the dimension of the logits that holds the classes.
+        finite: False if the gradient is known not to be finite.
+        says: False if the batch is to be skipped: it is not finite, its gradient is zero, or labels are missing.
+    """
+
+    scale: Scale
+    labels: Tensor | None
+    count: Tensor | None
+    class_dim: int
+    finite: bool = True
+    says: bool = True
+
+
+class LossReader:
+    """Reads one backward pass after another.
+
+    Args:
+        scale: ``"auto"``, a positive number, an object with a ``scale(tensor)`` method (``torch.amp.GradScaler``), or a
+            callable without arguments that returns a finite number or a scalar tensor.
+        targets: the keyword of the model's forward that holds the labels, or a callable ``(args, kwargs) -> labels``.
+        reads_labels: whether labels are needed.
+        class_dim: the dimension of the logits that holds the classes; None to find it.
+        needs_class_dim: whether the penalty is another if a wrong dimension is taken.
+
+    Raises:
+        ValueError: an unknown name, or a number that is not positive and finite.
+        TypeError: anything else.
+
+    Examples:
+        >>> LossReader(scale="half")
+        Traceback (most recent call last):
+        ...
+        ValueError: loss_scale='half' is unknown; pass 'auto', a number, a GradScaler or a callable
+    """
+
+    def __init__(
+        self,
+        scale: Any = "auto",
+        targets: Targets | None = None,
+        reads_labels: bool = False,
+        class_dim: int | None = None,
+        needs_class_dim: bool = False,
+    ) -> None:
+        known = (isinstance(scale, str) and scale == "auto") or hasattr(scale, "scale") or callable(scale)
+        if is_number(scale):
+            check_positive("loss_scale", scale)
+        elif isinstance(scale, str) and not known:
+            raise ValueError(f"loss_scale={scale!r} is unknown; pass 'auto', a number, a GradScaler or a callable")
+        elif not known:
+            raise TypeError(f"loss_scale must be 'auto', a number, a GradScaler or a callable, got {scale!r}")
+        if targets is not None and not isinstance(targets, str) and not callable(targets):
+            raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
+        self.source, self._targets, self._reads_labels = scale, targets, reads_labels
+        self._class_dim, self._needs_class_dim = class_dim, needs_class_dim
+        self._warned_scale = self._warned_labels = False
+        self.load_state({})
+
+    # ---- the state -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads."""
+        scale = self._scale.clone() if isinstance(self._scale, Tensor) else self._scale
+        return {"form": self._form and tuple(self._form), "scale": scale, "class_dim": self.class_dim}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state; an empty one is that before the first batch."""
+        form = state.get("form")
+        self._form = None if form is None else Form(*form)
+        self._scale: Scale | None = state.get("scale")
+        self.class_dim: int | None = state.get("class_dim")
+        self._tried = False  # whether a gradient that says something had no known form
+        self._shifts: bool | None = None  # whether the model's own loss shifts its labels, once that is known
+        self._next: Tensor | None = None
+        self._current: Tensor | None = None
+
+    # ---- the forward pass ----------------------------------------------------------------------------------------------
+
+    def set_targets(self, targets: Tensor) -> None:
+        """Give the labels of the next forward pass."""
+        self._next = targets
+
+    def before_forward(self) -> None:
+        """Take the labels that were given for the forward pass that begins; one that does not count drops them.
+
+        A recomputation inside a backward pass is not the next forward pass.
+        """
+        if self._next is not None or self._current is not None:
+            if current_backward() == -1:
+                self._current, self._next = self._next, None
+
+    def after_forward(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the labels that are known when the model has returned."""
+        forward.targets, self._current = self._current, None
+        if self._targets is None:
+            return
+        found = kwargs.get(self._targets) if isinstance(self._targets, str) else self._targets(args, kwargs)
+        if found is None and isinstance(self._targets, str):
+            raise ValueError(f"targets={self._targets!r}: the model was called without that keyword")
+        if forward.targets is not None:
+            raise RuntimeError("one forward pass got labels twice, from targets= and from set_targets: use one of them")
+        forward.targets = found
+
+    def watch_own_loss(self, forward: Forward, z: Tensor, output: Any, kwargs: dict[str, Any]) -> Any:
+        """Watch the loss that the model computed itself, if it did; return the output, or one in its place."""
+        own = outputs.find_loss(output)
+        if own is None:
+            return output
+        loss, output = outputs.through_logits(z, own, output)
+        forward.hides_gradient = loss is not own
+        labels = kwargs.get("labels")
+        if forward.hides_gradient and self._reads_labels and forward.targets is None and isinstance(labels, Tensor):
+            if self._shifts is None:
+                self._shifts = outputs.find_shift(labels, z, own)
+            if self._shifts is not None:
+                forward.targets = outputs.shift(labels) if self._shifts else labels
+                self.class_dim = z.ndim - 1
+        index = loss.output_nr
+
+        def note(gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[index] is not None:
+                forward.own_loss = current_backward(), gradients[index].sum()
+
+        loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
+        return output
+
+    # ---- the backward pass ---------------------------------------------------------------------------------------------
+
+    def read(self, forward: Forward, gradient: Tensor, several: bool) -> Loss:
+        """Read the gradient that the script's loss sends to the logits.
+
+        Args:
+            forward: the forward pass that the logits come from.
+            gradient: of the logits' shape.
+            several: whether this is not the first backward pass of the step.
+
+        Raises:
+            RuntimeError: labels are needed, were not given and cannot be read.
+            ValueError: the logits have no dimension ``class_dim``.
+        """
+        own = forward.own_loss[1] if forward.own_loss is not None and forward.own_loss[0] == current_backward() else None
+        wants_labels = self._reads_labels and forward.targets is None
+        given = self._given_scale(gradient)
+        if own is not None and forward.hides_gradient:
+            if wants_labels:
+                raise RuntimeError(HIDDEN_LABELS)
+            return Loss(own if given is None else given, forward.targets, None, self._settled_dim(gradient))
+        if given is not None and not wants_labels and self._dim_of(gradient) is not None:
+            return Loss(given, forward.targets, None, self._settled_dim(gradient))
+        reading, count, finite, zero = self._read(forward, gradient, wants_labels, given is not None)
+        scale = 0.0 if zero else given
+        if scale is None:
+            scale = self._scale_of(reading, count, own, gradient, several, finite, wants_labels)
+        dim = self._settled_dim(gradient)
+        says = finite and not zero and not (wants_labels and reading is None)
+        if not wants_labels:
+            return Loss(scale, forward.targets, None, dim, finite, says)
+        return Loss(scale, None if reading is None else reading.labels, count, dim, finite, says)
+
+    def _dim_of(self, logits: Tensor) -> int | None:
+        """The class dimension as far as it is known."""
+        if logits.ndim <= 2 and self._class_dim is None:
+            return 1
+        dim = self._class_dim if self._class_dim is not None else self.class_dim
+        if dim is not None and not -logits.ndim <= dim < max(logits.ndim, 2):
+            raise ValueError(f"class_dim={dim} but the model's logits have shape {tuple(logits.shape)}")
+        return dim
+
+    def _settled_dim(self, logits: Tensor) -> int:
+        dim = self._dim_of(logits)
+        return 1 if dim is None else dim % max(logits.ndim, 2)
+
+    def _given_scale(self, gradient: Tensor) -> Scale | None:
+        source = self.source
+        if isinstance(source, str):
+            return None
+        if isinstance(source, numbers.Real):
+            return float(source)
+        if hasattr(source, "scale"):
+            scale: Tensor = source.scale(torch.ones((), device=gradient.device))
+            return scale
+        found = source()
+        if isinstance(found, Tensor) and found.numel() == 1:
+            return found.detach().reshape(())
+        if not is_number(found):
+            raise TypeError(f"loss_scale's callable must return a number or a scalar tensor, got {found!r}")
+        if not math.isfinite(found):
+            raise ValueError(f"loss_scale's callable returned {found!r}; it must be a finite number")
+        return float(found)
+
+    def _scale_of(
+        self,
+        reading: Reading | None,
+        count: Tensor | None,
+        own: Tensor | None,
+        gradient: Tensor,
+        several: bool,
+        finite: bool,
+        wants_labels: bool,
+    ) -> Scale:
+        fallback = own if own is not None else self._scale
+        if reading is None or self._form is None or self._form.kind == "negative":
+            if fallback is None and self._tried and not self._warned_scale and finite:
+                if several or gradient.dtype == torch.float16:
+                    self._warned_scale = True
+                    warn(UNREADABLE_SCALE)
+            return 1.0 if fallback is None else fallback
+        if fallback is None:
+            fallback = torch.ones_like(reading.scale)
+        elif not isinstance(fallback, Tensor) or fallback.device != reading.scale.device:
+            fallback = torch.as_tensor(fallback, dtype=reading.scale.dtype, device=reading.scale.device)
+        self._scale = scale = torch.where(reading.tells_scale, reading.scale, fallback)
+        if wants_labels or gradient.is_cpu:
+            return scale
+        assert count is not None
+        return scale * (count > 0)  # a gradient of zero: the loss has the factor 0
+
+    # ---- reading -------------------------------------------------------------------------------------------------------
+
+    def _read(
+        self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
+    ) -> tuple[Reading | None, Tensor | None, bool, bool]:
+        """The reading of a gradient, the number of its rows that are not zero; whether it is finite, and zero."""
+        dim = self._dim_of(gradient)
+        if dim is None or (self._form is None and forward.may_sync):
+            return self._settle(forward, gradient, wants_labels, has_scale)
+        if self._form is None:
+            if self._tried:
+                return None, None, True, False
+            return self._settle(forward, gradient, wants_labels, has_scale)
+        z, g, size = _rows_of(forward.logits, gradient, dim)
+        if not len(size):
+            return None, None, True, True
+        live = size > 0
+        count = live.sum().clamp_(min=1) if wants_labels else live.sum()
+        reading = self._read_rows(self._form, z, g, size, live, count, wants_labels, self._scale)
+        if not forward.may_sync:
+            return reading, count, True, False
+        total, fits = torch.stack((size.sum(), reading.fits)).tolist()
+        if fits and total > 0 and math.isfinite(total):
+            return reading, count, True, False
+        if total == 0 or not math.isfinite(total):
+            return None, None, total == 0, total == 0
+        return self._settle(forward, gradient, wants_labels, has_scale)
+
+    def _read_rows(
+        self,
+        form: Form,
+        z: Tensor,
+        g: Tensor,
+        size: Tensor,
+        live: Tensor,
+        count: Tensor,
+        wants_labels: bool,
+        last: Scale | None,
+    ) -> Reading:
+        tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
+        if not wants_labels and form.kind != "weighted" and len(z) > MAX_ROWS:
+            z, g, size = _most_telling(z, g, size)
+            live = size > 0
+        last = 1.0 if last is None else last
+        return cross_entropy.read(
+            form, z.to(size.dtype), g.to(size.dtype), live, count, last, tolerance, wants_labels
+        )
+
+    def _settle(
+        self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
+    ) -> tuple[Reading | None, Tensor | None, bool, bool]:
+        """Choose the form, and the class dimension where it is not known, by a gradient that tells; then read it."""
+        if self._tried and self._form is None and forward.step % SYNC_INTERVAL:
+            return None, None, True, False
+        known = self._dim_of(gradient)
+        dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
+        laid_out = [_rows_of(forward.logits, gradient, dim) for dim in dims]
+        vectors = []
+        for z, g, size in laid_out:
+            tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
+            rows = (z, g, size) if wants_labels else _most_telling(z, g, size)
+            vectors.append(cross_entropy.examine(*(tensor.to(size.dtype) for tensor in rows[:2]), tolerance))
+        found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
+        if not found[0].finite:
+            return None, None, False, False
+        if found[0].zero:
+            return None, None, True, True
+        says = any(evidence.says for evidence in found)
+        for rank in range(cross_entropy.RANKS):
+            for dim, evidence, (z, g, size) in zip(dims, found, laid_out, strict=True):
+                form = cross_entropy.candidate(evidence, rank, self._form, has_scale and wants_labels)
+                if form is None or not evidence.says:
+                    continue
+                live = size > 0
+                count = live.sum()
+                last = evidence.slope * count if form.smoothing else 1.0
+                reading = self._read_rows(form, z, g, size, live, count, wants_labels, last)
+                if bool(reading.fits):
+                    self._form = form
+                    if known is None:
+                        self.class_dim = dim
+                    return reading, count, True, False
+        if says:
+            self._refuse(gradient, wants_labels, known)
+        return None, None, True, False
+
+    def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
+        """A gradient that says something has no known form: an error where that matters, or a warning."""
+        self._tried = True
+        if wants_labels and self._form is None:
+            raise RuntimeError(UNREADABLE_LABELS + FIX_LABELS)
+        if wants_labels and not self._warned_labels:
+            self._warned_labels = True
+            warn(UNREADABLE_LABELS + "; those of former batches could. Such batches get no penalty." + FIX_LABELS)
+        if class_dim is None:
+            self.class_dim = 1
+            if self._needs_class_dim:
+                warn(
+                    "class_dim was not given, and cannot be read from this loss's gradient: of the model's logits of "
+                    f"shape {tuple(gradient.shape)} the penalty takes dimension 1 for the classes, as F.cross_entropy "
+                    "does.\n  Fix: pass class_dim=-1 for (batch, time, classes), or class_dim=1"
+                )
+
+
+def _rows_of(logits: Tensor, gradient: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits and gradient as rows (N, K), and the sum of absolute values of each row of the gradient."""
+    z, g = to_rows(logits, dim), to_rows(gradient, dim)
+    wide = g.dtype if g.dtype.itemsize >= 4 else torch.float32
+    return z, g, torch.linalg.vector_norm(g, ord=1, dim=1, dtype=wide)
+
+
+def _most_telling(z: Tensor, g: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows with the largest gradients, at most ``MAX_ROWS``."""
+    if len(z) <= MAX_ROWS:
+        return z, g, size
+    size, rows = size.topk(MAX_ROWS)
+    return z.index_select(0, rows), g.index_select(0, rows), size

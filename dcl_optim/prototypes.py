@@ -1,0 +1,340 @@
+"""Class prototypes: one vector of logits per class in place of a second network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim._sync import may_sync
+from dcl_optim._validation import check_labels, check_tensors
+from dcl_optim.distances import Distance, Rows, SquaredDistance, difference, to_rows, wide
+from dcl_optim.distributed import DataParallelGroup
+from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
+
+REDUCTIONS = ("mean", "per_class")
+MAX_BYTES = 2**30  # of the (K, K) prototypes
+SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
+
+
+class Prototypes(Forecaster):
+    r"""The prototypes :math:`p^k` of Deep Companion Prototype (the paper's appendix, Equations 5 and 6).
+
+    Prediction: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
+    weigh :math:`t_{ik}` in the mean of class k, which for one-hot labels is the same. The penalty is
+    :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the n rows with a label; :math:`w_i = 0` for a class that no
+    step has seen. Learning, with :math:`n_k` rows of class k:
+
+    .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
+        = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
+
+    In this form a step of one process touches only the rows of the batch's classes. The first mean becomes the
+    prototype.
+
+    Args:
+        num_classes: K, at least 1; the logits must have as many. None for as many as the first logits have.
+        per_class: average the penalty within each class and sum over the classes (one reading of Equation 5)
+            instead of averaging over the batch.
+        ignore_index: the label of rows to leave out.
+        like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
+        group: the ranks that train the model together.
+
+    Raises:
+        ValueError: the prototypes of all classes would take more than 1 GiB.
+
+    Examples:
+        >>> group = DataParallelGroup(torch.nn.Linear(4, 3), process_group=None)
+        >>> Prototypes(3, per_class=False, ignore_index=-100, like=torch.zeros(()), group=group).values.shape
+        torch.Size([3, 3])
+    """
+
+    replays_draws = False
+    # Since the last step:
+    _kept: list[tuple[Tensor, Tensor]]  # classes, and differences z - p, of rows
+    _sums: Tensor | None  # of further differences, by class, (K + 1, K)
+    _counts: Tensor | None  # the rows of each class, (K + 1,); infinite for no class
+
+    def __init__(
+        self, num_classes: int | None, per_class: bool, ignore_index: int, like: Tensor, group: DataParallelGroup
+    ) -> None:
+        self._given, self._per_class, self._ignore_index, self._group = num_classes, per_class, ignore_index, group
+        self._has_checked_shares = False
+        self._create(num_classes or 0, like)
+        self.forget()
+
+    def _create(self, num_classes: int, like: Tensor) -> None:
+        """Create the prototypes of this many classes; 0 as long as the number is not known."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        size = num_classes**2 * dtype.itemsize
+        if size > MAX_BYTES:
+            raise ValueError(
+                f"num_classes={num_classes}: the prototypes, a vector of logits for each class, would need "
+                f"{size / 2**30:.1f} GiB (limit 1 GiB); use DCLOptimizer, which has none"
+            )
+        # Row K is that of rows without a label: not a number, so that they contribute nothing.
+        self._rows = torch.zeros(num_classes + 1, num_classes, dtype=dtype, device=like.device)
+        self._rows[num_classes:] = torch.nan
+        self._known = torch.zeros(num_classes + 1, dtype=dtype, device=like.device)  # 1 for a class that was seen
+        self._no_rows = torch.full_like(self._known, 1e-30)  # counts of an empty batch; 0 / 1e-30 is 0
+        self._no_rows[num_classes:] = torch.inf
+        self._one = torch.ones_like(self._known[0])
+        self._all_known = False  # as far as is known without a synchronization
+
+    @property
+    def num_classes(self) -> int:
+        """K; 0 before it is known."""
+        return self._rows.shape[1]
+
+    @property
+    def seen(self) -> Tensor:
+        """Which classes have a prototype, (K,) bool."""
+        return self._known[:-1] > 0
+
+    @property
+    def values(self) -> Tensor:
+        """A copy of all prototypes, (K, K); zero for a class that no step has seen, (0, 0) before K is known."""
+        return self._rows[:-1].clone()
+
+    def figures(self) -> dict[str, Any]:
+        """``prototype_norm``, and ``prototype_margin``: a prototype's logit of its class less the mean of the others.
+
+        Root mean squares over the classes seen; nan without any. A margin that keeps growing beyond about 20 says that
+        prototypes and logits amplify each other: use an alpha closer to 1.
+        """
+        rows, number = self._rows[:-1], self._known.sum()
+        own = rows.diagonal()
+        margins = own - (rows.sum(1) - own) / max(len(rows) - 1, 1)  # 0 for classes not seen
+        return {
+            "prototype_norm": (rows.norm(dim=1).sum() / number),
+            "prototype_margin": (margins.square().sum() / number).sqrt(),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        return {"num_classes": self.num_classes or "not known yet"}
+
+    # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) ----------------------------------------------------------------------
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: Any, step: int) -> None:
+        self._group.find()
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: Any) -> None:
+        """Nothing yet: the labels come with the gradient."""
+
+    def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
+        z = to_rows(forward.logits, loss.class_dim)
+        if not self.num_classes and loss.labels is not None:
+            self._create(z.shape[1], self._rows.to(z.device, torch.promote_types(z.dtype, torch.float32)))
+        if loss.labels is None:  # the gradient says nothing
+            return Penalty(Rows(z.new_zeros(0), torch.zeros_like(z), 0.0), 1.0)
+        self._follow_model(z)
+        z = z.to(self._rows.dtype)
+        labels, count = self._labels_of(forward, loss, z)
+        if not self._all_known and may_sync(forward.step - 1, z):  # not in the step in which the reader synchronizes
+            self._all_known = bool(self._known[:-1].all())
+        if labels.ndim == 1:
+            c = self._rows.index_select(0, labels)
+            weights = None if self._all_known else self._known.index_select(0, labels)
+        else:
+            columns, shares = self._columns(labels)
+            c = shares @ self._rows.index_select(0, columns)
+            unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).any(1)
+            weights = ((shares.sum(1) > 0.5) & ~unknown).to(z.dtype)
+        if self._per_class:
+            if labels.ndim == 2:
+                raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
+            numbers = self._no_rows.index_add(0, labels, z.new_ones(len(labels)))
+            weights, count = (self._known / numbers).index_select(0, labels), 1.0
+        rows = self._rows_of_known(distance, z, c, labels, weights)
+        forward.prediction = labels, rows.slope if isinstance(distance, SquaredDistance) else None
+        return Penalty(rows, count, weights)
+
+    def _rows_of_known(
+        self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None
+    ) -> Rows:
+        """The distances of all rows; one that couples rows gets those with a prototype alone, and synchronizes."""
+        if not distance.couples_rows:
+            return distance.rows(z, c)
+        known = torch.ones_like(z[:, 0]) if weights is None else weights
+        if labels.ndim == 1:
+            known = known * (labels < self.num_classes)
+        chosen = (known > 0).nonzero().flatten()
+        if not len(chosen):
+            return Rows(torch.zeros_like(z[:, 0]), torch.zeros_like(z), 0.0)
+        found = distance.rows(z[chosen], c[chosen])
+        values = torch.zeros_like(z[:, 0]).index_copy_(0, chosen, found.values.to(z.dtype))
+        return Rows(values, torch.zeros_like(z).index_copy_(0, chosen, found.slope.to(z.dtype)), found.factor)
+
+    def _labels_of(self, forward: Forward, loss: Loss, z: Tensor) -> tuple[Tensor, float | Tensor]:
+        """The label of each row (N,), K for none, or its shares (N, K); and the number of rows with a label."""
+        labels = loss.labels
+        assert labels is not None
+        if loss.count is not None:  # read
+            check_width(forward, z, self.num_classes)
+            if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
+                labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
+                return labels, (labels < self.num_classes).sum()
+            return labels, loss.count
+        look = not self._has_checked_shares or z.is_cpu
+        labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
+        if labels.ndim == 2:
+            self._has_checked_shares = True
+            return labels, max(len(labels), 1)
+        return labels, (labels < self.num_classes).sum().clamp(min=1)
+
+    def _columns(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """The classes that soft labels are about, (M,), and each row's shares in them, (N, M); all where that is not
+        known without a synchronization."""
+        shares = shares.to(self._rows.dtype)
+        if not shares.is_cpu:
+            return torch.arange(self.num_classes, device=shares.device), shares
+        classes = (shares != 0).any(0).nonzero().flatten()
+        return classes, shares.index_select(1, classes)
+
+    # ---- learning: p^k ← p^k + (1 - α)/n_k Σ (z_i - p^k) -------------------------------------------------------------
+
+    def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
+        self._alpha = alpha
+        if loss.labels is None:
+            return self.skip(forward, alpha)
+        labels, apart = forward.prediction
+        z = to_rows(forward.logits, loss.class_dim).to(self._rows.dtype)
+        if self._counts is None:
+            self._counts = self._no_rows.clone()
+        if labels.ndim == 2:
+            classes, shares = self._columns(labels)
+            numbers = shares.sum(0)
+            apart = difference(shares.T @ z.nan_to_num(0.0, 0.0, 0.0), numbers[:, None] * self._rows[classes])
+            self._counts.index_add_(0, classes, numbers)
+        else:
+            if apart is None:
+                apart = difference(z, self._rows.index_select(0, labels))
+            classes = labels
+            self._counts.index_add_(0, classes, self._one.expand(len(classes)))
+        # One sum for each class takes less than the rows of a large batch; the script may write to given labels.
+        if self._sums is not None or len(classes) > self.num_classes or self._group.size > 1:
+            self._sum_by_class().index_add_(0, classes, apart)
+        else:
+            self._kept.append((classes.clone() if loss.count is None else classes, apart))
+
+    def skip(self, forward: Forward, alpha: float) -> None:
+        self._alpha = alpha
+        if self._counts is None and self._group.size > 1:  # the others wait for this one's share in the sums
+            self._counts = self._no_rows.clone()
+
+    def _sum_by_class(self) -> Tensor:
+        if self._sums is None:
+            self._sums = self._no_rows.new_zeros(self._rows.shape)
+            for classes, apart in self._kept:
+                self._sums.index_add_(0, classes, apart)
+            self._kept = []
+        return self._sums
+
+    def step(self) -> None:
+        counts = self._counts
+        if counts is None:
+            return
+        if self._group.size > 1:
+            self._group.all_reduce_sum(counts[:-1])
+            self._group.all_reduce_sum(self._sum_by_class())
+        rate = 1.0 - self._alpha
+        if not self._all_known:  # the first mean becomes the prototype
+            counts = counts * (rate / (1.0 - self._alpha * self._known)) if rate else counts / (1.0 - self._known)
+            rate = rate or 1.0
+            torch.maximum(self._known, (self._counts > 1e-20).to(counts.dtype), out=self._known)[-1:].zero_()
+        if self._sums is not None:
+            self._rows[:-1].addcdiv_(self._sums[:-1], counts[:-1, None], value=rate)
+        for classes, apart in self._kept:
+            apart = apart.div_(counts.index_select(0, classes)[:, None])
+            self._rows.index_add_(0, classes, apart, alpha=rate)
+        self.forget()
+
+    def forget(self) -> None:
+        self._kept, self._sums, self._counts, self._alpha = [], None, None, 0.0
+
+    def _follow_model(self, z: Tensor) -> None:
+        """Follow the model to another device, and to a wider dtype."""
+        dtype = torch.promote_types(self._rows.dtype, z.dtype)
+        if self._rows.device != z.device or self._rows.dtype != dtype:
+            for name in ("_rows", "_known", "_no_rows", "_one", "_counts", "_sums"):
+                tensor = getattr(self, name)
+                setattr(self, name, None if tensor is None else tensor.to(z.device, dtype))
+            self._kept = [(classes.to(z.device), apart.to(z.device, dtype)) for classes, apart in self._kept]
+
+    # ---- the state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "seen": self.seen}
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        classes = len(state.get("seen", ())) if self._given is None else self._given
+        like = torch.empty(classes, classes, device="meta")
+        check_tensors(state, {"values": like, "seen": torch.empty(classes, device="meta")}, "prototypes")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.forget()
+        values, seen = state["values"], state["seen"]
+        if len(seen) != self.num_classes:
+            self._create(len(seen), self._rows)
+        self._rows[:-1] = values.to(self._rows)
+        self._known[:-1] = seen.to(self._known)
+        self._all_known = False
+
+
+def check_width(forward: Forward, z: Tensor, num_classes: int) -> None:
+    """Raise ValueError unless there are as many logits in a row as classes."""
+    if z.shape[1] != num_classes:
+        shape = tuple(forward.logits.shape)
+        dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
+        fix = "pass that number"
+        if dims:
+            dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
+            fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"
+        raise ValueError(f"num_classes={num_classes} but the model gives {z.shape[1]} logits; {fix}")
+
+
+def to_labels(
+    targets: Any, forward: Forward, z: Tensor, class_dim: int, num_classes: int, ignore_index: int, look: bool
+) -> Tensor:
+    """Check labels that the script gave, hard or soft ones, and lay them out as the rows of the logits.
+
+    The range of hard labels is checked on a CPU only, since a look would synchronize a GPU, whose own index kernels
+    assert; soft labels where ``look`` says so.
+
+    Returns:
+        The class of each row (N,), K where ignored, or shares (N, K).
+    """
+    check_labels(targets)
+    check_width(forward, z, num_classes)
+    if targets.dtype.is_floating_point and targets.shape == forward.logits.shape:
+        shares = to_rows(targets.detach(), class_dim)
+        if look:
+            _check_distributions(shares)
+        return shares
+    if targets.dtype.is_floating_point or targets.dtype == torch.bool:
+        raise TypeError(
+            f"targets of dtype {targets.dtype} and shape {tuple(targets.shape)} are neither class indices nor soft "
+            f"labels of the logits' shape {tuple(forward.logits.shape)}"
+        )
+    if targets.numel() != len(z):
+        raise ValueError(f"targets has {targets.numel()} labels for {len(z)} rows of logits; see class_dim= too")
+    labels = targets.detach().reshape(-1).long()
+    if labels.is_cpu and len(labels):
+        wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
+        if wrong.any():
+            raise ValueError(
+                f"targets has label {int(labels[wrong][0])}; labels must lie in 0..{num_classes - 1} or equal "
+                f"ignore_index={ignore_index}"
+            )
+    return labels.masked_fill(labels == ignore_index, num_classes)
+
+
+def _check_distributions(shares: Tensor) -> None:
+    sums = wide(shares).sum(1)
+    if not bool((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
+        raise ValueError(
+            f"targets has soft labels that are not distributions over the {shares.shape[1]} classes (the least share is "
+            f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer is "
+            "for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
+            "DCLOptimizer, which needs no labels"
+        )
