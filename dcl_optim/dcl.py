@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
 from dcl_optim.companion.optimizer import MakeOptimizer
-from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
+from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.hooks.outputs import finder
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.schedules import Schedule
@@ -46,7 +46,6 @@ class DCLOptimizer(ForecastOptimizer):
             out, a constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale``.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
-        reduction: for mse and l1: ``"mean"`` over batch and classes (default), or ``"sum_classes"``.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
         companion: None for a copy of the model, which shares its frozen parameters and gets those of its hooks that
             work on their arguments alone (a warning names the others); a module of any architecture with the same
@@ -75,7 +74,7 @@ class DCLOptimizer(ForecastOptimizer):
             logits (features, another head) gets a warning that says which was taken.
         class_dim: the dimension of the logits that holds the classes: 1 as in ``F.cross_entropy``, -1 for (batch, time,
             classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's; where
-            there is none, 1, which kl, infonce, distances of your own and ``"sum_classes"`` say at the first step.
+            there is none, 1, which kl, infonce and distances of your own say at the first step.
         strict: raise when a step finds gradients that no training forward led to. Default True.
         count_eval: count the model's forwards in eval mode too, where gradients are on, for fine-tuning in eval mode.
             The companion is in the model's mode. Default False.
@@ -120,7 +119,6 @@ class DCLOptimizer(ForecastOptimizer):
         weight: float | Schedule = 0.1,
         alpha: float | Schedule = 0.6,
         distance: DistanceName | Distance = "mse",
-        reduction: Reduction = "mean",
         temperature: float | None = None,
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_optimizer: Optimizer | MakeOptimizer | None = None,
@@ -154,7 +152,7 @@ class DCLOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             make,
-            resolve_distance(distance, reduction, temperature),
+            resolve_distance(distance, temperature),
             weight=weight,
             alpha=alpha,
             criterion=criterion,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._validation import check_integer, check_labels
-from dcl_optim.distances import Distance, DistanceName, Reduction, resolve_distance
+from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.distributed import Ranks
 from dcl_optim.hooks.labels import Labels, Targets
 from dcl_optim.optimizer import ForecastOptimizer
@@ -54,9 +54,9 @@ class DCPOptimizer(ForecastOptimizer):
             logits and prototypes grow without end in long training with few rows of a class in a batch.
         distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
             they get the rows that have a prototype, and to find these reads the device.
-        reduction: ``"mean"`` (default) and ``"sum_classes"`` as in DCLOptimizer, over the labelled
-            rows of the batch; or ``"per_class"``: the mean within each class, summed over the batch's classes. Equation
-            5's :math:`1/|B_t^k|` outside the sum over k can be read either way. ``"per_class"`` synchronises a GPU.
+        reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
+            class, summed over the batch's classes. Equation 5's :math:`1/|B_t^k|` outside the sum over k can be read
+            either way. ``"per_class"`` synchronises a GPU.
         temperature: as in DCLOptimizer.
         criterion: the loss module; gives labels and the loss scale.
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
@@ -102,7 +102,7 @@ class DCPOptimizer(ForecastOptimizer):
         weight: float | Schedule = 0.1,
         alpha: float | Schedule = 0.97,
         distance: DistanceName | Distance = "mse",
-        reduction: Reduction | Literal["per_class"] = "mean",
+        reduction: Literal["mean", "per_class"] = "mean",
         temperature: float | None = None,
         criterion: nn.Module | None = None,
         targets: Targets | None = None,
@@ -125,7 +125,7 @@ class DCPOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             lambda: Prototypes(classes, per_class, ignored, next(model.parameters()), Ranks(model, process_group)),
-            resolve_distance(distance, "mean" if reduction == "per_class" else reduction, temperature),
+            resolve_distance(distance, temperature),
             weight=weight,
             alpha=alpha,
             criterion=criterion,

@@ -20,10 +20,8 @@ from dcl_optim._validation import check_positive
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "l1", "kl", "infonce"]
-Reduction = Literal["mean", "sum_classes"]
 
 DISTANCES: tuple[DistanceName, ...] = get_args(DistanceName)
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
 
 
@@ -82,43 +80,34 @@ def difference(z: Tensor, c: Tensor) -> Tensor:
     return found.masked_fill(z == c, 0.0)
 
 
-def mse(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
+def mse(z: Tensor, c: Tensor) -> Tensor:
     r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`.
 
-    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
-    samples and classes without the half, and so does the default. ``"sum_classes"`` drops the :math:`1/K`; together
-    with a weight of 0.5 it is the formula as printed.
+    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2), which is K/2 times this. Its
+    experiments use the mean over samples and classes, as here.
 
     Args:
         z: logits, rows of shape (N, K).
         c: forecast, same shape.
-        reduction: ``"mean"`` over rows and classes, or ``"sum_classes"``: sum over classes, mean over rows.
 
     Examples:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(2.5000)
-        >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]), reduction="sum_classes")
-        tensor(5.)
     """
-    return difference(z, c).square().sum() / _terms(z, reduction)
+    return difference(z, c).square().sum() / z.numel()
 
 
-def l1(z: Tensor, c: Tensor, reduction: Reduction = "mean") -> Tensor:
+def l1(z: Tensor, c: Tensor) -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
 
     Args:
-        z, c, reduction: as in :func:`mse`.
+        z, c: as in :func:`mse`.
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(1.5000)
     """
-    return difference(z, c).abs().sum() / _terms(z, reduction)
-
-
-def _terms(rows: Tensor, reduction: Reduction) -> int:
-    """What a sum over rows and classes is divided by."""
-    return rows.numel() if reduction == "mean" else len(rows)
+    return difference(z, c).abs().sum() / z.numel()
 
 
 def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
@@ -162,14 +151,11 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     return F.cross_entropy(similarity, torch.arange(len(z), device=z.device))
 
 
-def resolve_distance(
-    distance: DistanceName | Distance, reduction: Reduction = "mean", temperature: float | None = None
-) -> Distance:
+def resolve_distance(distance: DistanceName | Distance, temperature: float | None = None) -> Distance:
     """Turn the arguments a user writes into one function of two (N, K) tensors that gives a scalar.
 
     Args:
         distance: one of ``DISTANCES`` or any callable ``(z, c) -> scalar``.
-        reduction: one of ``REDUCTIONS``; others than ``"mean"`` for mse and l1 only.
         temperature: for kl and infonce only; None takes 4 and 0.1.
 
     Raises:
@@ -180,39 +166,21 @@ def resolve_distance(
         >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
         tensor(1.)
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
     if temperature is not None:
         check_positive("temperature", temperature)
-    tempered, elementwise = distance in ("kl", "infonce"), distance in ("mse", "l1")
-    if reduction != "mean" and not elementwise:
-        raise ValueError(f"reduction={reduction!r} applies to distance 'mse' and 'l1' only, not {distance!r}")
+    tempered = distance in ("kl", "infonce")
     if temperature is not None and not tempered:
         raise ValueError(f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}")
     if tempered:
         chosen = DEFAULT_TEMPERATURE[str(distance)] if temperature is None else float(temperature)
         return partial(kl if distance == "kl" else infonce, temperature=chosen)
-    if elementwise:
-        return partial(mse if distance == "mse" else l1, reduction=reduction)
+    if distance in ("mse", "l1"):
+        return mse if distance == "mse" else l1
     if isinstance(distance, str):
         raise ValueError(f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable")
     if not callable(distance):
         raise TypeError(f"distance must be a name or a callable (z, c) -> scalar, got {type(distance).__name__}")
     return distance
-
-
-def reduction_of(distance: Distance) -> Reduction:
-    """Give the reduction of mse or l1, as :func:`resolve_distance` made it.
-
-    Args:
-        distance: one of these, with or without options.
-
-    Examples:
-        >>> reduction_of(resolve_distance("mse", "sum_classes")), reduction_of(mse)
-        ('sum_classes', 'mean')
-    """
-    options: dict[str, Reduction] = getattr(distance, "keywords", {})
-    return options.get("reduction", "mean")
 
 
 def depends_on_class_dim(distance: Distance) -> bool:
@@ -224,10 +192,8 @@ def depends_on_class_dim(distance: Distance) -> bool:
     Examples:
         >>> [depends_on_class_dim(resolve_distance(name)) for name in ("mse", "l1", "kl", "infonce")]
         [False, False, True, True]
-        >>> depends_on_class_dim(resolve_distance("mse", "sum_classes"))
-        True
     """
-    return getattr(distance, "func", distance) not in (mse, l1) or reduction_of(distance) == "sum_classes"
+    return distance not in (mse, l1)
 
 
 def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,8 +220,8 @@ def value_and_gradient(distance: Distance, z: Tensor, c: Tensor) -> tuple[Tensor
     z, c = _wide(z), _wide(c)
     if not len(z):  # whose mean is no number
         return z.new_zeros(()), torch.zeros_like(z)
-    if getattr(distance, "func", None) is mse:  # whose gradient is known: autograd costs ten times as much
-        return squared(difference(z, c), _terms(z, reduction_of(distance)))
+    if distance is mse:  # whose gradient is known: autograd costs ten times as much
+        return squared(difference(z, c), z.numel())
     leaf = z.detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         value = distance(leaf, c)
@@ -321,6 +287,6 @@ def companion_gradient(distance: Distance, z: Tensor, c: Tensor, alpha: float) -
         >>> companion_gradient(resolve_distance("mse"), torch.tensor([[8.0]]), torch.tensor([[0.0]]), alpha=0.75)
         tensor([[-4.]])
     """
-    if getattr(distance, "func", None) is mse and len(c):  # in one piece: the target is 1 - α of the way from c to z
-        return difference(_wide(c), _wide(z)) * (2.0 * (1.0 - alpha) / _terms(c, reduction_of(distance)))
+    if distance is mse and len(c):  # in one piece: the target is 1 - α of the way from c to z
+        return difference(_wide(c), _wide(z)) * (2.0 * (1.0 - alpha) / c.numel())
     return value_and_gradient(distance, c, companion_target(z, c, alpha))[1]

@@ -16,7 +16,7 @@ from dcl_optim.distributed import Ranks
 from dcl_optim.forecaster import LOOK_EVERY, Forecaster, ForwardRecord, Scale
 from dcl_optim.prototypes.targets import check_width, to_classes
 
-REDUCTIONS = (*distances.REDUCTIONS, "per_class")
+REDUCTIONS = ("mean", "per_class")
 MOST_BYTES = 2**30  # of the (K, K) prototypes
 # How far a prototype's own class is above the mean of the others. A healthy one reaches about 12 with 10 classes and
 # with 150. Where it is 17 above each of them, the cross-entropy of these logits is 0 in float32.
@@ -124,12 +124,11 @@ class Prototypes(Forecaster):
             return self._penalty_per_class(z, classes, distance)
         record.forecast, known = self._forecast(record, classes)
         labelled = max(len(classes), 1) if record.all_labelled else self._count_labelled(classes)
-        if getattr(distance, "func", None) is distances.mse:
+        if distance is distances.mse:
             differences = self._difference = distances.difference(z, record.forecast)
             if known is not None:
                 differences = differences.masked_fill(~known[:, None], 0.0)
-            mean = distances.reduction_of(distance) == "mean"
-            return distances.squared(differences, labelled * (self._num_classes if mean else 1))
+            return distances.squared(differences, labelled * self._num_classes)
         if known is None:
             return distances.value_and_gradient(distance, z, record.forecast)
         return _penalty_of_some(z, record.forecast, known, labelled, distance)
@@ -364,7 +363,7 @@ def _penalty_of_some(
     z: Tensor, forecast: Tensor, known: Tensor, labelled: float | Tensor, distance: Distance
 ) -> tuple[Tensor, Tensor]:
     """The penalty of the rows that have a forecast, averaged over the labelled ones."""
-    if getattr(distance, "func", None) in (distances.l1, distances.kl):
+    if getattr(distance, "func", distance) in (distances.l1, distances.kl):
         # These vanish, with their gradient, where the forecast is z itself: no need to know which rows.
         share = len(z) / labelled
         value, gradient = distances.value_and_gradient(distance, z, torch.where(known[:, None], forecast, z))
