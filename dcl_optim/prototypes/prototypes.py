@@ -324,30 +324,18 @@ class Prototypes(Forecaster):
 
     def check_state(self, state: dict[str, Any]) -> None:
         classes = self._given
-        if "table" not in state:
-            if classes is None:  # as many as were saved
-                classes = len(state.get("seen", ()))
-            whole = torch.empty(classes, classes, device="meta")
-            check_tensors(state, {"values": whole, "seen": torch.empty(classes, device="meta")}, "prototypes")
-            return
-        named, rows = state["table"]  # before the second edition, for many classes
-        like = torch.empty(len(named), device="meta")
-        classes = rows.shape[-1] if classes is None else classes
-        expected = {"classes": like, "rows": like[:, None].expand(-1, classes)}
-        check_tensors({"classes": named, "rows": rows}, expected, "prototypes")
-        if len(named) and (named.min() < 0 or named.max() >= classes or len(named.unique()) < len(named)):
-            raise ValueError(f"the state of the prototypes names classes twice or outside of 0..{classes - 1}")
+        if classes is None:  # as many as were saved
+            classes = len(state.get("seen", ()))
+        whole = torch.empty(classes, classes, device="meta")
+        check_tensors(state, {"values": whole, "seen": torch.empty(classes, device="meta")}, "prototypes")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
         self._first_look = None
         device = self._rows.device
-        if "table" in state:
-            classes, rows = (tensor.to(device) for tensor in state["table"])
-        else:
-            classes = state["seen"].nonzero().flatten().to(device)
-            rows = state["values"].to(device)[classes]
-        finite = rows.sum(1) < torch.inf  # a state of an earlier version may hold nan
+        classes = state["seen"].nonzero().flatten().to(device)
+        rows = state["values"].to(device)[classes]
+        finite = rows.sum(1) < torch.inf  # a damaged state may hold nan
         if not finite.all():
             lost = classes[~finite].tolist()
             warn(f"the prototypes of classes {lost[:5]} are not finite in this state: they start anew, as if not seen")
