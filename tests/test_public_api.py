@@ -68,10 +68,6 @@ dcl_optim.metrics.streaming.LogitDrift(**kwargs)
     .full_state_update = False
     .is_differentiable = False
     .update(self, logits_before, logits_after)
-dcl_optim.plots.class_embedding(logits, labels, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.logit_embedding(before, after, labels, class_names=None, *, epochs=('before', 'after'), title=None)
-dcl_optim.plots.perplexity_bars(logits, labels, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.top_non_target_histogram(logits, labels, class_index, class_names=None, *, most=8, title=None)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.demo.main(argv=None)
 dcl_optim.distances.to_rows(tensor, class_dim=1)
