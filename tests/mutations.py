@@ -324,8 +324,8 @@ FAULTS = [
     Fault(
         "alpha-turned-round",
         "distances.py",
-        "(2.0 * (1.0 - alpha) / _terms",
-        "(2.0 * alpha / _terms",
+        "(2.0 * (1.0 - alpha) / c.numel()",
+        "(2.0 * alpha / c.numel()",
         "mse: the companion moves by α and not 1 - α",
         "reference",
     ),

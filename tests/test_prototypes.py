@@ -146,30 +146,11 @@ def test_a_state_holds_all_prototypes_and_which_classes_were_seen():
     assert state["seen"].nonzero().flatten().tolist() == sorted({int(k) for _, y in batches(2) for k in y})
 
 
-def test_a_state_of_the_first_edition_is_read():
-    """Of more than 256 classes it had the rows of those seen."""
-    _, optimizer, _ = trained()
-    classes = optimizer.forecaster.seen.nonzero().flatten()
-    state = optimizer.state_dict()
-    state[KEY] = {"steps": 5, "forecaster": {"table": (classes, optimizer.prototypes[classes])}}
-    model, second, criterion = trained(9)
-    assert second.forecaster.seen.sum() > len(classes)
-    second.load_state_dict(read_back(state))
-    assert_same(second.prototypes, optimizer.prototypes)
-    assert_same(second.forecaster.seen, optimizer.forecaster.seen)
-    train(model, second, batches(1), criterion)
-    assert_same(state[KEY]["forecaster"]["table"][1], optimizer.prototypes[classes])
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ({}, r"state of the prototypes does not fit: missing \['seen', 'values'\]"),
         ({"values": torch.zeros(3, 3), "seen": torch.zeros(3)}, r"shape \(3, 3\) for 'values', expected \(12, 12\)"),
-        ({"table": (torch.tensor([0]), torch.zeros(1, 3))}, r"shape \(1, 3\) for 'rows', expected \(1, 12\)"),
-        ({"table": (torch.tensor([0]), torch.zeros(2, 12))}, r"shape \(2, 12\) for 'rows', expected \(1, 12\)"),
-        ({"table": (torch.tensor([12]), torch.zeros(1, 12))}, r"names classes twice or outside of 0..11"),
-        ({"table": (torch.tensor([2, 2]), torch.zeros(2, 12))}, r"names classes twice or outside of 0..11"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(state, message):

@@ -25,10 +25,10 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)member
 
 FROZEN = """\
 dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
-dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', reduction='mean',
-        temperature=None, companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0,
-        companion_every=1, process_group='auto', criterion=None, loss_scale='auto', logits=None, class_dim=None,
-        strict=True, count_eval=False)
+dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', temperature=None,
+        companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0, companion_every=1,
+        process_group='auto', criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True,
+        count_eval=False)
     .companion
     .companion_optimizer
     .evaluating(self)
@@ -68,21 +68,16 @@ dcl_optim.metrics.streaming.LogitDrift(**kwargs)
     .full_state_update = False
     .is_differentiable = False
     .update(self, logits_before, logits_after)
-dcl_optim.plots.class_embedding(logits, labels, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.logit_embedding(before, after, labels, class_names=None, *, epochs=('before', 'after'), title=None)
-dcl_optim.plots.perplexity_bars(logits, labels, class_names=None, *, classes=None, title=None)
-dcl_optim.plots.top_non_target_histogram(logits, labels, class_index, class_names=None, *, most=8, title=None)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.demo.main(argv=None)
 dcl_optim.distances.to_rows(tensor, class_dim=1)
 dcl_optim.distances.from_rows(rows, shape, class_dim=1)
 dcl_optim.distances.difference(z, c)
-dcl_optim.distances.mse(z, c, reduction='mean')
-dcl_optim.distances.l1(z, c, reduction='mean')
+dcl_optim.distances.mse(z, c)
+dcl_optim.distances.l1(z, c)
 dcl_optim.distances.kl(z, c, temperature=4.0)
 dcl_optim.distances.infonce(z, c, temperature=0.1)
-dcl_optim.distances.resolve_distance(distance, reduction='mean', temperature=None)
-dcl_optim.distances.reduction_of(distance)
+dcl_optim.distances.resolve_distance(distance, temperature=None)
 dcl_optim.distances.depends_on_class_dim(distance)
 dcl_optim.distances.value_and_gradient(distance, z, c)
 dcl_optim.distances.squared(differences, terms)

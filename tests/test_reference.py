@@ -27,7 +27,6 @@ def huber(z, c):
 
 DISTANCES = {
     "mse": ({"distance": "mse"}, distances.mse),
-    "mse_sum": ({"distance": "mse", "reduction": "sum_classes"}, partial(distances.mse, reduction="sum_classes")),
     "l1": ({"distance": "l1"}, distances.l1),
     "kl": ({"distance": "kl"}, distances.kl),
     "kl_cold": ({"distance": "kl", "temperature": 1.5}, partial(distances.kl, temperature=1.5)),

@@ -40,7 +40,7 @@ def test_the_defaults_are_these_numbers(kind, alpha):
         train(model, optimizer, batches(6), criterion)
         return model.state_dict(), optimizer.state_dict()
 
-    assert_same(trained(), trained(weight=0.1, alpha=alpha, distance="mse", reduction="mean"))
+    assert_same(trained(), trained(weight=0.1, alpha=alpha, distance="mse"))
     for other in ({"weight": 1.0}, {"alpha": 0.5}):
         with pytest.raises(AssertionError):
             assert_same(trained(), trained(**other))

@@ -21,7 +21,6 @@ from dcl_optim._torch import version_of
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
-FORMER_NAMES = "names_in_companion"  # what the groups of checkpoints before the second edition hold too
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
 NO_SECOND = "a second {} for the companion could not be built ({}); " + PASS_ANOTHER
 NO_OPTIMIZER = "companion_optimizer must be an optimizer, a callable that builds one, or None, got {!r}"
@@ -195,27 +194,12 @@ class CompanionOptimizer:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError if a saved state is not of this optimizer's groups."""
         sizes = [len(group["params"]) for group in self.optimizer.state_dict().get("param_groups", [])]
-        groups = state.get("param_groups", [])
-        found = [len(group["params"]) for group in groups]
-        former = [group[FORMER_NAMES] for group in groups if FORMER_NAMES in group]
-        if former and former != self._names():
-            raise ValueError(
-                "the state of the companion's optimizer was saved by an earlier version of dcl_optim with frozen or "
-                "later unfrozen parameters, which it kept in another order. Load the model's weights, and wrap the "
-                "model anew"
-            )
+        found = [len(group["params"]) for group in state.get("param_groups", [])]
         if found != sizes:
             raise ValueError(f"the state of the companion's optimizer has groups of {found} parameters, not {sizes}")
 
-    def _names(self) -> list[list[str]]:
-        names = {id(parameter): name for name, parameter in self._companion.named_parameters()}
-        return [[names.get(id(p), "") for p in group["params"]] for group in self.optimizer.param_groups]
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that :meth:`check_state` let pass."""
-        if "param_groups" in state:
-            groups = [{key: value for key, value in g.items() if key != FORMER_NAMES} for g in state["param_groups"]]
-            state = state | {"param_groups": groups}
         numbers = _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
         self.optimizer.load_state_dict(numbers)
 

@@ -11,11 +11,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; the line styles do so in grey.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
 LINES = ("-", "--", "-.", ":")
-# Petroff's ten (arXiv 2107.02270), made to stay apart for the same eyes: scattered classes need more than six.
-CLASS_COLOURS = (
-    *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6"),
-    *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
-)
 MARKERS = ("o", "s", "^", "D")
 
 

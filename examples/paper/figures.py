@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dcl_optim import metrics, plots
+from dcl_optim import metrics
+from dcl_optim.plots import training_curves
 from examples.helpers.checkpoint import save_atomically
 from examples.paper import measures, records
+from examples.paper.bars import perplexity_bars, top_non_target_histogram
 from examples.paper.configuration import Configuration, Experiment
+from examples.paper.embeddings import class_embedding, logit_embedding
 from examples.paper.plots import spread_curves
 from examples.paper.trainer import Run, load_data
 
@@ -101,12 +104,12 @@ def draw(title: str, part: str, names: Sequence[str], found: Mapping[str, Sequen
     histories = {label: [run.history() for run in runs] for label, runs in found.items()}
     epochs = ("the epoch before", "the epoch named")
     figures = {
-        "curves": plots.training_curves(histories, title=title, split=part),
+        "curves": training_curves(histories, title=title, split=part),
         "spread": spread_curves(histories, f"Logits of {part} images: {title}"),
-        "perplexity": plots.perplexity_bars(train, some.train[1], names),
-        "top-non-target": plots.top_non_target_histogram(train, some.train[1], hardest, names),
-        "drift": plots.logit_embedding(panels(-1), panels(0), labels[few], names, epochs=epochs),
-        "classes": plots.class_embedding({k: z[many] for k, z in last.items()}, labels[many], names),
+        "perplexity": perplexity_bars(train, some.train[1], names),
+        "top-non-target": top_non_target_histogram(train, some.train[1], hardest, names),
+        "drift": logit_embedding(panels(-1), panels(0), labels[few], names, epochs=epochs),
+        "classes": class_embedding({k: z[many] for k, z in last.items()}, labels[many], names),
     }
     paths = [Path(f"{start}-{what}.png") for what in figures]
     for path, figure in zip(paths, figures.values(), strict=True):

@@ -26,7 +26,6 @@ def huber(z: Tensor, c: Tensor) -> Tensor:
 # The arguments that choose a distance, and what it is.
 DISTANCES: dict[str, tuple[dict[str, Any], distances.Distance]] = {
     "mse": ({}, distances.mse),
-    "mse, summed": ({"reduction": "sum_classes"}, partial(distances.mse, reduction="sum_classes")),
     "l1": ({"distance": "l1"}, distances.l1),
     "kl": ({"distance": "kl", "temperature": 1.5}, partial(distances.kl, temperature=1.5)),
     "infonce": ({"distance": "infonce", "temperature": 0.5}, partial(distances.infonce, temperature=0.5)),

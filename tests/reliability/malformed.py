@@ -21,7 +21,6 @@ WRONG: dict[str, list[Any]] = {
     "weight": [-1, -0.1, NAN, INF, -INF, True, None, "0.5", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
     "alpha": [-0.1, 1.01, NAN, INF, -INF, False, None, "0.6", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
     "distance": ["mes", "", "MSE", 3, None, [], 1.5, b"mse", {}],
-    "reduction": ["max", "", "Mean", None, 3, [], {}],
     "temperature": [0, -1.0, NAN, INF, True, *NO_NUMBERS],
     "loss_scale": [0, -2, NAN, INF, True, None, "fp16", "", [], {}, b"auto"],
     "criterion": [F.cross_entropy, "cross entropy", 3, nn.CrossEntropyLoss, [nn.CrossEntropyLoss()]],
@@ -37,13 +36,15 @@ WRONG: dict[str, list[Any]] = {
 }
 WRONG_DCL: dict[str, list[Any]] = {
     "companion": ["resnet", 3, [], lambda: 3, lambda: None, nn.ReLU()],
-    "companion_optimizer": [3, "sgd", [], lambda parameters: None, torch.optim.SGD(mlp().parameters(), lr=0.1)],
+    "companion_optimizer": [3, "sgd", [], torch.optim.SGD(mlp().parameters(), lr=0.1)],
     "companion_lr_scale": [0, -1, NAN, INF, True, None, *NO_NUMBERS],
     "companion_fraction": [0.0, -0.5, 1.01, NAN, INF, True, None, *NO_NUMBERS],
     "companion_every": [0, -3, None, *NO_INTEGERS],
     "num_classes": [CLASSES],
+    "reduction": ["mean", "per_class"],
 }
 WRONG_DCP: dict[str, list[Any]] = {
+    "reduction": ["max", "", "Mean", None, 3, [], {}],
     "num_classes": [0, -1, *(value for value in NO_INTEGERS if value is not None)],
     "targets": [3, [], {}, 1.5, torch.zeros(3)],
     "ignore_index": NO_INTEGERS,
@@ -53,7 +54,6 @@ RIGHT: dict[str, list[Any]] = {
     "weight": [0.0, 0.1, 2, LinearWarmup(1.0, 3)],
     "alpha": [0.0, 0.6, 1],
     "distance": ["mse", "l1"],
-    "reduction": ["mean", "sum_classes"],
     "criterion": [None, nn.CrossEntropyLoss()],
     "loss_scale": ["auto", 2.0],
     "class_dim": [None, 1, -1],
@@ -66,7 +66,11 @@ RIGHT_DCL: dict[str, list[Any]] = {
     "companion_fraction": [0.5, 1],
     "companion_every": [1, 2],
 }
-RIGHT_DCP: dict[str, list[Any]] = {"targets": [None, "labels"], "ignore_index": [None, 255]}
+RIGHT_DCP: dict[str, list[Any]] = {
+    "reduction": ["mean", "per_class"],
+    "targets": [None, "labels"],
+    "ignore_index": [None, 255],
+}
 WRONG_RAMP: dict[str, list[Any]] = {
     "value": [-1, -0.1, NAN, INF, None, True, *NO_NUMBERS],
     "steps": [0, -1, NAN, INF, None, True, *NO_NUMBERS],

@@ -12,7 +12,7 @@ import torch
 from matplotlib.colors import to_hex
 from torch import Tensor
 
-from dcl_optim.plots import perplexity_bars, top_non_target_histogram
+from examples.paper.bars import perplexity_bars, top_non_target_histogram
 
 NAMES = ["leopard", "lion", "tiger", "road"]
 # Top non-target classes of eight leopards and two lions, by method.

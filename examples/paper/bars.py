@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcl_optim.metrics import non_target_distribution, non_target_perplexity
 from dcl_optim.plots.canvas import COLOURS, finish, new_figure
-from dcl_optim.plots.inputs import Logits, by_method, classes_shown, names_of
+from examples.paper.inputs import Logits, by_method, classes_shown, names_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,12 +48,6 @@ def top_non_target_histogram(
     Raises:
         ValueError: the arguments are not those, or the class has no sample.
         ImportError: matplotlib is missing.
-
-    Examples:
-        >>> logits, labels = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0]]), torch.tensor([0, 0])
-        >>> figure = top_non_target_histogram({"CE": logits, "DCL": logits}, labels, 0, ["leopard", "lion", "tiger"])
-        >>> figure.get_suptitle()
-        'Class leopard: 2 samples by top non-target class'
 
     Source: Section 3.4 and Figure 2 (c).
     """
@@ -108,12 +102,6 @@ def perplexity_bars(
     Raises:
         ValueError: the arguments are not those, or a class has no sample.
         ImportError: matplotlib is missing.
-
-    Examples:
-        >>> logits, labels = torch.tensor([[5.0, 1.0, 2.0], [5.0, 4.0, 2.0]]), torch.tensor([0, 1])
-        >>> figure = perplexity_bars({"CE": logits, "DCL": logits}, labels)
-        >>> figure.get_suptitle()
-        'Non-target perplexity of 2 classes'
 
     Source: Section 3.4 and Figure 3.
     """
