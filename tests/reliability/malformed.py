@@ -36,7 +36,7 @@ WRONG: dict[str, list[Any]] = {
 }
 WRONG_DCL: dict[str, list[Any]] = {
     "companion": ["resnet", 3, [], lambda: 3, lambda: None, nn.ReLU()],
-    "companion_optimizer": [3, "sgd", [], lambda parameters: None, torch.optim.SGD(mlp().parameters(), lr=0.1)],
+    "companion_optimizer": [3, "sgd", [], torch.optim.SGD(mlp().parameters(), lr=0.1)],
     "companion_lr_scale": [0, -1, NAN, INF, True, None, *NO_NUMBERS],
     "companion_fraction": [0.0, -0.5, 1.01, NAN, INF, True, None, *NO_NUMBERS],
     "companion_every": [0, -3, None, *NO_INTEGERS],
