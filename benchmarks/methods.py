@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch.nn.functional as F
-from torch import nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -67,11 +66,11 @@ def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | N
     return Training(script.loop(optimizer), script.model, state, optimizer.companion)
 
 
-def companion_prototype(script: Script, criterion: nn.Module | None = None) -> Training:
-    """Class prototypes in the companion's place: labels off the gradient, or from a criterion."""
-    optimizer = DCPOptimizer(sgd(trained(script.model)), script.model, weight=1.0, alpha=0.6, criterion=criterion)
+def companion_prototype(script: Script) -> Training:
+    """Class prototypes in the companion's place."""
+    optimizer = DCPOptimizer(sgd(trained(script.model)), script.model, weight=1.0, alpha=0.6)
     return Training(
-        script.loop(optimizer) if criterion is None else script.loop(optimizer, criterion),
+        script.loop(optimizer),
         script.model,
         [optimizer.base],
         others=lambda: tensors_in(optimizer.forecaster.state_dict()),

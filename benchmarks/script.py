@@ -14,8 +14,6 @@ from torch.optim import SGD, Optimizer
 from benchmarks.setting import Setting
 from benchmarks.workloads import Batches, Workload
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Script:
@@ -26,21 +24,19 @@ class Script:
     work: Workload
     setting: Setting = field(default_factory=Setting)
 
-    def loss(self, x: Tensor, y: Tensor, criterion: Criterion = F.cross_entropy) -> Tensor:
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Forward and loss, in the setting's precision."""
         with self.setting.autocast():
-            return criterion(self.model(x), y)
+            return F.cross_entropy(self.model(x), y)
 
-    def loop(
-        self, optimizer: Optimizer, criterion: Criterion = F.cross_entropy, after: Callable[[], Any] | None = None
-    ) -> Callable[[], None]:
+    def loop(self, optimizer: Optimizer, after: Callable[[], Any] | None = None) -> Callable[[], None]:
         """One step of the loop of any script; ``after`` is what a method wants called after the optimizer's step."""
         endless = itertools.cycle(self.batches)
 
         def step() -> None:
             x, y = next(endless)
             optimizer.zero_grad()
-            loss = self.loss(x, y, criterion)
+            loss = self.loss(x, y)
             loss.backward()
             optimizer.step()
             if after is not None:

@@ -13,34 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.machine import machine, versions
-from benchmarks.methods import METHODS, Row, companion_prototype, sgd, start, trained
+from benchmarks.methods import METHODS, start
 from benchmarks.networks import perceptron
-from benchmarks.script import Script, Training
 from benchmarks.timing import interleaved, quartiles, ratios, steps_per_slot
 from benchmarks.workloads import ON_CPU, Workload
-from dcl_optim import DCLOptimizer
 
 SMALL = Workload("MLP 64-256-256-10", lambda: perceptron((64, 256, 256, 10)), (64,), 128)
 WORKLOADS = [SMALL, ON_CPU["cnn"]]
-
-
-def with_criterion(script: Script) -> Training:
-    """Deep Companion Learning that reads the loss scale off the criterion's gradient."""
-    criterion = nn.CrossEntropyLoss()
-    optimizer = DCLOptimizer(sgd(trained(script.model)), script.model, weight=1.0, criterion=criterion)
-    return Training(script.loop(optimizer, criterion), script.model, [optimizer.base], optimizer.companion)
 
 
 ROWS = [
     METHODS["plain"],
     METHODS["handwritten"],
     METHODS["DCLOptimizer"],
-    Row("DCLOptimizer, criterion=", with_criterion),
     METHODS["DCPOptimizer"],
-    Row("DCPOptimizer, criterion=", lambda script: companion_prototype(script, nn.CrossEntropyLoss())),
 ]
 
 

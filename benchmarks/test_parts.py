@@ -68,7 +68,7 @@ def test_the_hooks_on_a_linear_layer(benchmark: BenchmarkFixture, wrapper: str) 
     optimizer = {
         "none": lambda: base,
         "DCLOptimizer": lambda: DCLOptimizer(base, model, weight=0.0),
-        "DCPOptimizer": lambda: DCPOptimizer(base, model, 3, weight=0.0, criterion=criterion),
+        "DCPOptimizer": lambda: DCPOptimizer(base, model, 3, weight=0.0),
     }[wrapper]()
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
 

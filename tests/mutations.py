@@ -589,22 +589,6 @@ FAULTS = [
         "the class dimension is always taken for 1",
         "reading",
     ),
-    Fault(
-        "criterion-share-left-out",
-        "regularizer.py",
-        "share = len(record.logits) / rows if rows else 1.0",
-        "share = 1.0",
-        "forwards that were put together each carry the whole factor",
-        "linking",
-    ),
-    Fault(
-        "ignored-rows-in-the-sum",
-        "hooks/criterion.py",
-        "count = (targets != ignored).sum().clamp(min=1)",
-        "count = (targets == targets).sum().clamp(min=1)",
-        "a summed loss's terms count ignored rows",
-        "summed_losses",
-    ),
     # ---- several ranks -----------------------------------------------------------------------------------------------
     Fault(
         "companion-not-averaged",

@@ -19,11 +19,11 @@ from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.helpers import CLASSES, assert_same, batches, cells, dropout_net, mlp, one, sgd, training_forwards
 
 WRAPPERS: dict[str, Callable[..., Any]] = {
-    "dcl": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0),
-    "dcl criterion": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, criterion=criterion),
-    "dcl kl": lambda model, criterion: DCLOptimizer(sgd(model), model, weight=2.0, distance="kl"),
-    "dcp": lambda model, criterion: DCPOptimizer(sgd(model), model, CLASSES, weight=2.0, criterion=criterion),
-    "plain": lambda model, criterion: sgd(model),
+    "dcl": lambda model: DCLOptimizer(sgd(model), model, weight=2.0),
+    "dcl given": lambda model: DCLOptimizer(sgd(model), model, weight=2.0, loss_scale=3.0),
+    "dcl kl": lambda model: DCLOptimizer(sgd(model), model, weight=2.0, distance="kl"),
+    "dcp": lambda model: DCPOptimizer(sgd(model), model, CLASSES, weight=2.0),
+    "plain": lambda model: sgd(model),
 }
 
 
@@ -72,7 +72,7 @@ def clears_after_asking(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer
 
 def trained(wrapper: str, ask: Callable[..., None], build: Callable[[], nn.Sequential]) -> tuple[nn.Module, Any]:
     model, criterion = build(), nn.CrossEntropyLoss()
-    optimizer = WRAPPERS[wrapper](model, criterion)
+    optimizer = WRAPPERS[wrapper](model)
     for x, y in batches(6):
         optimizer.zero_grad()
         z = model(x)
@@ -91,8 +91,8 @@ def trained(wrapper: str, ask: Callable[..., None], build: Callable[[], nn.Seque
         ),
         (mlp, "dcl", asks_for_the_head),
         (dropout_net, "dcl", asks_twice),
-        (mlp, "dcl criterion", asks_for_logits),
-        (dropout_net, "dcl criterion", clears_after_asking),
+        (mlp, "dcl given", asks_for_logits),
+        (dropout_net, "dcl given", clears_after_asking),
         (mlp, "dcl kl", asks_for_logits),
         (mlp, "dcp", asks_twice),
         (mlp, "dcp", clears_after_asking),
@@ -124,7 +124,7 @@ def test_gradients_that_the_script_asks_for_carry_the_penalty(factor, retain):
     assert_same(gradients, torch.autograd.grad(factor * by_hand, [*plain.parameters()]), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("wrapper", ["dcl", "dcl criterion", "dcp"])
+@pytest.mark.parametrize("wrapper", ["dcl", "dcl given", "dcp"])
 def test_gradients_that_the_script_puts_in_place_itself(wrapper):
     """As gradient surgery does: no backward comes, and the one whose graph was kept has brought the penalty."""
 
@@ -137,7 +137,7 @@ def test_gradients_that_the_script_puts_in_place_itself(wrapper):
     runs = []
     for backward in (lambda loss, model: loss.backward(), grad):
         model, criterion = mlp(), nn.CrossEntropyLoss()
-        optimizer = WRAPPERS[wrapper](model, criterion)
+        optimizer = WRAPPERS[wrapper](model)
         for x, y in batches(6):
             optimizer.zero_grad()
             backward(criterion(model(x), y), model)
@@ -146,9 +146,7 @@ def test_gradients_that_the_script_puts_in_place_itself(wrapper):
     assert_same(runs[0], runs[1])
 
 
-@pytest.mark.parametrize("criterion", [True, False], ids=["criterion", "auto"])
-def test_a_backward_that_ends_before_the_logits_leaves_no_factor_to_the_next(criterion):
-    """It passes the criterion's output, whose gradient is the factor, and the logits get no gradient."""
+def test_a_backward_that_ends_before_the_logits_leaves_no_factor_to_the_next():
 
     class Learned(nn.CrossEntropyLoss):
         def __init__(self) -> None:
@@ -159,7 +157,7 @@ def test_a_backward_that_ends_before_the_logits_leaves_no_factor_to_the_next(cri
             return super().forward(z, y) / self.sigma
 
     module = Learned()
-    model, optimizer = held_apart(criterion=module if criterion else None)
+    model, optimizer = held_apart()
     x, y = one()
     loss = module(model(x), y)
     torch.autograd.grad(loss, module.sigma, retain_graph=True)
@@ -240,15 +238,14 @@ def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tens
     ("wrapper", "when", "how"),
     cells(
         itertools.product(
-            ["dcl", "dcl criterion", "dcp"],
             ["before", "between", "after"],
             [by_grad, by_inputs, by_frozen],
         ),
         ("dcl", "before", by_grad),
         ("dcl", "between", by_inputs),
         ("dcl", "after", by_frozen),
-        ("dcl criterion", "between", by_grad),
-        ("dcl criterion", "before", by_frozen),
+        ("dcl given", "between", by_grad),
+        ("dcl given", "before", by_frozen),
         ("dcp", "before", by_inputs),
         ("dcp", "between", by_frozen),
         ("dcp", "after", by_grad),
@@ -259,7 +256,7 @@ def test_an_attack_sees_the_scripts_loss_and_teaches_nothing(wrapper, when, how)
     found = []
     for on_model in (True, False):
         model, criterion = mlp(), nn.CrossEntropyLoss()
-        optimizer = WRAPPERS[wrapper](model, criterion)
+        optimizer = WRAPPERS[wrapper](model)
         for x, y in batches(4):
 
             def attack(x: Tensor = x, y: Tensor = y) -> Tensor:
@@ -360,25 +357,21 @@ def halves(criterion: nn.Module, z: Tensor, y: Tensor, when: str, parts: tuple[f
 
 
 @pytest.mark.parametrize(
-    ("build", "given", "when", "inputs"),
+    ("build", "when", "inputs"),
     cells(
-        [
-            (*criterion, *way)
-            for criterion in ((nn.CrossEntropyLoss, False), (nn.CrossEntropyLoss, True), (Squares, True))
-            for way in itertools.product(["called first", "called in between"], [False, True])
-        ],
-        (nn.CrossEntropyLoss, False, "called in between", False),
-        (nn.CrossEntropyLoss, False, "called in between", True),
-        (nn.CrossEntropyLoss, True, "called first", False),
-        (nn.CrossEntropyLoss, True, "called in between", True),
-        (Squares, True, "called first", True),
-        (Squares, True, "called in between", False),
+        itertools.product([nn.CrossEntropyLoss, Squares], ["called first", "called in between"], [False, True]),
+        (nn.CrossEntropyLoss, "called first", False),
+        (nn.CrossEntropyLoss, "called in between", False),
+        (nn.CrossEntropyLoss, "called in between", True),
+        (Squares, "called first", True),
+        (Squares, "called in between", False),
     ),
 )
-def test_parts_of_a_loss_together_carry_the_whole_penalty(build, given, when, inputs):
+def test_parts_of_a_loss_together_carry_the_whole_penalty(build, when, inputs):
     found, criterion = [], build()
     for parts in ((1.0,), (0.5, 0.5), (0.25, 0.6, 0.15)):
-        model, optimizer = held_apart(criterion=criterion if given else None)
+        told = iter(parts)
+        model, optimizer = held_apart(**{"loss_scale": functools.partial(next, told)} if build is Squares else {})
         x, y = one()
         halves(criterion, model(x), y, when, parts, **({"inputs": [*model.parameters()]} if inputs else {}))
         assert optimizer.logs()["loss_scale"] == pytest.approx(parts[-1])
@@ -392,8 +385,8 @@ def test_parts_of_a_loss_together_carry_the_whole_penalty(build, given, when, in
 @pytest.mark.parametrize(
     ("labels", "distance"),
     cells(
-        itertools.product(["criterion", "set_targets", "soft", "ignored"], distances.DISTANCES),
-        *(("criterion", "mse"), ("set_targets", "infonce"), ("soft", "kl"), ("soft", "mse"), ("ignored", "l1")),
+        itertools.product(["read", "set_targets", "soft", "ignored"], distances.DISTANCES),
+        *(("read", "mse"), ("set_targets", "infonce"), ("soft", "kl"), ("soft", "mse"), ("ignored", "l1")),
     ),
 )
 def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
@@ -401,14 +394,13 @@ def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
     found = []
     for parts in ((1.0,), (0.5, 0.5)):
         model, criterion = mlp(), nn.CrossEntropyLoss()
-        options = {"criterion": criterion} if labels == "criterion" else {}
-        optimizer = DCPOptimizer(sgd(model), model, CLASSES, weight=2.0, distance=distance, **options)
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, weight=2.0, distance=distance)
         for x, y in batches(4):
             y = y.where(y != 0, -100) if labels == "ignored" else y
             optimizer.zero_grad()
             if labels == "soft":
                 optimizer.set_targets(0.9 * F.one_hot(y, CLASSES) + 0.1 / CLASSES)
-            elif labels != "criterion":
+            elif labels != "read":
                 optimizer.set_targets(y)
             halves(criterion, model(x), y, "called in between", parts)
             optimizer.step()
@@ -461,32 +453,6 @@ def test_two_losses_whose_factor_cannot_be_read_carry_the_penalty_twice_unless_t
     factors = iter([0.9, 0.1])
     found = gradients_of_two_terms(together=False, loss_scale=lambda: next(factors))
     assert_same(found, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("build", [Squares, nn.CrossEntropyLoss])
-def test_factors_of_a_criterion_add_up_within_a_backward_and_end_with_it(build):
-    criterion = build()
-    model, optimizer = held_apart(criterion=criterion)
-    x, y = one()
-    z = model(x)
-    first, second = 0.3 * criterion(z, y), 0.6 * criterion(z, y.flip(0))
-    seen = []
-    for loss in (first + second, second, 5 * first, first + second):
-        loss.backward(retain_graph=True)
-        seen.append(optimizer.logs()["loss_scale"])
-    assert seen == pytest.approx([0.9, 0.6, 1.5, 0.9])
-
-
-def test_the_factor_of_a_gradient_inside_the_loss_is_not_the_losss():
-    """create_graph=True is left alone, and what it told of the criterion is not added to the backward after it."""
-    criterion = Squares()
-    model, optimizer = held_apart(criterion=criterion)
-    x, y = one()
-    x.requires_grad_()
-    loss = criterion(model(x), y)
-    (inner,) = torch.autograd.grad(7 * loss, x, create_graph=True)
-    (0.5 * loss + inner.square().sum()).backward()
-    assert optimizer.logs()["loss_scale"] == pytest.approx(0.5)
 
 
 # ---- logits that were converted --------------------------------------------------------------------------------------

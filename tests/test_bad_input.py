@@ -39,7 +39,6 @@ SHARED = [
     ({"distance": "kl", "temperature": 0.0}, ValueError, r"temperature=0.0 must be a positive finite number"),
     ({"loss_scale": -2}, ValueError, r"loss_scale=-2 must be a positive finite number"),
     ({"loss_scale": "fp16"}, ValueError, r"loss_scale='fp16' is unknown; pass 'auto', a number, a GradScaler"),
-    ({"criterion": F.cross_entropy}, TypeError, r"criterion must be a module that is called with \(input, target\)"),
 ]
 DCL_ONLY = [
     ({"companion_lr_scale": 0}, ValueError, r"companion_lr_scale=0 must be a positive finite number"),
@@ -201,23 +200,6 @@ def test_integers_of_other_libraries_are_integers(make):
         assert dcp.forecaster.seen.tolist() == [True, True, False, False, False]
     with DCLOptimizer(sgd(model), model, companion_every=make(2), **kwargs) as dcl:
         assert copy.deepcopy(dcl.forecaster).__dict__["_every"] == 2
-
-
-class NothingIgnored(nn.Module):
-    """As the losses of segmentation libraries have it."""
-
-    ignore_index = None
-
-    def forward(self, input, target):
-        return F.cross_entropy(input, target)
-
-
-def test_a_criterion_that_ignores_none_has_torchs_default():
-    model, criterion = mlp(), NothingIgnored()
-    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
-    criterion(model(torch.randn(3, FEATURES, dtype=torch.float64)), torch.tensor([0, -100, 2])).backward()
-    optimizer.step()
-    assert optimizer.forecaster.seen.tolist() == [True, False, True, False, False]
 
 
 @pytest.mark.parametrize("class_dim", [2, 5, -3])

@@ -43,7 +43,7 @@ class InnerCheckpoint(nn.Module):
 def wrap(variant: str, model: nn.Module, given: bool):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "dcl":
-        return DCLOptimizer(base, model, criterion=nn.CrossEntropyLoss(), weight=1.0)
+        return DCLOptimizer(base, model, weight=1.0)
     labels = {"num_classes": CLASSES, "targets": lambda args, kwargs: args[1]} if given else {}
     return DCPOptimizer(base, model, weight=1.0, alpha=0.6, **labels)
 

@@ -40,7 +40,7 @@ def snapshot(model, optimizer):
 def trained_on_rank(rank: int, size: int, parts: str):
     model, criterion, weight = prepare(parts)
     parallel = DistributedDataParallel(model)
-    optimizer = wrap(model, criterion=criterion, weight=weight)
+    optimizer = wrap(model, weight=weight)
     for x, y in batches(STEPS, size=size):
         optimizer.zero_grad()
         inputs, labels = part_of(rank, x, y, parts)
@@ -52,7 +52,7 @@ def trained_on_rank(rank: int, size: int, parts: str):
 
 def trained_alone(size: int, parts: str):
     model, criterion, weight = prepare(parts)
-    optimizer = wrap(model, criterion=criterion, weight=weight)
+    optimizer = wrap(model, weight=weight)
     for x, y in batches(STEPS, size=size):
         optimizer.zero_grad()
         loss = criterion(model(x), y)
@@ -70,12 +70,13 @@ def worker(rank: int, folder: Path) -> None:
 def trained_in_parts(rank: int):
     """One rank has its rows in three forwards, the other in one, and one of theirs is soft labels."""
     model, criterion, _ = prepare("equal")
-    optimizer = wrap(model, lr=0.0, criterion=criterion, process_group=dist.group.WORLD)  # no DistributedDataParallel
+    optimizer = wrap(model, lr=0.0, process_group=dist.group.WORLD)  # no DistributedDataParallel
     for x, y in batches(4):
         optimizer.zero_grad()
         z, labels = part_of(rank, x, y, "equal")
         for rows in torch.arange(4).split(4 if rank else 2):
             soft = nn.functional.one_hot(labels[rows], CLASSES).double() if rank else labels[rows]
+            optimizer.set_targets(soft)
             criterion(model(z[rows]), soft).backward()
         optimizer.step()
     return snapshot(model, optimizer)
@@ -97,7 +98,7 @@ def test_ranks_may_differ_in_the_number_of_their_forwards_and_the_kind_of_their_
     first, second = both(ranks, "parts")
     assert_same(first, second)
     model, criterion, _ = prepare("equal")
-    optimizer = wrap(model, lr=0.0, criterion=criterion)
+    optimizer = wrap(model, lr=0.0)
     for x, y in batches(4):
         criterion(model(x), y).backward()
         optimizer.step()

@@ -32,7 +32,7 @@ CHOSEN = [("mse", "mean"), ("infonce", "mean"), *((distance, "per_class") for di
 @pytest.mark.parametrize(("distance", "reduction"), cells(itertools.product(DISTANCES, ["mean", "per_class"]), *CHOSEN))
 def test_thirty_steps_equal_the_reference(distance, reduction):
     model, theirs, criterion = network(), network(), nn.CrossEntropyLoss()
-    optimizer = wrap(model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction, criterion=criterion)
+    optimizer = wrap(model, weight=0.7, alpha=0.4, distance=distance, reduction=reduction)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
     function = distances.resolve_distance(distance)
     for x, y in batches(30):
@@ -50,7 +50,7 @@ def test_thirty_steps_equal_the_reference(distance, reduction):
 def test_several_forwards_before_a_step_count_as_one(parts):
     """Whether they have more rows than there are classes or fewer."""
     model, criterion, expected = network(), nn.CrossEntropyLoss(), {}
-    optimizer = wrap(model, alpha=0.3, criterion=criterion)
+    optimizer = wrap(model, alpha=0.3)
     for x, y in batches(6, size=sum(parts)):
         z = model(x).detach()
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ def test_several_forwards_before_a_step_count_as_one(parts):
 @pytest.mark.usefixtures("older_objects")
 def test_memory_does_not_grow_with_the_forwards_before_a_step():
     model, criterion = network(), nn.CrossEntropyLoss()
-    optimizer = wrap(model, criterion=criterion)
+    optimizer = wrap(model)
     train(model, optimizer, batches(2), criterion)
     elements = []
     for x, y in batches(40):
@@ -82,7 +82,7 @@ def test_ignored_rows_count_for_nothing(ignored):
     results = []
     for padding in (0, 3):
         model, criterion = network(), nn.CrossEntropyLoss(ignore_index=ignored)
-        optimizer = wrap(model, criterion=criterion)
+        optimizer = wrap(model)
         for x, y in batches(8):
             x, y = (
                 torch.cat([x, 9 * x[:padding]]),
@@ -155,7 +155,7 @@ def test_a_step_that_is_forgotten_leaves_nothing():
     results = []
     for with_skipped in (False, True):
         model, criterion = network(), nn.CrossEntropyLoss()
-        optimizer = wrap(model, criterion=criterion)
+        optimizer = wrap(model)
         train(model, optimizer, batches(4), criterion)
         if with_skipped:
             criterion(model(torch.randn(9, FEATURES, dtype=torch.float64)), torch.full((9,), CLASSES - 1)).backward()
@@ -168,7 +168,7 @@ def test_a_step_that_is_forgotten_leaves_nothing():
 
 def test_weight_zero_leaves_the_training_untouched_and_still_learns():
     model, plain, criterion = network(), network(), nn.CrossEntropyLoss()
-    optimizer = wrap(model, weight=0.0, criterion=criterion)
+    optimizer = wrap(model, weight=0.0)
     train(model, optimizer, batches(10), criterion)
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), batches(10), criterion)
     assert_same(model, plain)
@@ -184,7 +184,7 @@ def test_a_custom_distance_may_keep_what_it_was_called_with():
         return F.mse_loss(z, c)
 
     model, criterion = network(), nn.CrossEntropyLoss()
-    optimizer = wrap(model, distance=distance, criterion=criterion)
+    optimizer = wrap(model, distance=distance)
     train(model, optimizer, list(batches(1)) * 5, criterion)
     assert len(kept) == 4
     for held, copied in kept:

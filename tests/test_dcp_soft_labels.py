@@ -43,9 +43,10 @@ REFUSED = {
 def test_targets_that_are_no_distributions_are_refused_before_anything_changes(case):
     criterion, targets = REFUSED[case][0](), REFUSED[case][1]
     model = nn.Linear(FEATURES, targets.shape[1]).double()
-    optimizer = wrap(model, targets.shape[1], criterion=criterion)
+    optimizer = wrap(model, targets.shape[1])
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["dcl_optim.DCPOptimizer"]))
     for _ in range(2):  # each time, not the first one only
+        optimizer.set_targets(targets)
         loss = criterion(model(torch.randn(ROWS, FEATURES, dtype=torch.float64)), targets)
         with pytest.raises(ValueError, match=r"targets has soft labels that are no distribution.*take DCLOptimizer"):
             loss.backward()

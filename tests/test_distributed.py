@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo
 STEPS = 8
 
 
-def optimize(variant, model, criterion, base=None):
+def optimize(variant, model, base=None):
     base = base or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "dcl":
         return DCLOptimizer(base, model, weight=1.0)
@@ -68,18 +68,18 @@ def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
     model = mlp(seed=10 * rank)  # seeded differently: rank 0's weights have to win
     criterion = nn.CrossEntropyLoss()
     if order == "wrapped before":
-        optimizer = optimize(variant, model, criterion)
+        optimizer = optimize(variant, model)
         parallel = DistributedDataParallel(model)
     else:
         parallel = DistributedDataParallel(model)
-        optimizer = optimize(variant, parallel, criterion)
+        optimizer = optimize(variant, parallel)
     train_rank(rank, parallel, optimizer, criterion, batches(STEPS), accumulate, variant == "dcp given")
     return snapshot(model, optimizer)
 
 
 def trained_alone(variant, steps=STEPS):
     model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
-    optimizer = optimize(variant, model, criterion)
+    optimizer = optimize(variant, model)
     for x, y in batches(steps):
         optimizer.zero_grad()
         criterion(model(x), y).backward()
@@ -110,7 +110,7 @@ class Branches(nn.Module):
 def branch_trained_on_rank(rank: int):
     model, criterion = Branches(seed=10 * rank), nn.CrossEntropyLoss()
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = optimize("dcl", parallel, criterion)
+    optimizer = optimize("dcl", parallel)
     for x, y in batches(STEPS):
         optimizer.zero_grad()
         criterion(parallel(x.chunk(2)[rank], rank), y.chunk(2)[rank]).backward()
@@ -120,7 +120,7 @@ def branch_trained_on_rank(rank: int):
 
 def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
     model, criterion = Branches(), nn.CrossEntropyLoss()
-    optimizer = optimize("dcl", model, criterion)
+    optimizer = optimize("dcl", model)
     for x, y in batches(STEPS):
         optimizer.zero_grad()
         for which, (part, labels) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
@@ -140,7 +140,7 @@ def resume_on_rank(rank: int, file: Path, variant: str) -> None:
     def build():
         model = mlp(seed=rank)
         parallel, criterion = DistributedDataParallel(model), nn.CrossEntropyLoss()
-        return model, parallel, criterion, optimize(variant, parallel, criterion)
+        return model, parallel, criterion, optimize(variant, parallel)
 
     model, parallel, criterion, optimizer = build()
     train_rank(rank, parallel, optimizer, criterion, batches(3))
@@ -167,7 +167,7 @@ def zero_redundancy_worker(rank: int, folder: Path) -> None:
         model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
         parallel = DistributedDataParallel(model)
         base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        optimizer = optimize(variant, parallel, criterion, base)
+        optimizer = optimize(variant, parallel, base)
         train_rank(rank, parallel, optimizer, criterion, batches(STEPS), given=variant == "dcp given")
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             optimizer.state_dict()

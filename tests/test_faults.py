@@ -195,10 +195,10 @@ STEPS, PARTS = 4, 2
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
 
-def build(variant: str, model: nn.Module, criterion: nn.Module, **options: Any) -> Any:
+def build(variant: str, model: nn.Module, **options: Any) -> Any:
     if variant == "dcl":
         return DCLOptimizer(sgd(model), model, weight=WEIGHT, alpha=ALPHA, **options)
-    return DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion, weight=WEIGHT, alpha=ALPHA, **options)
+    return DCPOptimizer(sgd(model), model, CLASSES, weight=WEIGHT, alpha=ALPHA, **options)
 
 
 def halves(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -206,11 +206,11 @@ def halves(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(x.chunk(PARTS)[rank], y.chunk(PARTS)[rank]) for x, y in batches(STEPS)]
 
 
-def train_and_average(called: nn.Module, optimizer: Any, criterion: nn.Module, rank: int, by_hand: bool) -> None:
+def train_and_average(called: nn.Module, optimizer: Any, rank: int, by_hand: bool) -> None:
     """Train on the rank's rows; ``by_hand`` averages the gradients as a script without DDP does."""
     for x, y in halves(rank):
         optimizer.zero_grad()
-        criterion(called(x), y).backward()
+        F.cross_entropy(called(x), y).backward()
         if by_hand:
             for parameter in called.parameters():
                 dist.all_reduce(parameter.grad)
@@ -220,66 +220,66 @@ def train_and_average(called: nn.Module, optimizer: Any, criterion: nn.Module, r
 
 def independent(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """Another start on each rank, and nothing in common: a search over seeds, say."""
-    model, criterion = mlp(seed=rank), nn.CrossEntropyLoss()
-    optimizer = build(variant, model, criterion)
-    train_and_average(model, optimizer, criterion, rank, by_hand=False)
+    model = mlp(seed=rank)
+    optimizer = build(variant, model)
+    train_and_average(model, optimizer, rank, by_hand=False)
     return model, optimizer
 
 
 def averaged_by_hand(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = build(variant, model, criterion, process_group=dist.group.WORLD)
-    train_and_average(model, optimizer, criterion, rank, by_hand=True)
+    model = mlp()
+    optimizer = build(variant, model, process_group=dist.group.WORLD)
+    train_and_average(model, optimizer, rank, by_hand=True)
     return model, optimizer
 
 
 def averaged_by_hand_in_no_group(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = build(variant, model, criterion)
-    train_and_average(model, optimizer, criterion, rank, by_hand=True)
+    model = mlp()
+    optimizer = build(variant, model)
+    train_and_average(model, optimizer, rank, by_hand=True)
     return model, optimizer
 
 
 def parallel_without_a_group(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    model, criterion = mlp(), nn.CrossEntropyLoss()
+    model = mlp()
     parallel = DistributedDataParallel(model)
-    optimizer = build(variant, parallel, criterion, process_group=None)
-    train_and_average(parallel, optimizer, criterion, rank, by_hand=False)
+    optimizer = build(variant, parallel, process_group=None)
+    train_and_average(parallel, optimizer, rank, by_hand=False)
     return model, optimizer
 
 
 def wrapped_before(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """The model's own group holds this rank alone."""
-    model, criterion = mlp(seed=rank), nn.CrossEntropyLoss()
+    model = mlp(seed=rank)
     parallel = DistributedDataParallel(model, process_group=own)
-    optimizer = build(variant, parallel, criterion)
-    train_and_average(parallel, optimizer, criterion, rank, by_hand=False)
+    optimizer = build(variant, parallel)
+    train_and_average(parallel, optimizer, rank, by_hand=False)
     return model, optimizer
 
 
 def wrapped_after(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    model, criterion = mlp(seed=rank), nn.CrossEntropyLoss()
-    optimizer = build(variant, model, criterion)
+    model = mlp(seed=rank)
+    optimizer = build(variant, model)
     parallel = DistributedDataParallel(model, process_group=own)
-    train_and_average(parallel, optimizer, criterion, rank, by_hand=False)
+    train_and_average(parallel, optimizer, rank, by_hand=False)
     return model, optimizer
 
 
 def wrapped_after_in_the_world(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """Green before too: what the new default must not lose, where the optimizer has seen the inner module only."""
-    model, criterion = mlp(seed=10 * rank), nn.CrossEntropyLoss()
-    optimizer = build(variant, model, criterion)
+    model = mlp(seed=10 * rank)
+    optimizer = build(variant, model)
     parallel = DistributedDataParallel(model)
-    train_and_average(parallel, optimizer, criterion, rank, by_hand=False)
+    train_and_average(parallel, optimizer, rank, by_hand=False)
     return model, optimizer
 
 
 def sharded(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """Sharded over a mesh of this rank alone."""
-    model, criterion = mlp(seed=rank), nn.CrossEntropyLoss()
+    model = mlp(seed=rank)
     fully_shard(model, mesh=DeviceMesh.from_group(own, "cpu"))
-    optimizer = build(variant, model, criterion)
-    train_and_average(model, optimizer, criterion, rank, by_hand=False)
+    optimizer = build(variant, model)
+    train_and_average(model, optimizer, rank, by_hand=False)
     return model, optimizer
 
 
@@ -374,7 +374,7 @@ def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cel
 def test_what_is_no_process_group_is_refused_before_anything_changes(variant, given):
     model = mlp()
     with pytest.raises(TypeError, match=r"(?s)process_group.*ProcessGroup"):
-        build(variant, model, nn.CrossEntropyLoss(), process_group=given)
+        build(variant, model, process_group=given)
     assert not model._forward_hooks
 
 
@@ -436,15 +436,15 @@ def zeroed_in_place(model: nn.Module) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_skipped_step_whose_gradients_are_zeroed_in_place_is_forgotten(variant, clear, order):
     def trained(skips: bool) -> tuple[Any, Any]:
-        model, criterion = mlp(), nn.CrossEntropyLoss()
+        model = mlp()
         options: dict[str, Any] = {"companion": apart} if variant == "dcl" else {}
-        optimizer = build(variant, model, criterion, **options)
+        optimizer = build(variant, model, **options)
         for index, (x, y) in enumerate(batches(5)):
             skipped = [one(99)] if skips and index == 2 else []
             for inputs, labels in [*skipped, (x, y)]:
                 if order == "before the forward":
                     clear(model)
-                loss = criterion(model(inputs), labels)
+                loss = F.cross_entropy(model(inputs), labels)
                 if order == "between forward and backward":
                     clear(model)
                 loss.backward()  # a scaler that found an infinity in the skipped one takes no step
@@ -456,28 +456,22 @@ def test_a_skipped_step_whose_gradients_are_zeroed_in_place_is_forgotten(variant
 
 # ---- several backwards of one forward --------------------------------------------------------------------------------
 
-ROUTES = ["read off the gradient", "criterion="]
-
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.25, 0.75)], ids=str)
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(variant, route, shares):
-    model, hand, criterion = mlp(), mlp(), nn.CrossEntropyLoss()
-    options = {"criterion": criterion} if route == "criterion=" else {}
+def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(variant, shares):
+    model, hand = mlp(), mlp()
     companion, prototypes = apart(), dict[int, Tensor]()
     if variant == "dcl":
         given = copy.deepcopy(companion)
-        optimizer = DCLOptimizer(sgd(model), model, companion=given, weight=WEIGHT, alpha=ALPHA, **options)
+        optimizer = DCLOptimizer(sgd(model), model, companion=given, weight=WEIGHT, alpha=ALPHA)
     else:
-        optimizer = DCPOptimizer(sgd(model), model, CLASSES, weight=WEIGHT, alpha=ALPHA, **options)
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, weight=WEIGHT, alpha=ALPHA)
     base, second = sgd(hand), sgd(companion)
     settings = {"weight": WEIGHT, "alpha": ALPHA}
     for x, y in batches(5):
         optimizer.zero_grad()
-        if variant == "dcp" and route != "criterion=":
-            optimizer.set_targets(y)
-        loss = criterion(model(x), y)
+        loss = F.cross_entropy(model(x), y)
         (shares[0] * loss).backward(retain_graph=True)
         (shares[1] * loss).backward()
         optimizer.step()
@@ -705,7 +699,7 @@ def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not
     if variant == "dcl":
         optimizer = DCLOptimizer(base, model, weight=WEIGHT)
     else:
-        optimizer = DCPOptimizer(base, model, CLASSES, criterion=loss, weight=WEIGHT)
+        optimizer = DCPOptimizer(base, model, CLASSES, weight=WEIGHT)
     train(model, optimizer, batches(2), loss)
     own = f"dcl_optim.{type(optimizer).__name__}"
     before = copy.deepcopy(optimizer.state_dict()[own]["forecaster"])
@@ -746,15 +740,14 @@ def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
 def test_labels_that_are_written_over_before_the_step_are_those_of_their_batch():
     found = []
     for reused in (False, True):
-        model, criterion = mlp(), nn.CrossEntropyLoss()
-        optimizer = DCPOptimizer(
-            torch.optim.SGD(model.parameters(), lr=LR), model, CLASSES, criterion=criterion, alpha=0.5
-        )
+        model = mlp()
+        optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, CLASSES, alpha=0.5)
         buffer = torch.empty(16, dtype=torch.int64)
         optimizer.zero_grad()
         for x, y in batches(2):
             labels = buffer.copy_(y) if reused else y
-            criterion(model(x), labels).backward()
+            optimizer.set_targets(labels)
+            F.cross_entropy(model(x), labels).backward()
         optimizer.step()
         found.append(optimizer.prototypes)
     assert_same(found[0], found[1])
@@ -763,7 +756,7 @@ def test_labels_that_are_written_over_before_the_step_are_those_of_their_batch()
 def test_zeros_written_twice_are_both_seen():
     """Between the forwards of two batches, and between the second one's forward and backward."""
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, CLASSES, criterion=criterion, alpha=0.5)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, CLASSES, alpha=0.5)
     (x, y), (other, labels) = batches(2)
     train(model, optimizer, [(x, y)], criterion)
 
@@ -785,9 +778,9 @@ def test_zeros_written_twice_are_both_seen():
         assert_same(optimizer.prototypes[k], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_criterion_calls_on_parts_of_the_rows_add_up():
+def test_losses_of_parts_of_the_rows_add_up():
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = DCLOptimizer(sgd(model), model, criterion=criterion, weight=WEIGHT)
+    optimizer = DCLOptimizer(sgd(model), model, weight=WEIGHT)
     x, y = one()
     z = model(x)
     (0.5 * criterion(z[:8], y[:8]) + 0.5 * criterion(z[8:], y[8:])).backward()

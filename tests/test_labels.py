@@ -46,7 +46,7 @@ FORWARDS_LEFT_ALONE = [evaluated, without_gradients, while_frozen, by_torch_func
 @pytest.mark.parametrize("left_alone", FORWARDS_LEFT_ALONE)
 def test_labels_given_before_a_forward_that_is_left_alone_end_with_it(left_alone):
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = wrap(model, criterion=criterion)
+    optimizer = wrap(model)
     x, y = one()
     optimizer.set_targets(torch.zeros(3, dtype=torch.long))
     left_alone(model, x[:3])
@@ -89,22 +89,13 @@ def test_a_closure_that_sets_labels_after_stale_ones_takes_its_own(left_alone):
     assert_same(*models)
 
 
-@pytest.mark.parametrize("mend", [None, "own criterion", "set_targets"])
-def test_one_criterion_on_two_heads_that_are_processed_first_is_refused_and_the_named_mends_work(mend):
+def test_labels_of_two_heads_that_are_processed_first_are_those_given():
     model, criterion = TwoHeads(), nn.CrossEntropyLoss()
-    given = {None: criterion, "own criterion": nn.CrossEntropyLoss(), "set_targets": None}[mend]
-    optimizer = wrap(model, criterion=given, logits=itemgetter(0))
+    optimizer = wrap(model, logits=itemgetter(0))
     x, y = one()
-    if mend == "set_targets":
-        optimizer.set_targets(y)
+    optimizer.set_targets(y)
     main, side = model(x)
-    first = (given or criterion)(2.0 * main, y)
-    if mend is None:
-        message = "criterion was called twice.*several heads.*that only the main head's loss calls; or leave criterion="
-        with pytest.raises(RuntimeError, match=message):
-            criterion(side, y.flip(0))
-        return
-    (first + 0.4 * criterion(side, y.flip(0))).backward()
+    (criterion(2.0 * main, y) + 0.4 * criterion(side, y.flip(0))).backward()
     optimizer.step()
     assert optimizer.logs()["loss_scale"] == 1.0
     assert_same(optimizer.prototypes[0], main.detach()[y == 0].mean(0), atol=1e-12)
@@ -112,7 +103,7 @@ def test_one_criterion_on_two_heads_that_are_processed_first_is_refused_and_the_
 
 def test_loading_a_state_drops_labels_given_before():
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = wrap(model, criterion=criterion)
+    optimizer = wrap(model)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.set_targets(torch.zeros(16, dtype=torch.long))
     optimizer.load_state_dict(state)
@@ -120,6 +111,30 @@ def test_loading_a_state_drops_labels_given_before():
     criterion(model(x), y).backward()
     optimizer.step()
     assert optimizer.forecaster.seen.sum() > 1
+
+
+LOSSES_OF_TWO = {
+    "put together": lambda first, second, labels: F.cross_entropy(torch.cat([first, second]), torch.cat(labels)),
+    "mean": lambda first, second, labels: F.cross_entropy((first + second) / 2, labels[0]),
+    "one held to the other": lambda first, second, labels: F.mse_loss(first, second),
+    "converted": lambda first, second, labels: sum(map(F.cross_entropy, (first.float(), second.float()), labels)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES_OF_TWO)
+def test_labels_given_before_each_of_two_forwards_are_its_own(loss):
+    model = mlp()
+    optimizer = wrap(model, loss_scale=1.0)
+    data, outputs = list(batches(2)), []
+    for x, y in data:
+        optimizer.set_targets(y)
+        outputs.append(model(x))
+    labels = [y for _, y in data]
+    LOSSES_OF_TWO[loss](*outputs, labels).backward()
+    optimizer.step()
+    z, y = torch.cat(outputs).detach(), torch.cat(labels)
+    for k in y.unique():
+        assert_same(optimizer.prototypes[k], z[y == k].mean(0), atol=1e-12)
 
 
 def test_a_checkpoint_that_recomputes_the_model_leaves_the_next_batchs_labels_alone():
@@ -139,7 +154,7 @@ def test_a_checkpoint_that_recomputes_the_model_leaves_the_next_batchs_labels_al
 
 def test_a_forward_that_raises_ends_them_too():
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = wrap(model, criterion=criterion)
+    optimizer = wrap(model)
     x, y = one()
     optimizer.set_targets(torch.zeros(16, dtype=torch.long))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):

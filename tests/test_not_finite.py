@@ -41,11 +41,13 @@ class Script:
         if variant == "dcl":
             self.optimizer = DCLOptimizer(base, self.model, **options)
         else:
-            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, **options)
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, **options)
         self.dtype = dtype
 
     def backward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
         x, y = x.to(self.device, self.dtype), y.to(self.device)
+        if isinstance(self.optimizer, DCPOptimizer):
+            self.optimizer.set_targets(y)
         with torch.autocast(self.device, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             loss = factor * self.criterion(self.model(x), y)
         loss.backward()
@@ -424,7 +426,7 @@ class MaskedByRow(nn.Module):
 def test_masks_that_differ_by_row_are_said_to_have_no_prototypes():
     """They held minus infinity for one row, and nan from then on."""
     model, criterion = MaskedByRow(), nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES)
     data = [(x, 2 + torch.arange(len(x)) % (CLASSES - 2)) for x, _ in batches(4)]
     with pytest.warns(UserWarning, match="masked alike in all rows"):
         train(model, optimizer, data, criterion)

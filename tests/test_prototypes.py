@@ -21,9 +21,9 @@ from tests.helpers import assert_same
 KEY = "dcl_optim.DCPOptimizer"
 
 
-def trained(steps: int = 5, criterion: nn.Module | None = None):
-    model, criterion = network(), criterion or nn.CrossEntropyLoss()
-    optimizer = wrap(model, criterion=criterion)
+def trained(steps: int = 5):
+    model, criterion = network(), nn.CrossEntropyLoss()
+    optimizer = wrap(model)
     train(model, optimizer, batches(steps), criterion)
     return model, optimizer, criterion
 
@@ -104,7 +104,7 @@ def test_a_copy_goes_on_bit_for_bit(way):
     model, optimizer, criterion = trained()
     if way == "state":
         again, second, other = network(seed=4), None, nn.CrossEntropyLoss()
-        second = wrap(again, criterion=other)
+        second = wrap(again)
         again.load_state_dict(model.state_dict())
         second.load_state_dict(read_back(optimizer.state_dict()))
     elif way == "deepcopy":
@@ -170,7 +170,7 @@ def test_distributed_checkpoints_load_into_a_fresh_optimizer(tmp_path):
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=tmp_path)
     again = network(seed=3)
-    second = wrap(again, criterion=nn.CrossEntropyLoss())
+    second = wrap(again)
     states = dict(zip(("model", "optimizer"), get_state_dict(again, second), strict=True))
     dcp.load(states, checkpoint_id=tmp_path)
     set_state_dict(again, second, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
@@ -183,7 +183,7 @@ def test_a_model_that_is_widened_between_backward_and_step():
     for widened in (True, False):
         model = network(dtype=torch.float32 if widened else torch.float64)
         criterion = nn.CrossEntropyLoss()
-        optimizer = wrap(model, criterion=criterion)
+        optimizer = wrap(model)
         (x, y), (x_2, y_2) = batches(2)
         train(model, optimizer, [(x.to(model[0].weight.dtype), y)], criterion)
         criterion(model(x.to(model[0].weight.dtype)), y).backward()
@@ -229,13 +229,15 @@ def test_a_step_passes_over_the_prototypes_of_its_own_classes_only(kind):
     model, criterion = nn.Linear(2, classes), nn.CrossEntropyLoss(ignore_index=7 if kind == "hard" else -100)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     reduction = "per_class" if kind == "per_class" else "mean"
-    optimizer = DCPOptimizer(base, model, classes, criterion=criterion, reduction=reduction, alpha=0.6)
+    optimizer = DCPOptimizer(base, model, classes, reduction=reduction, alpha=0.6, loss_scale=1.0)
     labels = torch.randint(classes, (3, size)).index_fill_(1, torch.tensor([0]), 7)
     with NoPassOverAll(classes * classes):
         for y in labels.repeat(2, 1):
             optimizer.zero_grad()
             for rows in torch.arange(size).split([4, 2]):
                 target = labels_of(kind, y, classes)[rows]
+                if kind == "soft":
+                    optimizer.set_targets(target)
                 criterion(model(torch.randn(len(rows), 2)), target).backward()
             optimizer.step()
     assert optimizer.forecaster.seen.sum() == 3 * (size - 1) + int(kind != "hard")

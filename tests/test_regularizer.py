@@ -47,9 +47,7 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
     with_extra = []
     for use in (False, True):
         model = mlp()
-        optimizer = wrap(
-            model, criterion=nn.CrossEntropyLoss()
-        )  # whose calls are linked to forwards by weak references
+        optimizer = wrap(model)
         forwards = training_forwards(optimizer)
         for x, y in batches(5):
             optimizer.zero_grad()

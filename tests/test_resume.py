@@ -32,9 +32,7 @@ def build(variant: str, base: str):
     if variant == "dcl":
         optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **{"weight": 1.0} | schedules)
     else:
-        optimizer = DCPOptimizer(
-            inner, model, CLASSES, criterion=criterion, **{"weight": 1.0, "alpha": 0.6} | schedules
-        )
+        optimizer = DCPOptimizer(inner, model, CLASSES, **{"weight": 1.0, "alpha": 0.6} | schedules)
     return model, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
 
 

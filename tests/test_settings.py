@@ -36,7 +36,7 @@ def test_the_defaults_are_these_numbers(kind, alpha):
     def trained(**options):
         model, criterion = mlp(), nn.CrossEntropyLoss()
         classes = () if kind is DCLOptimizer else (CLASSES,)
-        optimizer = kind(sgd(model), model, *classes, criterion=criterion, **options)
+        optimizer = kind(sgd(model), model, *classes, **options)
         train(model, optimizer, batches(6), criterion)
         return model.state_dict(), optimizer.state_dict()
 

@@ -208,7 +208,7 @@ def test_new_layers_are_trained_where_the_companion_is_no_copy() -> None:
 
 def test_prototypes_know_no_layers() -> None:
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(sgd(model), model, CLASSES, criterion=criterion)
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES)
     train(model, optimizer, batches(1), criterion)
     new_head(model)
     before = model[2].weight.detach().clone()

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcl_optim.companion.weighting import WeightedMean
@@ -87,18 +86,25 @@ def test_factors_on_the_models_device_reach_a_companion_elsewhere(half):
     assert gradient.device == torch.device("cpu")
 
 
-def step(optimizer, criterion, factors, data):
+def told(model, **options):
+    """An optimizer that is told each loss's factor."""
+    optimizer = wrap(model, loss_scale=lambda: optimizer.factor, **options)
+    return optimizer
+
+
+def step(optimizer, factors, data):
     """One step of several micro-batches, each loss with its factor."""
     optimizer.zero_grad()
     for factor, (x, y) in zip(factors, data, strict=True):
-        (factor * criterion(optimizer.model(x), y)).backward()
+        optimizer.factor = factor
+        (factor * F.cross_entropy(optimizer.model(x), y)).backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize("factors", [(1.0, -1.0), (0.0, 1.0), (1.0, 0.0), (-2.0, 1.0)])
 def test_companion_equals_the_loop_by_hand(factors):
-    criterion, model = nn.CrossEntropyLoss(), mlp()
-    optimizer = wrap(model, criterion=criterion, weight=0.0, alpha=0.4)
+    model = mlp()
+    optimizer = told(model, weight=0.0, alpha=0.4)
     companion = copy.deepcopy(model)
     theirs, total = sgd(companion), sum(map(abs, factors))
     data = list(batches(8))
@@ -109,31 +115,29 @@ def test_companion_equals_the_loop_by_hand(factors):
             _, gradient = value_and_gradient(mse, c, companion_target(z, c, 0.4))
             c.backward(gradient * (abs(factor) / total))
         theirs.step()
-        step(optimizer, criterion, factors, pair)
+        step(optimizer, factors, pair)
         assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
 
 
 def test_a_batch_that_counts_for_nothing_teaches_nothing():
     """The companion's optimizer steps as the model's does, with a gradient of zero: momentum goes on."""
-    criterion = nn.CrossEntropyLoss()
-    optimizer = wrap(mlp(), criterion=criterion, alpha=0.4)
+    optimizer = told(mlp(), alpha=0.4)
     theirs = []
     optimizer.companion_optimizer.register_step_pre_hook(
         lambda own, *_: theirs.append([p.grad.clone() for group in own.param_groups for p in group["params"]])
     )
     for factor, batch in zip((1.0, 1.0, 0.0), batches(3), strict=True):
-        step(optimizer, criterion, [factor], [batch])
+        step(optimizer, [factor], [batch])
     assert any(gradient.any() for gradient in theirs[1])
     assert len(theirs[2]) == len(theirs[1])
     assert not any(gradient.any() for gradient in theirs[2])
 
 
 def test_unlearning_leaves_numbers_numbers():
-    criterion, model = nn.CrossEntropyLoss(), mlp()
-    optimizer = wrap(model, criterion=criterion)
-    for (x, y), (a, b) in zip(batches(4), batches(4, seed=7), strict=True):
-        optimizer.zero_grad()
-        (criterion(model(x), y) - criterion(model(a), b)).backward()
-        optimizer.step()
+    model = mlp()
+    optimizer = told(model)
+    for batch, forgotten in zip(batches(4), batches(4, seed=7), strict=True):
+        step(optimizer, (1.0, -1.0), (batch, forgotten))
+    x, y = batch
     for network in (model, optimizer.companion):
         assert F.cross_entropy(network(x), y).isfinite()

@@ -186,7 +186,7 @@ def test_lbfgs_with_a_closure_that_returns_a_number():
         model, criterion = network().double(), nn.CrossEntropyLoss()
         model[2].p = 0.0
         base = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
-        optimizer = DCPOptimizer(base, model, CLASSES, criterion=criterion)
+        optimizer = DCPOptimizer(base, model, CLASSES)
         for x, y in batches(3, dtype=torch.float64):
 
             def closure(x=x, y=y, model=model, optimizer=optimizer, criterion=criterion, convert=convert):

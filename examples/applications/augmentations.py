@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torchvision.transforms import v2
 
+from dcl_optim import DCPOptimizer
 from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, Row, main
 from examples.helpers.optimizers import METHODS, build_optimizer
@@ -59,6 +60,8 @@ def step(optimizer: Optimizer, model: nn.Module, criterion: nn.Module, x: Tensor
 
     def closure() -> Tensor:
         optimizer.zero_grad()
+        if isinstance(optimizer, DCPOptimizer):
+            optimizer.set_targets(y)  # mixed labels
         loss: Tensor = criterion(model(x), y)
         loss.backward()
         return loss
@@ -81,8 +84,8 @@ def train(
     model = networks.build(network, pictures.classes, pictures.shape).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight, criterion=criterion).
-    optimizer = build_optimizer(method, optimizer, model, weight=weight, criterion=criterion)
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight).
+    optimizer = build_optimizer(method, optimizer, model, weight=weight)
     scheduler = CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):

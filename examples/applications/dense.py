@@ -5,8 +5,8 @@
 
 The logits are (B, K, H, W), the classes in dimension 1, where the wrappers expect them: each pixel is held to its
 forecast, and the penalty is the mean over all pixels. Those that the loss ignores (VOC's borders) do not change the
-factor on the loss, which ``criterion=`` gives exactly. DCL holds them to the forecast like the others, as it knows no
-labels; DCP leaves them out. The paper has no experiment of this kind.
+factor on the loss. DCL holds them to the forecast like the others, as it knows no labels; DCP leaves them out. The
+paper has no experiment of this kind.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def train(
     model = build(network, x.shape[1], found.classes, width).to(device, memory_format=torch.channels_last)
     optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     criterion = nn.CrossEntropyLoss(ignore_index=scenes.IGNORED)
-    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight, criterion=criterion).
-    optimizer = build_optimizer(method, optimizer, model, weight=weight, criterion=criterion)
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight).
+    optimizer = build_optimizer(method, optimizer, model, weight=weight)
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled() -> Iterator[tuple[Tensor, Tensor]]:

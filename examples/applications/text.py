@@ -89,8 +89,8 @@ def train(
     model = Classifier(vocabulary, length, len(corpus.names), width, layers, dropout).to(device)
     optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
     criterion = nn.CrossEntropyLoss()
-    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight, criterion=criterion).
-    optimizer = build_optimizer(method, optimizer, model, weight=weight, criterion=criterion)
+    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight).
+    optimizer = build_optimizer(method, optimizer, model, weight=weight)
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled() -> Iterator[tuple[Tensor, Tensor]]:

@@ -94,7 +94,7 @@ def test_ignored_pixels_with_dcl_by_hand(parts):
     x, y = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.randint(3, (2, 4, 4))
     y[:, :2, 1:] = 255
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DCLOptimizer(base, model, companion=twin, weight=1.0, criterion=criterion)
+    optimizer = DCLOptimizer(base, model, companion=twin, weight=1.0)
     c = twin(x).detach()
     (criterion(model(x), y) / parts).backward()
     assert optimizer.logs()["loss_scale"] == 1 / parts
@@ -111,7 +111,7 @@ def test_ignored_pixels_leave_prototypes_alone():
     model, criterion = nn.Conv2d(1, 3, 1).double(), nn.CrossEntropyLoss(ignore_index=255)
     x, y = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.arange(32).view(2, 4, 4) % 3
     y[0] = 255
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3, criterion=criterion)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3)
     z = model(x)
     criterion(z, y).backward()
     optimizer.step()

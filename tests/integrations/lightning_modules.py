@@ -36,11 +36,9 @@ def loader(dtype: torch.dtype = torch.float64, seed: int = 1) -> DataLoader[tupl
     return DataLoader(list(batches(BATCHES, seed=seed, dtype=dtype)), batch_size=None, generator=torch.Generator())
 
 
-def wrap(method: str, base: Optimizer, model: nn.Module, criterion: nn.Module, **settings: Any) -> Optimizer:
+def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Optimizer:
     """The line that is new in configure_optimizers."""
     if method == "dcl":
-        return DCLOptimizer(base, model, criterion=criterion, **{"weight": 1.0} | settings)
-    if method == "dcl without criterion":
         return DCLOptimizer(base, model, **{"weight": 1.0} | settings)
     if method == "dcp":
         return DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | settings)
@@ -62,7 +60,7 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        optimizer = wrap(self.method, optimizer, self.net, self.criterion, **self.settings)
+        optimizer = wrap(self.method, optimizer, self.net, **self.settings)
         if self.scheduler is None:
             return optimizer
         scheduler = {"scheduler": self.scheduler(optimizer), "interval": self.interval}
@@ -108,7 +106,7 @@ def by_hand(
     criterion, data = nn.CrossEntropyLoss(), list(data or loader())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     labels = {"num_classes": CLASSES} if method == "dcp" else {}
-    optimizer = wrap(method, optimizer, net, criterion, **labels, **settings)
+    optimizer = wrap(method, optimizer, net, **labels, **settings)
     schedule = scheduler(optimizer) if scheduler else None
     torch.manual_seed(3)
     for _ in range(epochs):

@@ -31,9 +31,7 @@ class Halves(Classifier):
 
     def configure_optimizers(self) -> DCLOptimizer:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        return DCLOptimizer(
-            optimizer, self if self.wrapped == "self" else self.net, criterion=self.criterion, weight=1.0
-        )
+        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0)
 
     def on_train_end(self) -> None:
         optimizer = self.trainer.optimizers[0]

@@ -22,7 +22,7 @@ def distance(first: nn.Module, second: nn.Module) -> float:
     return float(sum((a - b).detach().square().sum() for a, b in pairs) ** 0.5)
 
 
-def wrap(variant: str, model: nn.Module, criterion: nn.Module, **options):
+def wrap(variant: str, model: nn.Module, **options):
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if variant == "plain":
         return base
@@ -48,10 +48,10 @@ class Script:
         data = loader(dtype=dtype)
         if wrapped_after:
             self.model, self.loader = self.accelerator.prepare(model, data)
-            optimizer = self.accelerator.prepare(wrap(variant, self.model, self.criterion, weight=weight))
+            optimizer = self.accelerator.prepare(wrap(variant, self.model, weight=weight))
         else:
             self.model, optimizer, self.loader = self.accelerator.prepare(
-                model, wrap(variant, model, self.criterion, weight=weight), data
+                model, wrap(variant, model, weight=weight), data
             )
         self.optimizer = optimizer
         self.scheduler = self.accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
@@ -79,7 +79,7 @@ def by_hand(variant, parts=1, clip=None):
     """The labels that DCP reads are given here."""
     torch.manual_seed(0)
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = wrap(variant, model, criterion, **{"num_classes": CLASSES} if variant == "dcp" else {})
+    optimizer = wrap(variant, model, **{"num_classes": CLASSES} if variant == "dcp" else {})
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for index, (x, y) in enumerate(loader(), start=1):
         if variant == "dcp":

@@ -34,7 +34,7 @@ def accelerator(**options):
         forget()
 
 
-def wrap(method, model, criterion, weight=5.0):
+def wrap(method, model, weight=5.0):
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if method == "plain":
         return base
@@ -57,7 +57,7 @@ class Script:
     def __init__(self, accelerator, method, build=mlp, shuffle=False, size=SIZE, weight=5.0):
         self.accelerator, self.criterion = accelerator, nn.CrossEntropyLoss()
         model = build()
-        optimizer = wrap(method, model, self.criterion, weight)
+        optimizer = wrap(method, model, weight)
         # Accelerate steps a schedule once for each process.
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20 * accelerator.num_processes)
         # A generator of its own: the loader's seed would be drawn from dropout's stream, anew when a run goes on.
@@ -84,7 +84,7 @@ def test_the_short_accumulation_at_an_epochs_end_is_a_step_of_its_own(method):
     with accelerator(gradient_accumulation_steps=PARTS) as shared:
         script = Script(shared, method).epoch(0).epoch(1)
     model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = wrap(method, model, criterion)
+    optimizer = wrap(method, model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     for _ in range(2):
         for index, (x, y) in enumerate(batches(BATCHES, SIZE), start=1):

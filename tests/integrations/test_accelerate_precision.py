@@ -18,20 +18,20 @@ ORDERS = ("wrapped before", "wrapped after")
 FLOAT = torch.float32
 
 
-def wrap(method, model, criterion):
+def wrap(method, model):
     if method == "dcl":
         return DCLOptimizer(sgd(model), model, weight=5.0)
     return DCPOptimizer(sgd(model), model, weight=5.0, alpha=0.6)
 
 
-def prepared(method, model, order, criterion=None, parts=1):
+def prepared(method, model, order, parts=1):
     """Either order of the two lines; both are found in scripts."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=parts)
     if order == "wrapped before":
-        model, optimizer = accelerator.prepare(model, wrap(method, model, criterion))
+        model, optimizer = accelerator.prepare(model, wrap(method, model))
     else:
         model = accelerator.prepare(model)
-        optimizer = accelerator.prepare(wrap(method, model, criterion))
+        optimizer = accelerator.prepare(wrap(method, model))
     return accelerator, model, optimizer
 
 
@@ -58,7 +58,7 @@ class InBfloat16(nn.Module):
 
 def by_hand(method, net, criterion, data, parts, enabled=True):
     model = InBfloat16(net, enabled)
-    optimizer = wrap(method, model, criterion)
+    optimizer = wrap(method, model)
     for index, (x, y) in enumerate(data, start=1):
         if method == "dcp":  # given, which Accelerate's loop has read
             optimizer.set_targets(y)
@@ -91,7 +91,7 @@ def data(steps=8):
 )
 def test_bfloat16_is_the_hand_written_loop_under_autocast(method, parts, order):
     criteria = nn.CrossEntropyLoss(), nn.CrossEntropyLoss()
-    accelerator, model, optimizer = prepared(method, mlp(dtype=FLOAT), order, criteria[0], parts)
+    accelerator, model, optimizer = prepared(method, mlp(dtype=FLOAT), order, parts)
     train(accelerator, model, optimizer, criteria[0], data())
     second = by_hand(method, expected := mlp(dtype=FLOAT), criteria[1], data(), parts)
     assert_same(model, expected)

@@ -70,7 +70,7 @@ def test_automatic_optimisation_is_the_papers_algorithm():
     assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "dcl without criterion"])
+@pytest.mark.parametrize("method", METHODS)
 def test_accumulate_grad_batches_is_the_hand_written_accumulation(method):
     trained = assert_trained_alike(method, {"accumulate_grad_batches": 3}, {"accumulate": 3})
     unaccumulated = network()
@@ -170,9 +170,7 @@ class CallsItself(Classifier):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        return DCLOptimizer(
-            optimizer, self if self.wrapped == "self" else self.net, criterion=self.criterion, weight=1.0
-        )
+        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0)
 
 
 @pytest.mark.parametrize("wrapped", ["self", "net"])
@@ -192,7 +190,6 @@ def test_a_companion_that_is_a_lightning_module_has_no_trainer_and_no_hooks():
     assert companion._trainer is None
     assert module.trainer is not None
     assert not companion._forward_hooks
-    assert not companion.criterion._forward_hooks
 
 
 class CallsAnother(CallsItself):

@@ -161,12 +161,12 @@ def discriminator() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
 
 
-def wrapped_pair(generator, discriminator, criterion):
-    """Both optimizers of a GAN; the generator's loss is no function of its own output alone, so its factor is said."""
+def wrapped_pair(generator, discriminator):
+    """Both optimizers of a GAN, whose losses do not tell their factor."""
     bases = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (generator, discriminator)]
     return [
         DCLOptimizer(bases[0], generator, loss_scale=1.0, weight=1.0),
-        DCLOptimizer(bases[1], discriminator, criterion=criterion, weight=1.0),
+        DCLOptimizer(bases[1], discriminator, loss_scale=1.0, weight=1.0),
     ]
 
 
@@ -196,13 +196,13 @@ class Adversaries(pl.LightningModule):
             second.step()
 
     def configure_optimizers(self):
-        return wrapped_pair(self.generator, self.discriminator, self.criterion)
+        return wrapped_pair(self.generator, self.discriminator)
 
 
 def play_by_hand(g, d, epochs=2):
     """The same game without Lightning, each network frozen in the other's turn."""
     criterion = nn.BCEWithLogitsLoss()
-    first, second = wrapped_pair(g, d, criterion)
+    first, second = wrapped_pair(g, d)
     torch.manual_seed(3)
     for x, _ in [*loader()] * epochs:
         ones, zeros = x.new_ones(len(x), 1), x.new_zeros(len(x), 1)

@@ -259,11 +259,11 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     assert_same(optimizer.companion, second.companion)
 
 
-def test_timms_task_holds_model_and_criterion_and_trains_as_the_plain_loop() -> None:
+def test_timms_task_holds_model_and_loss_and_trains_as_the_plain_loop() -> None:
     plain, model = create(), create()
     theirs = DCLOptimizer(adamw(plain), plain, weight=1.0)
     task = timm.task.ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
-    ours = DCLOptimizer(adamw(model), task.trainable_module, criterion=task.criterion, weight=1.0)
+    ours = DCLOptimizer(adamw(model), task.trainable_module, weight=1.0)
     torch.manual_seed(5)
     for x, y in images(3):
         theirs.zero_grad()

@@ -235,15 +235,15 @@ def test_a_keyword_that_label_smoothing_takes_away_from_the_model_is_missed(tmp_
         train(tmp_path, model, wrap("dcp", model, targets="labels"), sentences(), label_smoothing_factor=0.1)
 
 
-def test_prototypes_with_label_smoothing_take_the_labels_from_a_criterion(tmp_path):
-    criteria = [nn.CrossEntropyLoss(label_smoothing=0.1) for _ in range(2)]
+def test_prototypes_read_the_labels_of_a_loss_function_that_trainer_is_given(tmp_path):
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     model, expected, tape = text_classifier(), text_classifier(), Tape()
-    optimizer, second = (wrap("dcp", m, criterion=c) for m, c in zip((model, expected), criteria, strict=True))
-    keywords = {"compute_loss_func": lambda output, labels, **_: criteria[0](output.logits, labels)}
+    optimizer, second = (wrap("dcp", m) for m in (model, expected))
+    keywords = {"compute_loss_func": lambda output, labels, **_: criterion(output.logits, labels)}
     train(tmp_path, model, optimizer, sentences(), tape, trainer=keywords)
 
     def loss_of(model, batch, items):
-        return criteria[1](model(input_ids=batch["input_ids"], num_items_in_batch=items).logits, batch["labels"])
+        return criterion(model(input_ids=batch["input_ids"], num_items_in_batch=items).logits, batch["labels"])
 
     repeat(expected, second, tape.updates(1, EPOCH), loss_of=loss_of)
     assert_same_run(model, optimizer, expected, second)

@@ -312,11 +312,11 @@ def test_an_option_out_of_range_is_refused_by_name(name: str, option: str, value
         make(name, setting(), **{option: value})
 
 
-def test_the_companions_options_are_the_wrappers_and_the_criterion_is_taken() -> None:
+def test_the_companions_options_are_the_wrappers_and_the_loss_scale_is_taken() -> None:
     assert {"weight", "alpha", "distance", "companion", "companion_lr_scale"} <= set(METHODS["dcl"].options())
     assert {"weight", "alpha", "distance"} <= set(METHODS["dcp"].options())
-    with pytest.raises(ValueError, match="has no option criterion"):
-        make("dcl", setting(), criterion=nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="has no option loss_scale"):
+        make("dcl", setting(), loss_scale=1.0)
 
 
 def test_sam_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

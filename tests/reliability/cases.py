@@ -72,12 +72,10 @@ class Case:
     def loss(self, criterion: Callable[[Tensor, Tensor], Tensor], z: Tensor, y: Tensor) -> Tensor:
         return self.factor * criterion(z, y)
 
-    def options(self, criterion: nn.Module) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """What both optimizers are given."""
         options = {"weight": self.weight, "alpha": self.alpha, **DISTANCES[self.distance][0]}
-        if self.factor_from == "criterion":
-            options["criterion"] = criterion
-        elif self.factor_from == "number":
+        if self.factor_from == "number":
             options["loss_scale"] = self.factor / self.parts
         return options
 
@@ -106,7 +104,7 @@ class Script:
             self.scheduler.step()
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        if isinstance(self.optimizer, DCPOptimizer) and self.case.factor_from != "criterion":
+        if isinstance(self.optimizer, DCPOptimizer):
             self.optimizer.set_targets(y)
         return self.case.loss(self.criterion, self.model(x), y) / self.case.parts
 
@@ -123,7 +121,7 @@ class Script:
 def wrapped(case: Case, variant: str, **more: Any) -> Script:
     """The case's script with the optimizer around its base."""
     model, criterion = case.model(), nn.CrossEntropyLoss()
-    base, options = case.base.build(model), case.options(criterion) | more
+    base, options = case.base.build(model), case.options() | more
     optimizer = (
         DCLOptimizer(base, model, **options) if variant == "dcl" else DCPOptimizer(base, model, case.classes, **options)
     )
@@ -139,7 +137,7 @@ def cases(draw: st.DrawFn) -> Case:
     sizes = draw(st.lists(st.integers(least, 6), min_size=2, max_size=8))
     classes = draw(st.integers(2, 6))
     # Of a single row with two classes the factor cannot be read off.
-    sources = ["criterion", "number"] + ["gradient"] * (classes > 2 or min(sizes) > 1)
+    sources = ["number"] + ["gradient"] * (classes > 2 or min(sizes) > 1)
     return Case(
         network=network,
         base=draw(bases),

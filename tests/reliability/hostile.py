@@ -26,9 +26,9 @@ class Training:
         self.model, self.criterion = mlp(), torch.nn.CrossEntropyLoss()
         base = torch.optim.Adam(self.model.parameters(), lr=0.01)
         if variant == "dcl":
-            self.optimizer: Any = DCLOptimizer(base, self.model, criterion=self.criterion, **options)
+            self.optimizer: Any = DCLOptimizer(base, self.model, **options)
         else:
-            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, **options)
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, **options)
         for x, y in batches(steps):
             self.optimizer.zero_grad()
             self.criterion(self.model(x), y).backward()
@@ -39,7 +39,7 @@ class Training:
 
     def everything(self) -> bytes:
         """All that a failed call must leave alone, to the bit."""
-        hooks = [len(vars(m)[name]) for m in (self.model, self.criterion) for name in vars(m) if name.endswith("hooks")]
+        hooks = [len(table) for name, table in vars(self.model).items() if name.endswith("hooks")]
         file = io.BytesIO()
         torch.save(self.state() | {"random": torch.get_rng_state(), "hooks": hooks}, file)
         return file.getvalue()

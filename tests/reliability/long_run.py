@@ -28,11 +28,7 @@ def step_of(variant: str) -> Callable[[], object]:
     if variant == "leak in the graph":
         return lambda: chain.append(chain.pop() + 1)
     base = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    optimizer: Any = (
-        DCLOptimizer(base, model, criterion=criterion)
-        if variant == "dcl"
-        else DCPOptimizer(base, model, 3, criterion=criterion)
-    )
+    optimizer: Any = DCLOptimizer(base, model) if variant == "dcl" else DCPOptimizer(base, model, 3)
 
     def step() -> None:
         optimizer.zero_grad()

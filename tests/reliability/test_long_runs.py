@@ -53,9 +53,9 @@ class Trainee:
         self.criterion, self.seed = nn.CrossEntropyLoss(), seed
         base = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if variant == "dcl":
-            self.optimizer: Any = DCLOptimizer(base, self.model, criterion=self.criterion, weight=1.0)
+            self.optimizer: Any = DCLOptimizer(base, self.model, weight=1.0)
         else:
-            self.optimizer = DCPOptimizer(base, self.model, CLASSES, criterion=self.criterion, weight=1.0)
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, weight=1.0)
 
     def train(self, barrier: threading.Barrier | None = None) -> None:
         torch.set_num_threads(1)

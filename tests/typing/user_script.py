@@ -72,11 +72,11 @@ def closure_loop() -> float:
 
 
 def prototypes() -> Tensor:
-    """DCP from the two arguments alone; then its labels from the criterion and by a call in the closure."""
+    """DCP from the two arguments alone; then with its labels given by a call in the closure."""
     model, criterion = network(), nn.CrossEntropyLoss()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
     DCPOptimizer(base, model).detach()
-    optimizer = DCPOptimizer(base, model, CLASSES, weight=CosineRamp(0.1, steps=4), criterion=criterion)
+    optimizer = DCPOptimizer(base, model, CLASSES, weight=CosineRamp(0.1, steps=4))
     x, y = batch()
     optimizer.zero_grad()
     criterion(model(x), y).backward()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
@@ -28,8 +28,8 @@ class _Wrapped(Plain):
     def __init__(self, setting: Setting, wrapper: Callable[..., Optimizer], *classes: int, **options: Any) -> None:
         shared = {name: options.pop(name) for name in Plain.options() if name in options}
 
-        def wrap(base: Optimizer, model: nn.Module, criterion: nn.Module) -> Optimizer:
-            return wrapper(base, model, *classes, criterion=criterion, **options)
+        def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
+            return wrapper(base, model, *classes, loss_scale=1.0, **options)
 
         super().__init__(setting, wrap, **shared)
 
@@ -52,6 +52,14 @@ class _WithCompanion(_Wrapped):
         return {**super().predictors(), "mean of both": ensemble(both)}
 
 
+class _WithPrototypes(_Wrapped):
+    """A wrapper that has prototypes; it is given the labels, which not every loss shows."""
+
+    def _evaluate(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        self.main.optimizer.set_targets(target)
+        return super()._evaluate(x, target)
+
+
 class CompanionLearning(_WithCompanion):
     """Deep Companion Learning (R. Zhu and V. Saligrama, ECCV 2024): the optimizer in :class:`DCLOptimizer`.
 
@@ -60,7 +68,7 @@ class CompanionLearning(_WithCompanion):
 
     Args:
         setting: what to train with.
-        options: the wrapper's own keywords, but for ``criterion``: weight, alpha, distance, companion (a callable that
+        options: the wrapper's own keywords, but for ``loss_scale``: weight, alpha, distance, companion (a callable that
             builds the network), companion_lr_scale, companion_fraction and so on; and those of :class:`Plain`.
 
     Raises:
@@ -75,15 +83,15 @@ class CompanionLearning(_WithCompanion):
         return (*_keywords_of(DCLOptimizer), *super().options())
 
 
-class CompanionPrototype(_Wrapped):
+class CompanionPrototype(_WithPrototypes):
     r"""Deep Companion Prototype (the same paper's appendix): the optimizer in :class:`DCPOptimizer`.
 
     Args:
         setting: what to train with.
         random_prototypes: a control: the standard deviation :math:`\ge 0` of prototypes that are drawn from a Gaussian
             at the start, of torch's global generator, and stay: alpha is 1. Default 0 for those that learn.
-        options: the wrapper's own keywords, but for ``criterion``: weight, alpha, distance and so on; and those of
-            :class:`Plain`.
+        options: the wrapper's own keywords, but for ``targets`` and ``loss_scale``: weight, alpha, distance and so on;
+            and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range, or another alpha with ``random_prototypes``.
@@ -104,13 +112,13 @@ class CompanionPrototype(_Wrapped):
         return (*_keywords_of(DCPOptimizer), *keywords_of(cls.__init__), *super().options())
 
 
-class CompanionLearningPrototype(_WithCompanion):
+class CompanionLearningPrototype(_WithPrototypes, _WithCompanion):
     """Both penalties summed: the optimizer in :class:`CompanionPrototypeOptimizer`.
 
     Args:
         setting: what to train with.
-        options: the wrapper's own keywords, but for ``criterion``: dcl_weight, dcl_alpha, dcp_weight, dcp_alpha and so
-            on; and those of :class:`Plain`.
+        options: the wrapper's own keywords, but for ``loss_scale``: dcl_weight, dcl_alpha, dcp_weight, dcp_alpha and
+            so on; and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range.
@@ -125,4 +133,4 @@ class CompanionLearningPrototype(_WithCompanion):
 
 
 def _keywords_of(wrapper: type[Any]) -> tuple[str, ...]:
-    return tuple(name for name in keywords_of(wrapper.__init__) if name != "criterion")
+    return tuple(name for name in keywords_of(wrapper.__init__) if name not in ("targets", "loss_scale"))

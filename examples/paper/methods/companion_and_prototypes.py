@@ -105,7 +105,7 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
         dcl_weight, dcl_alpha, dcl_distance, companion, companion_lr_scale: DCLOptimizer's, the first three without
             their prefix.
         dcp_weight, dcp_alpha, dcp_distance: DCPOptimizer's, without their prefix.
-        criterion: the loss module; gives labels and the loss scale.
+        loss_scale: as in DCLOptimizer.
 
     Raises:
         ValueError: an argument out of range.
@@ -128,7 +128,7 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
         dcp_weight: float | Schedule = 0.1,
         dcp_alpha: float | Schedule = 0.97,
         dcp_distance: DistanceName | Distance = "mse",
-        criterion: nn.Module | None = None,
+        loss_scale: Any = "auto",
     ) -> None:
         dcl = _term("dcl", dcl_distance, dcl_weight, dcl_alpha)
         dcp = _term("dcp", dcp_distance, dcp_weight, dcp_alpha)
@@ -144,7 +144,12 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
             companion=companion,
             lr_scale=companion_lr_scale,
         )
-        super().__init__(base_optimizer, model, make, weight=1.0, alpha=1.0, criterion=criterion, labels=Labels(None))
+        self._labels = Labels(None)
+        super().__init__(base_optimizer, model, make, weight=1.0, alpha=1.0, labels=self._labels, loss_scale=loss_scale)
+
+    def set_targets(self, targets: Tensor) -> None:
+        """Give the labels of the batch whose training forward comes next, as DCPOptimizer's does."""
+        self._labels.of_next_forward = targets
 
     @property
     def companion(self) -> nn.Module:

@@ -24,7 +24,7 @@ class Plain(Method):
 
     Args:
         setting: what to train with.
-        wrapper: what to wrap the optimizer in, given it, the network and ``criterion=``; no option. None for nothing.
+        wrapper: what to wrap the optimizer in, given it and the network; no option. None for nothing.
         mixup: :math:`\alpha \ge 0` of mixup (Zhang et al., ICLR 2018): with one :math:`r \sim \text{Beta}(\alpha,
             \alpha)` a batch and a permutation π of it, the inputs are :math:`r x_i + (1 - r) x_{\pi(i)}` and the labels
             likewise; since cross-entropy is linear in its target, the loss is their :math:`r\, \text{CE}(z, y_i) +
@@ -61,7 +61,7 @@ class Plain(Method):
 
         def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
             base = sharpness_aware(base, rho) if rho else base
-            return base if wrapper is None else wrapper(base, model, criterion=criterion)
+            return base if wrapper is None else wrapper(base, model)
 
         super().__init__(setting, model=Trained(setting, wrap))
         self._mixup, self._rho = mixup, rho
