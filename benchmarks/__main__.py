@@ -1,12 +1,15 @@
-"""``python -m benchmarks [options]`` measures; ``table FILE`` prints, ``plot FILE`` draws what was measured."""
+"""``python -m benchmarks [options]`` measures; ``table FILE`` prints, ``plot FILE`` draws what was measured.
+
+``kernels`` counts what a step launches, ``wide`` measures networks with many classes.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks import plot, run, table
+from benchmarks import kernels, plot, run, table, wide
 
-COMMANDS = {"table": table.main, "plot": plot.main}
+COMMANDS = {"table": table.main, "plot": plot.main, "kernels": kernels.main, "wide": wide.main}
 
 if sys.argv[1:2] and sys.argv[1] in COMMANDS:
     COMMANDS[sys.argv[1]](sys.argv[2:])

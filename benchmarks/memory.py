@@ -65,7 +65,7 @@ def used_by(work: Callable[[], object], setting: Setting | None = None) -> dict[
     return {"peak_bytes": peak, "before_bytes": before, "used_bytes": peak - before}
 
 
-def _import_everything(row: Row, package: str) -> None:
+def import_everything(row: Row, package: str) -> None:
     """Import what will be imported anyway: torch fetches half of itself at the first step of an optimizer."""
     for name in (row.package, package):
         if name:
@@ -90,12 +90,21 @@ def ask(model: str, row: str, setting: Setting, threads: int) -> dict[str, int]:
     """
     words = ["--device", setting.device, "--precision", setting.precision, "--threads", str(threads)]
     words += ["--compile"] if setting.compiled else []
-    line = [sys.executable, "-m", "benchmarks.memory", model, row, *words]
+    return answer(f"{row} on {model}", "benchmarks.memory", model, row, *words)
+
+
+def answer(what: str, *words: str) -> dict[str, int]:
+    """Run a module of ours in a fresh process and read the figures that it prints.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    line = [sys.executable, "-m", *words]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"the memory of {row} on {model} could not be measured:\n{done.stderr}")
-    answer: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+        raise RuntimeError(f"the memory of {what} could not be measured:\n{done.stderr}")
+    figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def main(arguments: list[str]) -> None:
@@ -111,7 +120,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(options.threads)
     setting = Setting(options.device, options.precision, options.compile)
     row, work = rows_by_name(options.model)[options.row], WORKLOADS[options.model]
-    _import_everything(row, work.package)
+    import_everything(row, work.package)
     print(json.dumps(used_by(lambda: start(row, work, setting, STEPS), setting)))
 
 

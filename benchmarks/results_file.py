@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PARTS = ("methods", "knobs", "growth")
+PARTS = ("methods", "knobs", "growth", "kernels", "wide")
 
 
 def read(command: str, description: str | None, arguments: list[str]) -> tuple[Path, dict[str, Any]]:

@@ -47,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
-        epilog="python -m benchmarks table FILE prints a file's tables, python -m benchmarks plot FILE draws it",
+        epilog="python -m benchmarks table FILE prints a file's tables, python -m benchmarks plot FILE draws it; "
+        "python -m benchmarks kernels and python -m benchmarks wide measure further costs",
     )
     rows = ", ".join(dict.fromkeys([*METHODS, *knobs.KNOBS]))
     made.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))

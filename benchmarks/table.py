@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,9 +141,70 @@ def _microseconds(figures: dict[str, float]) -> str:
     return f"{figures['median']:.0f} ({figures['lower']:.0f} to {figures['upper']:.0f})"
 
 
+def kernels(results: Figures) -> list[str]:
+    """Kernels and synchronizations of a step."""
+    numbers = list(next((row["synchronizations"] for row in results["kernels"] if not row["refused"]), ()))
+    waits = [f"step {number}" if number.isdigit() else number for number in numbers]
+    head = ("dtype", "loss", "method", "kernels", *(f"waits, {text}" for text in waits))
+    rows: list[list[str]] = []
+    place = ("", "")
+    for row in results["kernels"]:
+        figures = ["refused", *["–"] * len(numbers)]
+        if not row["refused"]:
+            figures = [f"{row['kernels']:.1f}", *(f"{count:g}" for count in row["synchronizations"].values())]
+        former, place = place, (row["dtype"], row["loss"])
+        rows.append([*(place if place != former else ("", "")), row["method"], *figures])
+    refusals = {(row["method"], row["loss"]): row["refused"] for row in results["kernels"] if row["refused"]}
+    notes = [
+        f"{results['model']}, batch 128. Kernels are the mean of steps 20 to 119. A wait is a synchronization; those "
+        "of the other steps are the mean of steps 20 to 119 without step 100.",
+        *(f"{method} refused {loss}: {textwrap.shorten(words, 150)}" for (method, loss), words in refusals.items()),
+    ]
+    return ["### Kernels of a step", "", *grid(head, rows, 3), *(line for note in notes for line in ("", note))]
+
+
+def wide(results: Figures) -> list[str]:
+    """Time and memory of a network whose logits are most of it."""
+    head = ("classes", "precision", "method", "ms per step", "× plain", "× handwritten")
+    rows = [
+        [
+            f"{point['classes']:,}" if row is point["rows"][0] else "",
+            point["precision"] if row is point["rows"][0] else "",
+            row["name"],
+            f"{row['milliseconds']['median']:.1f}",
+            "1" if row["name"] == "plain" else spread(row["ratio_to_plain"]),
+            spread(row["ratio_to_handwritten"]),
+        ]
+        for point in results["wide"]
+        for row in point["rows"]
+    ]
+    memory_head = ("classes, rows", "precision", "method", "peak over the start, MiB")
+    memory_rows = [
+        [f"{row['classes']:,} × {row['rows']:,}", row["precision"], row["name"], f"{row['used_bytes'] / 2**20:,.0f}"]
+        for row in results["wide_memory"]
+    ]
+    notes = (
+        f"MLP 64-128-classes, {results['batch']} rows. Handwritten is DCL or DCP, as the row is. Autocast is to "
+        "bfloat16 around forward and loss, or around the forward alone, so that the loss gets bfloat16 logits."
+    )
+    memory = ["", *grid(memory_head, memory_rows, 3)] if memory_rows else []
+    return ["### Many classes", "", *grid(head, rows, 3), *memory, "", notes]
+
+
 def source(results: Figures) -> str:
     """Where the figures come from."""
-    machine, versions, setting = results["machine"], results["versions"], results["setting"]
+    machine, versions, setting = results["machine"], results["versions"], results.get("setting")
+    if setting is None:
+        parts = [machine["cpu"], f"{machine['cores']} cores, {machine['threads']} threads", machine["os"]]
+        rounds = (
+            f"Medians of {results['rounds']} interleaved rounds (quartiles in brackets); "
+            if "rounds" in results
+            else ""
+        )
+        return (
+            f"{rounds}{', '.join(parts)}; Python {versions['python']}, torch {versions['torch']}, dcl_optim "
+            f"{versions['dcl_optim']}; {results['date'][:10]}; `{results['command']}`, {results['minutes']} minutes."
+        )
     peers = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python")
     device = [machine["device"]] if "device" in machine else []
     how = [setting["precision"], *(["compiled"] if setting["compiled"] else [])]
@@ -154,7 +216,7 @@ def source(results: Figures) -> str:
     )
 
 
-SECTIONS = {"methods": methods, "knobs": knobs, "growth": growth}
+SECTIONS = {"methods": methods, "knobs": knobs, "growth": growth, "kernels": kernels, "wide": wide}
 
 
 def markdown(results: Figures) -> str:

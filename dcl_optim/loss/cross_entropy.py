@@ -150,7 +150,7 @@ def _read_hard(
     slope = torch.linalg.vector_norm(g) / length
     rest = torch.linalg.vector_norm(torch.addcdiv(r, g, slope, value=-1.0))
     excess = torch.sub(rest, length, alpha=tolerance)
-    fits = excess <= ROUNDING * math.sqrt(len(z))
+    fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     if wants_labels:
         y = torch.where(live & fits, y, constant(z.shape[1], y.device))
     return Reading(y, slope * count, fits, excess <= 0)

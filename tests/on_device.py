@@ -1,0 +1,24 @@
+"""Tests on the fake accelerator: a process of its own, since a device that is registered stays, and its answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import fake_device
+
+ROOT = Path(__file__).parent.parent
+needs_device = pytest.mark.skipif(not fake_device.available(), reason="this torch has no devices in Python")
+
+
+def answers(module: str) -> Any:
+    """Run a test module as a script and read the JSON that it prints last."""
+    line = [sys.executable, "-W", "error", "-m", module]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{module} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,140 @@
+"""Both optimizers compute on an accelerator what they compute on the CPU: weights and prototypes after 20 steps.
+
+``python -m tests.test_device_values`` trains all cases and prints how far they are apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks import fake_device
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.on_device import answers, needs_device
+
+pytestmark = needs_device
+STEPS, ROWS, FEATURES = 20, 64, 32
+WRAPPERS: dict[str, Any] = {"DCL": DCLOptimizer, "DCP": DCPOptimizer}
+# How far weights and prototypes may be apart, relative to the largest; foreach rounds otherwise than the CPU's loop.
+TOLERANCES = {torch.float32: (3e-5, 1e-4), torch.bfloat16: (3e-2, 5e-2)}
+MOVED = 10  # times the tolerance, which the penalty has to move the weights by for a comparison to say something
+
+
+def quarter(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y) / 4
+
+
+def smoothed(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, label_smoothing=0.1)
+
+
+def weighted(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, torch.linspace(0.5, 2.0, z.shape[1]).to(z))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script; ``options`` are the wrapper's."""
+
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    classes: int = 10
+    dtype: torch.dtype = torch.float32
+    images: bool = False
+    ignored: bool = False
+    mixed: bool = False
+    options: dict[str, Any] = field(default_factory=lambda: {"weight": 0.5})
+
+
+CASES = {
+    "hard labels": Case(),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "loss / 4": Case(quarter),
+    "label smoothing": Case(smoothed),
+    "class weights": Case(weighted),
+    "ignored labels": Case(ignored=True),
+    "100 classes": Case(classes=100),
+    "(N, K, H, W)": Case(images=True, classes=5),
+    "two classes": Case(classes=2),
+    "mixup": Case(mixed=True),
+    "kl": Case(options={"weight": 5.0, "distance": "kl"}),
+}
+
+
+def network(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    if case.images:
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, case.classes, 1))
+    return nn.Sequential(nn.Linear(FEATURES, 48), nn.ReLU(), nn.Linear(48, case.classes))
+
+
+def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
+    generator, found = torch.Generator().manual_seed(3), []
+    for _ in range(4):
+        inputs, labels = ((8, 3, 8, 8), (8, 8, 8)) if case.images else ((ROWS, FEATURES), (ROWS,))
+        x, y = torch.randn(inputs, generator=generator), torch.randint(case.classes, labels, generator=generator)
+        if case.ignored:
+            y = y.masked_fill(torch.rand(labels, generator=generator) < 0.3, -100)
+        if case.mixed:
+            y = F.one_hot(y, case.classes).float()
+            y = 0.7 * y + 0.3 * y.roll(1, 0)
+        found.append((x.to(case.dtype), y))
+    return found
+
+
+def trained(case: Case, method: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The weights and the prototypes after training; plain training and DCL have no prototypes."""
+    model = network(case).to(device, case.dtype)
+    base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    optimizer = WRAPPERS[method](base, model, **case.options) if method in WRAPPERS else base
+    data = [(x.to(device), y.to(device)) for x, y in batches(case)]
+    for step in range(STEPS):
+        x, y = data[step % len(data)]
+        optimizer.zero_grad()
+        if case.mixed and method == "DCP":
+            optimizer.set_targets(y)
+        case.loss(model(x), y).backward()
+        optimizer.step()
+    weights = torch.cat([parameter.detach().cpu().double().flatten() for parameter in model.parameters()])
+    return weights, optimizer.prototypes.cpu().double() if method == "DCP" else torch.ones(1)
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def main() -> None:
+    device, found = fake_device.register(), {}
+    torch.set_num_threads(1)
+    for name, case in CASES.items():
+        plain = trained(case, "plain", fake_device.CPU)[0]
+        for method in WRAPPERS:
+            there, here = trained(case, method, device), trained(case, method, fake_device.CPU)
+            differences = {"weights": apart(there[0], here[0]), "prototypes": apart(there[1], here[1])}
+            found[f"{method}, {name}"] = differences | {"moved": apart(here[0], plain)}
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return answers(__name__)
+
+
+@pytest.mark.parametrize("method", WRAPPERS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_device_computes_what_the_cpu_computes(found: Any, name: str, method: str) -> None:
+    case = found[f"{method}, {name}"]
+    weights, prototypes = TOLERANCES[CASES[name].dtype]
+    assert case["weights"] < weights
+    assert case["prototypes"] < prototypes
+    assert case["moved"] > MOVED * TOLERANCES[torch.float32][0]
+
+
+if __name__ == "__main__":
+    main()
