@@ -30,6 +30,7 @@ class Forward:
     """
 
     __slots__ = (
+        "__weakref__",
         "added_in",
         "counted",
         "hides_gradient",

@@ -1,4 +1,4 @@
-"""A source of forecasts of your own: an average of the model's weights in the companion's place (Mean Teacher).
+"""A custom forecaster: an average of the model's weights in place of the companion (Mean Teacher).
 
 docs/extending.md explains it.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim.companion.copying import copy_model
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, ForwardRecord, RngState, check_tensors, replayed
-from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty, RngState, check_tensors, replayed
+from dcl_optim.loss.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
 
 
@@ -31,13 +31,11 @@ class WeightAverage(Forecaster):
         self.module = copy_model(self._model).requires_grad_(False)
         self._alpha: float | None = None  # of the forwards since the last step
 
-    def predict(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], record: ForwardRecord, rng_state: RngState
-    ) -> None:
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: RngState) -> None:
         with torch.no_grad(), replayed(rng_state):
-            record.forecast = record.rows(find_logits(self.module(*args, **kwargs)))
+            forward.prediction = find_logits(self.module(*args, **kwargs))
 
-    def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: float | Tensor) -> None:
+    def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
         self._alpha = alpha
 
     def forget(self) -> None:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import dcl_optim
 from dcl_optim import DCLOptimizer
-from dcl_optim.forecaster import ForwardRecord
+from dcl_optim.forecaster import Forward
 
 CLASSES, FEATURES = 5, 6
 PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
@@ -291,17 +291,17 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def training_forwards(optimizer: Any) -> list[weakref.ref[ForwardRecord]]:
+def training_forwards(optimizer: Any) -> list[weakref.ref[Forward]]:
     """A list to which each training forward of the model is added from now on, as the forecaster is asked about it."""
-    records: list[weakref.ref[ForwardRecord]] = []
+    forwards: list[weakref.ref[Forward]] = []
     predict = optimizer.forecaster.predict
 
-    def noted(args: Any, kwargs: Any, record: ForwardRecord, rng_state: Any) -> None:
-        records.append(weakref.ref(record))
-        predict(args, kwargs, record, rng_state)
+    def noted(args: Any, kwargs: Any, forward: Forward, rng_state: Any) -> None:
+        forwards.append(weakref.ref(forward))
+        predict(args, kwargs, forward, rng_state)
 
     optimizer.forecaster.predict = noted
-    return records
+    return forwards
 
 
 def snapshot(optimizer: DCLOptimizer) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Run:
 
     def _wrap(self, method: str, args: argparse.Namespace) -> Optimizer:
         base = SGD(self.model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
-        options: dict[str, Any] = {"criterion": self.criterion, **penalty_options(args)}
+        options: dict[str, Any] = penalty_options(args)
         if method == "DCL":
             return DCLOptimizer(base, self.model, **options)
         if method == "DCP":
@@ -89,7 +89,7 @@ class Run:
 
 
 def _finite(logits: Tensor, labels: Tensor) -> bool:
-    # Not the criterion, which an optimizer listens to. Finite logits can overflow in the loss.
+    # Finite logits can overflow in the loss.
     return bool(logits.isfinite().all()) and math.isfinite(F.cross_entropy(logits, labels).item())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion import Companion
-from dcl_optim.distances import Distance, DistanceName, resolve_distance
-from dcl_optim.distributed import Ranks
-from dcl_optim.forecaster import ForwardRecord, RngState, Scale
-from dcl_optim.hooks.labels import Labels
-from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.companion.companion import CompanionOptions
+from dcl_optim.distances import Distance, DistanceName, Rows, resolve_distance
+from dcl_optim.distributed import DataParallelGroup
+from dcl_optim.forecaster import Forward, Loss, Penalty, RngState
+from dcl_optim.loss.outputs import find_logits
+from dcl_optim.loss.reader import LossReader
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.prototypes import Prototypes
 from dcl_optim.schedules import Checked, Schedule, checked
@@ -46,28 +46,36 @@ class CompanionAndPrototypes(Companion):
     """
 
     def __init__(
-        self, model: nn.Module, base: Optimizer, prototypes: Prototypes, dcl: Term, dcp: Term, **options: Any
+        self,
+        model: nn.Module,
+        base: Optimizer,
+        prototypes: Prototypes,
+        dcl: Term,
+        dcp: Term,
+        options: CompanionOptions,
     ) -> None:
         self.prototypes, self._dcl, self._dcp = prototypes, dcl, dcp
-        self._number = 1  # of the optimizer step
-        super().__init__(model, base, find_logits, **options)
+        super().__init__(model, base, find_logits, options)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
-        self._number = step
         super().before_forward(args, kwargs, rng_state, step)
         self.prototypes.before_forward(args, kwargs, rng_state, step)
 
-    def penalty(self, record: ForwardRecord, distance: Distance) -> tuple[Tensor, Tensor]:
-        c = record.forecast
-        value, slope = super().penalty(record, self._dcl.distance)
-        class_value, class_slope = self.prototypes.penalty(record, self._dcp.distance)
-        record.forecast = c  # where the prototypes have put theirs
-        ours, theirs = self._dcl.weight(self._number), self._dcp.weight(self._number)
-        return ours * value + theirs * class_value, ours * slope + theirs * class_slope
+    def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
+        own = forward.prediction
+        self._penalty = super().penalty(forward, loss, self._dcl.distance)
+        self._class_penalty = self.prototypes.penalty(forward, loss, self._dcp.distance)
+        self._class_prediction, forward.prediction = forward.prediction, own
+        terms = ((self._penalty, self._dcl), (self._class_penalty, self._dcp))
+        parts = [_weighted(penalty, term.weight(forward.step)) for penalty, term in terms]
+        return Penalty(Rows(parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], 1.0), 1)
 
-    def observe(self, record: ForwardRecord, distance: Distance, alpha: float, scale: Scale) -> None:
-        super().observe(record, self._dcl.distance, self._dcl.alpha(self._number), scale)
-        self.prototypes.observe(record, self._dcp.distance, self._dcp.alpha(self._number), scale)
+    def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
+        step, own = forward.step, forward.prediction
+        forward.prediction = self._class_prediction
+        self.prototypes.observe(forward, loss, self._class_penalty, self._dcp.distance, self._dcp.alpha(step))
+        forward.prediction = own
+        super().observe(forward, loss, self._penalty, self._dcl.distance, self._dcl.alpha(step))
 
     def step(self) -> None:
         self.prototypes.step()  # first: the companion's ends with forget()
@@ -132,29 +140,34 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
     ) -> None:
         dcl = _term("dcl", dcl_distance, dcl_weight, dcl_alpha)
         dcp = _term("dcp", dcp_distance, dcp_weight, dcp_alpha)
-        prototypes = Prototypes(num_classes, False, -100, next(model.parameters()), Ranks(model, None))
-        make = functools.partial(
-            CompanionAndPrototypes,
-            model,
+        group = DataParallelGroup(model, None)
+        prototypes = Prototypes(num_classes, False, -100, next(model.parameters()), group)
+        options = CompanionOptions(companion, lr_scale=companion_lr_scale, process_group=None)
+        super().__init__(
             base_optimizer,
-            prototypes,
-            dcl,
-            dcp,
-            process_group=None,
-            companion=companion,
-            lr_scale=companion_lr_scale,
+            model,
+            lambda: CompanionAndPrototypes(model, base_optimizer, prototypes, dcl, dcp, options),
+            weight=1.0,
+            alpha=1.0,
+            loss=LossReader(loss_scale, reads_labels=True),
         )
-        self._labels = Labels(None)
-        super().__init__(base_optimizer, model, make, weight=1.0, alpha=1.0, labels=self._labels, loss_scale=loss_scale)
 
     def set_targets(self, targets: Tensor) -> None:
-        """Give the labels of the batch whose training forward comes next, as DCPOptimizer's does."""
-        self._labels.of_next_forward = targets
+        """Give the labels of the batch whose training forward pass comes next, as that of DCPOptimizer does."""
+        self._algorithm.loss.set_targets(targets)
 
     @property
     def companion(self) -> nn.Module:
         """The companion as a module. Made by this, if not before."""
         return self.forecaster.module
+
+
+def _weighted(penalty: Penalty, weight: float) -> tuple[Tensor, Tensor]:
+    """The distances of rows and their gradients, each times its weight in the sum."""
+    rows = penalty.rows
+    factor = weight / penalty.count if penalty.weights is None else penalty.weights * (weight / penalty.count)
+    slope = rows.slope * rows.factor
+    return rows.distances * factor, slope * (factor[:, None] if isinstance(factor, Tensor) and factor.ndim else factor)
 
 
 def _term(prefix: str, distance: DistanceName | Distance, weight: float | Schedule, alpha: float | Schedule) -> Term:
