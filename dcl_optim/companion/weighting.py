@@ -67,7 +67,7 @@ class WeightedMean:
 
 
 def _is_not_zero(value: Any) -> Any:
-    return value != 0 if isinstance(value, Tensor) else float(value != 0)
+    return torch.ne(value, 0, out=torch.empty_like(value)) if isinstance(value, Tensor) else float(value != 0)
 
 
 def _or(value: Any, other: Any) -> Any:
