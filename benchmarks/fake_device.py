@@ -1,11 +1,10 @@
-"""An accelerator that is none: its tensors hold CPU memory, and each operation on them is counted.
+"""An accelerator that is none: its tensors hold CPU memory, and each operation on them is counted by ``launches``.
 
 ``register()`` adds the device to torch for good, so tests that use it start a process. To import this changes nothing.
 The device is a PrivateUse1 backend with plain tensors, which autograd and ``torch.optim`` treat as they treat a GPU's.
 An operation that reaches it runs on CPU tensors over the same memory; composite ones have fallen apart by then, as on
 CUDA. It lacks streams, autocast, ``torch.save``, and a GPU's rounding and speed. Draws come from the CPU's generator.
 An exception that leaves a hook during backward ends the process, so try on the CPU first what may raise.
-:mod:`benchmarks.launches` says what an operation costs.
 """
 
 from __future__ import annotations
