@@ -79,9 +79,15 @@ def is_ours(hook: Any) -> bool:
 
 
 def replace_others(model: nn.Module) -> None:
-    """Tell the optimizers that have their hooks on the model, or on a module inside it, that another one wraps it."""
+    """Tell the optimizers that have their hooks on the model, or on a module inside it, that another one wraps it.
+
+    Hooks that a copy of a model has got from another one are removed.
+    """
     for module in model.modules():
-        for _, _, hook in list(_torch.hooks_of(module)):
-            listener = hook.listener() if is_ours(hook) else None
-            if listener is not None:
-                listener.replaced()
+        for table, key, hook in list(_torch.hooks_of(module, _torch.OUR_HOOKS)):
+            if is_ours(hook):
+                listener = hook.listener()
+                if listener is not None:
+                    listener.replaced()
+                elif key in table:  # the module is a copy
+                    _torch.remove_hook(module, table, key)

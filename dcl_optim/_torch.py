@@ -126,6 +126,7 @@ outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 AFTER_FORWARD = FORWARD_HOOKS[1:]
+OUR_HOOKS = (*FORWARD_HOOKS, "_load_state_dict_post_hooks")
 ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 

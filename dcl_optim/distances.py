@@ -163,6 +163,7 @@ class Rows(NamedTuple):
 class Distance(ABC):
     r"""A distance :math:`\Delta(z, c) = \sum_i w_i \delta_i`; with weights of 1/N it is the mean over rows."""
 
+    name = ""
     couples_rows = False  # whether a row's distance depends on the other rows
     depends_on_class_dim = True  # whether it is another one if a wrong dimension is taken for the classes
 
@@ -173,6 +174,9 @@ class Distance(ABC):
     @abstractmethod
     def __call__(self, z: Tensor, c: Tensor) -> Tensor:
         """The mean over rows, as a function of tensors with a graph."""
+
+    def __str__(self) -> str:
+        return self.name or repr(self)
 
     def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
         r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` with respect to c, and a factor of them.
@@ -190,6 +194,7 @@ class Distance(ABC):
 class SquaredDistance(Distance):
     """:func:`mse` by rows."""
 
+    name = "mse"
     depends_on_class_dim = False
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
@@ -207,6 +212,7 @@ class SquaredDistance(Distance):
 class AbsoluteDistance(Distance):
     """:func:`l1` by rows."""
 
+    name = "l1"
     depends_on_class_dim = False
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
@@ -221,6 +227,7 @@ class AbsoluteDistance(Distance):
 class Divergence(Distance):
     """:func:`kl` by rows."""
 
+    name = "kl"
     temperature: float = DEFAULT_TEMPERATURE["kl"]
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
@@ -240,6 +247,10 @@ class MeanDistance(Distance):
 
     function: Function
     couples_rows = True
+
+    def __str__(self) -> str:
+        function = getattr(self.function, "func", self.function)
+        return getattr(function, "__name__", type(function).__name__)
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         leaf, c, number = wide(z).detach().requires_grad_(), wide(c).detach(), len(z)

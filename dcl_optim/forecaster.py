@@ -118,6 +118,9 @@ class Forecaster(ABC):
         """What the optimizer's repr shows. Default: nothing."""
         return {}
 
+    def before_step(self) -> None:  # noqa: B027
+        """Prepare before the base optimizer steps. Default: nothing."""
+
     @abstractmethod
     def step(self) -> None:
         """Learn from what was observed since the last step, if anything was."""

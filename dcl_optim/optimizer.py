@@ -125,6 +125,7 @@ class ForecastOptimizer(OptimizerWrapper):
         if closure is not None:
             return self._step_with(closure)
         with algorithm.batches.stepping(closure):
+            self.forecaster.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
             self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
             algorithm.end_step()
@@ -143,6 +144,7 @@ class ForecastOptimizer(OptimizerWrapper):
             loss = self._evaluate(closure)
             if not losses:
                 self._require_forward()
+                self.forecaster.before_step()
                 batches.observing = False
             losses.append(loss)
             if isinstance(self.base, torch.optim.LBFGS) and penalties:  # it minimizes the value
@@ -271,8 +273,10 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def __repr__(self) -> str:
         algorithm = self._algorithm
+        source = algorithm.loss.source
         settings = {"weight": algorithm.weight, "alpha": algorithm.alpha, "distance": algorithm.distance}
-        settings |= {"loss_scale": algorithm.loss.source, "model": type(unwrapped(self.model)).__name__}
+        settings["loss_scale"] = source if isinstance(source, (str, int, float)) else type(source).__name__
+        settings["model"] = type(unwrapped(self.model)).__name__
         settings |= self.forecaster.settings()
         shown = ", ".join(f"{name}={value}" for name, value in settings.items())
         return f"{self._name}({shown})\n{self.base!r}"

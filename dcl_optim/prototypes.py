@@ -159,11 +159,15 @@ class Prototypes(Forecaster):
         if labels.ndim == 1:
             known = known * (labels < self.num_classes)
         chosen = (known > 0).nonzero().flatten()
-        if not len(chosen):
-            return Rows(torch.zeros_like(z[:, 0]), torch.zeros_like(z), 0.0)
-        found = distance.rows(z[chosen], c[chosen])
-        values = torch.zeros_like(z[:, 0]).index_copy_(0, chosen, found.values.to(z.dtype))
-        return Rows(values, torch.zeros_like(z).index_copy_(0, chosen, found.slope.to(z.dtype)), found.factor)
+        values, slope = torch.zeros_like(z[:, 0]), torch.zeros_like(z)
+        classes = labels[chosen].unique() if self._per_class else [None]
+        for k in classes:
+            rows = chosen if k is None else chosen[labels[chosen] == k]
+            if len(rows):
+                found = distance.rows(z[rows], c[rows])
+                values.index_copy_(0, rows, found.values.to(z.dtype))
+                slope.index_copy_(0, rows, found.slope.to(z.dtype) * found.factor)
+        return Rows(values, slope, 1.0)
 
     def _labels_of(self, forward: Forward, loss: Loss, z: Tensor) -> tuple[Tensor, float | Tensor]:
         """The label of each row (N,), K for none, or its shares (N, K); and the number of rows with a label."""
@@ -197,7 +201,7 @@ class Prototypes(Forecaster):
         self._alpha = alpha
         if loss.labels is None:
             return self.skip(forward, alpha)
-        labels, apart = forward.prediction
+        (labels, apart), forward.prediction = forward.prediction, None
         z = to_rows(forward.logits, loss.class_dim).to(self._rows.dtype)
         if self._counts is None:
             self._counts = self._no_rows.clone()

@@ -306,8 +306,7 @@ class Companion(Forecaster):
         if number < len(z):
             z, found = z[:number], Rows(found.values[:number], found.slope[:number], found.factor)
         gradient, factor = distance.towards_target(z.to(c.device), c, found, alpha)
-        weight = self._mean.weight(gradient, loss.scale, half=c.dtype == torch.float16)
-        gradient = gradient.mul_(weight * (factor / max(number, 1)))
+        gradient = self._mean.weigh(gradient, factor / max(number, 1), loss.scale, half=c.dtype == torch.float16)
         gradient = from_rows(gradient.to(c.dtype), learned.shape, loss.class_dim)
         self._pending.append((learned, gradient.to(learned.device)))
         if current_backward() != -1:
@@ -334,13 +333,16 @@ class Companion(Forecaster):
                     "forward was replaced by a function that holds it?); pass companion="
                 )
 
+    def before_step(self) -> None:
+        if self._network is not None:
+            self._network.optimizer.follow_options()
+
     def step(self) -> None:
         network, mean = self._network, self._mean
         if network is None:
             return
         if mean.count:
             self._run_backward()  # only compiled autograd has left it
-            network.optimizer.follow_options()
             averages = mean.count > 1 or mean.half or self._group.size > 1
             if not (averages and self._average(network.optimizer)):
                 network.optimizer.step()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
+from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, OUR_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
 from dcl_optim.distributed import is_fully_sharded, is_sharded
 from dcl_optim._hooks import is_ours
 
@@ -73,7 +73,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     _drop_later_hooks(model, copied)
     _drop(copied, dropped)
     for module in copied.modules():
-        for table, key, hook in list(hooks_of(module, (*ALL_HOOKS, "_load_state_dict_post_hooks"))):
+        for table, key, hook in list(hooks_of(module, OUR_HOOKS)):
             if is_ours(hook):
                 remove_hook(module, table, key)
     return copied

@@ -32,17 +32,20 @@ class WeightedMean:
         self._room: Any = 1.0
         self._total: Any = 0.0  # sum of the weights so far
 
-    def weight(self, gradient: Tensor, factor: Scale, half: bool) -> float | Tensor:
-        """The weight of a gradient, rows (N, K), whose loss was multiplied by ``factor``.
+    def weigh(self, gradient: Tensor, factor: float, scale: Scale, half: bool) -> Tensor:
+        """Multiply a gradient by a factor and by its weight, in place.
 
         Args:
-            gradient: only its size is used.
-            factor: a number, or a scalar tensor that is not negative.
+            gradient: rows (N, K).
+            factor: a number.
+            scale: what the loss was multiplied by: a number, or a scalar tensor that is not negative.
             half: whether the gradient is going to be float16.
         """
-        size = (factor.to(gradient.device) if isinstance(factor, Tensor) else abs(factor)) if len(gradient) else 0.0
+        size = (scale.to(gradient.device) if isinstance(scale, Tensor) else abs(scale)) if len(gradient) else 0.0
+        if half:
+            gradient, factor = gradient.mul_(factor), 1.0
         if self.count == 0:
-            if half:
+            if half and len(gradient):
                 self._room = _room_for(gradient)
             self._unit, weight = size, _is_not_zero(size)
         else:
@@ -54,7 +57,7 @@ class WeightedMean:
         self.half |= half
         self.count += 1
         self._total = weight if self.count == 1 else self._total + weight
-        return weight
+        return gradient.mul_(weight * factor)
 
     def divide(self, gradients: list[Tensor]) -> None:
         """Divide sums of weighted gradients by the sum of the weights, in place."""

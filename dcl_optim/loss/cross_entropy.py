@@ -142,7 +142,7 @@ def _read_hard(
 ) -> Reading:
     p = torch.softmax(z, 1)
     if smoothing:
-        y = torch.addcmul(g, p, torch.as_tensor(last / count, dtype=g.dtype), value=-0.5).argmin(1)
+        y = torch.addcmul(g, p, torch.as_tensor(last, dtype=g.dtype, device=g.device) / count, value=-0.5).argmin(1)
     else:
         y = g.argmin(1)
     r = _residual(p, y, live, smoothing)

@@ -120,14 +120,15 @@ class LossReader:
     # ---- the state -----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads."""
-        scale = self._scale.clone() if isinstance(self._scale, Tensor) else self._scale
-        return {"form": self._form and tuple(self._form), "scale": scale, "class_dim": self.class_dim}
+        """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
+        form = None if self._form is None else f"{self._form.kind} {self._form.smoothing!r}"
+        scale = None if self._scale is None else float(self._scale)
+        return {"form": form, "scale": scale, "class_dim": self.class_dim}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state; an empty one is that before the first batch."""
-        form = state.get("form")
-        self._form = None if form is None else Form(*form)
+        kind, _, smoothing = (state.get("form") or "").partition(" ")
+        self._form = Form(kind, float(smoothing)) if kind else None  # type: ignore[arg-type]
         self._scale: Scale | None = state.get("scale")
         self.class_dim: int | None = state.get("class_dim")
         self._tried = False  # whether a gradient that says something had no known form
@@ -151,7 +152,13 @@ class LossReader:
                 self._current, self._next = self._next, None
 
     def after_forward(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the labels that are known when the model has returned."""
+        """Note the labels that are known when the model has returned.
+
+        Raises:
+            ValueError: the logits have no dimension ``class_dim``; the model was called without its keyword of labels.
+            RuntimeError: labels were given twice.
+        """
+        self._dim_of(forward.logits)
         forward.targets, self._current = self._current, None
         if self._targets is None:
             return
