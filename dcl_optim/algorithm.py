@@ -151,6 +151,7 @@ class Algorithm:
     def end_step(self) -> None:
         """Both networks have stepped."""
         self.steps += 1
+        self.loss.end_step()
         if self.batches.not_finite and not self._warned_not_finite:
             self._warned_not_finite = True
             warn(NOT_FINITE)

@@ -216,7 +216,8 @@ class Prototypes(Forecaster):
             classes = labels
             self._counts.index_add_(0, classes, self._one.expand(len(classes)))
         # One sum for each class takes less than the rows of a large batch; the script may write to given labels.
-        if self._sums is not None or len(classes) > self.num_classes or self._group.size > 1:
+        number = len(classes) + sum(len(kept) for kept, _ in self._kept)
+        if self._sums is not None or number > self.num_classes or self._group.size > 1:
             self._sum_by_class().index_add_(0, classes, apart)
         else:
             self._kept.append((classes.clone() if loss.count is None else classes, apart))

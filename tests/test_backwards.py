@@ -445,7 +445,7 @@ def gradients_of_two_terms(together: bool, **options: Any) -> list[Tensor]:
 
 def test_two_losses_whose_factor_cannot_be_read_carry_the_penalty_twice_unless_they_are_told():
     """Each is taken for a whole loss, which a warning says; a callable can tell the factor of each."""
-    with pytest.warns(UserWarning, match=r"cannot be read off this loss's gradient.*pass .*loss_scale="):
+    with pytest.warns(UserWarning, match=r"(?s)cannot be read from this loss's gradient.*pass .*loss_scale="):
         twice = gradients_of_two_terms(together=False)
     assert_same(twice, gradients_of_two_terms(together=True, loss_scale=2.0), rtol=1e-10, atol=1e-12)
     expected = gradients_of_two_terms(together=True)

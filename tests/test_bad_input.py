@@ -199,7 +199,7 @@ def test_integers_of_other_libraries_are_integers(make):
         dcp.step()
         assert dcp.forecaster.seen.tolist() == [True, True, False, False, False]
     with DCLOptimizer(sgd(model), model, companion_every=make(2), **kwargs) as dcl:
-        assert copy.deepcopy(dcl.forecaster).__dict__["_every"] == 2
+        assert copy.deepcopy(dcl.forecaster).__dict__["_options"].every == 2
 
 
 @pytest.mark.parametrize("class_dim", [2, 5, -3])

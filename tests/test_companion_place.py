@@ -45,7 +45,7 @@ def test_a_copy_goes_with_the_model_and_its_optimizer_with_it() -> None:
     optimizer = wrap(model)
     assert devices(optimizer.companion) == {CPU}
     model.to(META)
-    optimizer.forecaster._sync.follow()
+    optimizer.forecaster._network.follower.follow()
     assert devices(optimizer.companion) == {META}
     assert {parameter.device for parameter in optimizer.companion_optimizer.param_groups[0]["params"]} == {META}
 
@@ -80,7 +80,7 @@ def test_a_given_companion_stays_where_it_is_and_keeps_its_dtype(companion: Any)
     model = mlp()
     optimizer = wrap(model, companion=companion, loss_scale=1.0)
     model.to(META).float()
-    optimizer.forecaster._sync.follow()
+    optimizer.forecaster._network.follower.follow()
     assert devices(optimizer.companion) == {CPU}
     assert optimizer.companion.weight.dtype == torch.float64
 

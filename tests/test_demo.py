@@ -294,7 +294,7 @@ def test_a_run_diverges_when_its_last_epoch_is_not_finite():
     assert history["consistency"][1] is None
 
 
-@pytest.mark.filterwarnings("ignore:a step was taken on a batch whose penalty or loss scale is not finite")
+@pytest.mark.filterwarnings("ignore:non-finite logits or loss")
 def test_divergence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     results = run(tmp_path, "--lr", "1e9")
     printed = capsys.readouterr().out

@@ -623,7 +623,7 @@ def test_what_a_forward_collects_and_the_script_clears_does_not_grow_in_the_comp
 
 # ---- weights that are loaded in the middle of a run ------------------------------------------------------------------
 
-LOADED = r"weights were loaded into the model since.*optimizer\.reset_companion\(\)"
+LOADED = r"(?s)weights were loaded into the model since.*optimizer\.reset_companion\(\)"
 
 
 def test_weights_loaded_in_mid_run_are_told_once_and_the_companion_can_start_anew() -> None:

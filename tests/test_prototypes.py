@@ -64,7 +64,7 @@ def test_so_many_classes_that_their_prototypes_would_take_more_than_a_gibibyte_a
     model = nn.Linear(1, 1).to(dtype)
     before = copy.deepcopy(model.__dict__)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=rf"num_classes={classes}.*would take {size}.*take DCLOptimizer"):
+    with pytest.raises(ValueError, match=rf"num_classes={classes}.*would need {size}.*use DCLOptimizer"):
         DCPOptimizer(base, model, classes)
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
         assert model.__dict__[hooks] == before[hooks] == {}

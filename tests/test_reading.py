@@ -366,7 +366,7 @@ def test_an_unreadable_loss_is_refused_at_the_first_step_before_anything_changes
     optimizer = DCPOptimizer(sgd(model), model)
     x, y = vectors(1)[0]
     loss = OTHERS[name](model(x), y)
-    with pytest.raises(RuntimeError, match=r"labels of this batch cannot be read.*targets=.*set_targets"):
+    with pytest.raises(RuntimeError, match=r"(?s)labels of this batch cannot be read.*set_targets.*targets="):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.forecaster.seen.any()
@@ -560,7 +560,7 @@ def test_the_number_of_classes_is_not_final_before_some_rows_had_labels(first):
 def test_too_many_classes_are_refused_at_the_first_backward():
     model = nn.Linear(1, 20_000)
     optimizer = DCPOptimizer(sgd(model), model)
-    with pytest.raises(ValueError, match=r"num_classes=20000.*more than 1; take DCLOptimizer"):
+    with pytest.raises(ValueError, match=r"num_classes=20000.*limit 1 GiB.; use DCLOptimizer"):
         F.cross_entropy(model(torch.randn(2, 1)), torch.tensor([0, 1])).backward()
     assert not optimizer.forecaster.seen.any()
 

@@ -54,7 +54,7 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
             if use:
                 extra = model(x + 1.0)  # training mode, never followed by a backward
                 forward = forwards[-1]
-                graph = weakref.ref(forward().forecast)
+                graph = weakref.ref(forward().prediction.learned)
                 del extra
                 assert forward() is None
                 assert graph() is None
@@ -204,7 +204,7 @@ def test_penalty_reaches_the_step_whoever_calls_backward():
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:a step was taken on a batch whose penalty")
+@pytest.mark.filterwarnings("ignore:non-finite logits or loss")
 def test_non_finite_values_behave_as_in_plain_torch_and_show_in_the_logs():
     model, alone = mlp(), mlp()
     optimizer, base = wrap(model), sgd(alone)

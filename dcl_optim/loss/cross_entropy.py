@@ -223,7 +223,7 @@ def _read_log_probabilities(z: Tensor, g: Tensor, live: Tensor, count: Tensor, t
     least, y = g.min(1)
     rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
     whole = torch.linalg.vector_norm(least)
-    normalized = (torch.logsumexp(z, 1).abs() <= 0.05).all()  # which leaves room for bfloat16
+    normalized = ((torch.logsumexp(z, 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
     fits = (rest <= tolerance * whole) & (whole > 0) & normalized
     scale = -least.sum() * (count / live.sum())
     return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, fits)

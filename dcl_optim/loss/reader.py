@@ -129,12 +129,17 @@ class LossReader:
         """Go on from a state; an empty one is that before the first batch."""
         kind, _, smoothing = (state.get("form") or "").partition(" ")
         self._form = Form(kind, float(smoothing)) if kind else None  # type: ignore[arg-type]
-        self._scale: Scale | None = state.get("scale")
+        self._scale: Scale | None = state.get("scale")  # the last one that was read before this step
+        self._latest: Scale | None = self._scale  # the last one that was read
         self.class_dim: int | None = state.get("class_dim")
         self._tried = False  # whether a gradient that says something had no known form
         self._shifts: bool | None = None  # whether the model's own loss shifts its labels, once that is known
         self._next: Tensor | None = None
         self._current: Tensor | None = None
+
+    def end_step(self) -> None:
+        """Keep what was read in a step that was taken."""
+        self._scale = self._latest
 
     # ---- the forward pass ----------------------------------------------------------------------------------------------
 
@@ -277,7 +282,7 @@ class LossReader:
             fallback = torch.ones_like(reading.scale)
         elif not isinstance(fallback, Tensor) or fallback.device != reading.scale.device:
             fallback = torch.as_tensor(fallback, dtype=reading.scale.dtype, device=reading.scale.device)
-        self._scale = scale = torch.where(reading.tells_scale, reading.scale, fallback)
+        self._latest = scale = torch.where(reading.tells_scale, reading.scale, fallback)
         if wants_labels or gradient.is_cpu:
             return scale
         assert count is not None
