@@ -2,6 +2,7 @@ r"""The companion network: its prediction for a batch, and its step towards :mat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -296,7 +297,7 @@ class Companion(Forecaster):
             c = c.to(z.device)
         prediction.rows = c
         # A device is read in another step than the one in which the loss reader does so.
-        if (z.is_cpu or may_sync(forward.step - 1, z)) and not bool(torch.isfinite(c.sum())):
+        if (z.is_cpu or may_sync(forward.step - 1, z)) and not math.isfinite(c.sum()):
             self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
         return Penalty(distance.rows(z, c), max(len(z), 1))
 
@@ -360,7 +361,8 @@ class Companion(Forecaster):
             if not (averages and self._average(network.optimizer)):
                 network.optimizer.step()
             self._mean = WeightedMean()
-            network.module.zero_grad()
+            for parameter in network.follower.parameters:
+                parameter.grad = None
         if self._diverged:
             self._recreate()
         if self._network is not None:
