@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def capture(device: torch.device) -> RngState:
     """Read the state of the generators that a forward on this device may draw from: the CPU's and its own."""
     state = {CPU: torch.get_rng_state()}
-    if device.type not in ("cpu", "meta"):
+    if device.type not in (CPU.type, "meta"):
         state[device] = torch.get_device_module(device).get_rng_state(device)
     return state
 
@@ -23,7 +23,7 @@ def capture(device: torch.device) -> RngState:
 def restore(state: RngState) -> None:
     """Put generators back to a captured state."""
     for device, value in state.items():
-        if device.type == "cpu":
+        if device == CPU:
             torch.set_rng_state(value)
         else:
             torch.get_device_module(device).set_rng_state(value, device)
@@ -45,7 +45,7 @@ def replayed(state: RngState) -> Iterator[None]:
     """
     now: RngState = {}
     for device in state:
-        now.update(capture(device))
+        now[device] = torch.get_rng_state() if device == CPU else torch.get_device_module(device).get_rng_state(device)
     try:
         restore(state)
         yield

@@ -25,7 +25,7 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 # Whether the node that runs now may run another backward pass: no `inputs` were named for this one, and none is asked
 # for by `autograd.grad`. Torch's reentrant checkpoints ask the same.
-_fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
 
 # Whether a node is going to run in the backward pass that runs in this thread. Raises for a leaf that `autograd.grad`
 # was asked for, which has a gradient then.
@@ -45,7 +45,7 @@ def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optim
             break
     else:
         return False
-    if _fills_all_leaves():
+    if fills_all_leaves():
         return True
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)

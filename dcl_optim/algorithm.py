@@ -17,7 +17,7 @@ from dcl_optim import _rng, _sync
 from dcl_optim._hooks import ModuleHooks, replace_others
 from dcl_optim._optim import parameters_of
 from dcl_optim._rng import RngState
-from dcl_optim._torch import current_backward, is_recorded, reaches_parameters, warn
+from dcl_optim._torch import current_backward, fills_all_leaves, is_recorded, reaches_parameters, warn
 from dcl_optim._validation import DIFFERENTIAL_PRIVACY, uses_differential_privacy
 from dcl_optim.batches import StepBatches
 from dcl_optim.distances import Distance, from_rows
@@ -64,24 +64,21 @@ class Algorithm:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model: forget a step that was skipped; note the RNG state that the model draws from."""
         self._rng_state, self.batches.called = None, True
-        self.loss.before_forward()
-        if not (module.training or self._count_eval) or not torch.is_grad_enabled() or self._does_not_train():
+        if self.loss.ahead is not None:
+            self.loss.before_forward()
+        if not (module.training or self._count_eval) or not torch.is_grad_enabled() or is_recorded():
+            return
+        backward = current_backward()  # in which activation checkpointing recomputes a counted forward pass
+        trained = next((p for p in parameters_of(self._base) if p.requires_grad), None)
+        if trained is None or (backward != -1 and backward == self.batches.backward):
             return
         if not self.batches.forwards and uses_differential_privacy(self._base):
             raise RuntimeError(f"the wrapped optimizer was made private, which is refused: {DIFFERENTIAL_PRIVACY}")
-        if self.batches.are_gone():
+        if self.batches.count and self.batches.are_gone():
             self.forget()
         self.batches.cleared = False
-        replays = self.forecaster.replays_draws
-        self._rng_state = _rng.capture(next(parameters_of(self._base)).device) if replays else {}
+        self._rng_state = _rng.capture(trained.device) if self.forecaster.replays_draws else {}
         self.forecaster.before_forward(args, kwargs, self._rng_state, self.steps + 1)
-
-    def _does_not_train(self) -> bool:
-        """Whether checkpointing recomputes a counted forward pass, torch.func or an export runs it, or all is frozen."""
-        backward = current_backward()
-        if (backward != -1 and backward == self.batches.backward) or is_recorded():
-            return True
-        return not any(parameter.requires_grad for parameter in parameters_of(self._base))
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""
@@ -113,16 +110,17 @@ class Algorithm:
         backward, batches = current_backward(), self.batches
         if gradient is None or self._hooks is None or forward.added_in == backward:
             return None
-        if not reaches_parameters(forward.nodes, self._base):  # an attack asks for the gradient of its inputs
+        if not (fills_all_leaves() or reaches_parameters(forward.nodes, self._base)):  # an attack asks for its inputs
             batches.backward = backward
             return None
         batches.backwards += 1
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             return None
-        if not forward.counted and batches.are_gone(backward):
+        if batches.count and not forward.counted and batches.are_gone(backward):
             self.forget()
         forward.added_in, forward.may_sync = backward, _sync.may_sync(forward.step, gradient)
-        weight, alpha = self.weight(self.steps + 1), self.alpha(self.steps + 1)
+        weight = self.weight(self.steps + 1) if self.weight.constant is None else self.weight.constant
+        alpha = self.alpha(self.steps + 1) if self.alpha.constant is None else self.alpha.constant
         loss = self.loss.read(forward, gradient, several=batches.count > 0)
         batches.add(backward)
         first, forward.counted = batches.observing and not forward.counted, True
@@ -221,7 +219,8 @@ def _add_penalty(gradient: Tensor, penalty: Penalty, scale: Scale, weight: float
         factor /= count
     if weights is not None:
         slope, scale = slope * (weights * scale)[:, None], 1.0
-    slope = from_rows(slope, gradient.shape, class_dim)
+    if gradient.ndim != 2 or class_dim != 1:
+        slope = from_rows(slope, gradient.shape, class_dim)
     out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)
     if isinstance(scale, Tensor):
         return torch.addcmul(gradient, slope, scale, value=factor, out=out)

@@ -87,8 +87,8 @@ class Forecaster(ABC):
             loss: what its gradient says.
             distance: the distance, row by row.
         """
-        z, c = to_rows(forward.logits, loss.class_dim), to_rows(forward.prediction.detach(), loss.class_dim)
-        return Penalty(distance.rows(z, c), max(len(z), 1))
+        c = to_rows(forward.prediction.detach(), loss.class_dim)
+        return Penalty(distance.rows(forward.rows, c), max(len(c), 1))
 
     @abstractmethod
     def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:

@@ -26,6 +26,7 @@ class Forward:
         own_loss: the number of a backward pass, and the gradient that arrived in it at a loss that the model computed.
             Written by the loss reader.
         hides_gradient: whether the model's own loss sends no gradient to the logits. Written by the loss reader.
+        rows: z as rows (N, K), once the class dimension is known. Written by the loss reader.
         prediction: what the forecaster keeps for the backward pass. Written by the forecaster.
     """
 
@@ -39,6 +40,7 @@ class Forward:
         "nodes",
         "own_loss",
         "prediction",
+        "rows",
         "step",
         "targets",
     )
@@ -50,4 +52,5 @@ class Forward:
         self.added_in = -1
         self.targets: Tensor | None = None
         self.own_loss: tuple[int, Tensor] | None = None
+        self.rows = self.logits
         self.prediction: Any = None

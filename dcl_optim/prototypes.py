@@ -122,12 +122,11 @@ class Prototypes(Forecaster):
         """Nothing yet: the labels come with the gradient."""
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
-        z = to_rows(forward.logits, loss.class_dim)
-        if not self.num_classes and loss.labels is not None:
-            self._create(z.shape[1], self._rows.to(z.device, torch.promote_types(z.dtype, torch.float32)))
-        if loss.labels is None:  # the gradient says nothing
-            return Penalty(Rows(z.new_zeros(0), torch.zeros_like(z), 0.0), 1.0)
-        self._follow_model(z)
+        z, prototypes = forward.rows, self._rows
+        if not prototypes.shape[1]:
+            self._create(z.shape[1], prototypes.to(z.device, torch.promote_types(z.dtype, torch.float32)))
+        elif prototypes.device != z.device or (prototypes.dtype != z.dtype and z.dtype.itemsize >= 4):
+            self._follow_model(z)
         z = z.to(self._rows.dtype)
         labels, count = self._labels_of(forward, loss, z)
         if not self._all_known and may_sync(forward.step - 1, z):  # not in the step in which the reader synchronizes
@@ -145,16 +144,14 @@ class Prototypes(Forecaster):
                 raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
             numbers = self._no_rows.index_add(0, labels, z.new_ones(len(labels)))
             weights, count = (self._known / numbers).index_select(0, labels), 1.0
-        rows = self._rows_of_known(distance, z, c, labels, weights)
+        rows = self._rows_of_known(distance, z, c, labels, weights) if distance.couples_rows else distance.rows(z, c)
         forward.prediction = labels, rows.slope if isinstance(distance, SquaredDistance) else None
         return Penalty(rows, count, weights)
 
     def _rows_of_known(
         self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None
     ) -> Rows:
-        """The distances of all rows; one that couples rows gets those with a prototype alone, and synchronizes."""
-        if not distance.couples_rows:
-            return distance.rows(z, c)
+        """The distances of all rows, by a distance that gets those with a prototype alone; this synchronizes."""
         known = torch.ones_like(z[:, 0]) if weights is None else weights
         if labels.ndim == 1:
             known = known * (labels < self.num_classes)
@@ -174,7 +171,8 @@ class Prototypes(Forecaster):
         labels = loss.labels
         assert labels is not None
         if loss.count is not None:  # read
-            check_width(forward, z, self.num_classes)
+            if z.shape[1] != self._rows.shape[1]:
+                check_width(forward, z, self.num_classes)
             if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
                 labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
                 return labels, (labels < self.num_classes).sum()
@@ -199,25 +197,24 @@ class Prototypes(Forecaster):
 
     def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
         self._alpha = alpha
-        if loss.labels is None:
-            return self.skip(forward, alpha)
         (labels, apart), forward.prediction = forward.prediction, None
-        z = to_rows(forward.logits, loss.class_dim).to(self._rows.dtype)
         if self._counts is None:
             self._counts = self._no_rows.clone()
         if labels.ndim == 2:
             classes, shares = self._columns(labels)
             numbers = shares.sum(0)
+            z = forward.rows.to(self._rows.dtype)
             apart = difference(shares.T @ z.nan_to_num(0.0, 0.0, 0.0), numbers[:, None] * self._rows[classes])
             self._counts.index_add_(0, classes, numbers)
         else:
             if apart is None:
+                z = forward.rows.to(self._rows.dtype)
                 apart = difference(z, self._rows.index_select(0, labels))
             classes = labels
             self._counts.index_add_(0, classes, self._one.expand(len(classes)))
         # One sum for each class takes less than the rows of a large batch; the script may write to given labels.
         number = len(classes) + sum(len(kept) for kept, _ in self._kept)
-        if self._sums is not None or number > self.num_classes or self._group.size > 1:
+        if self._sums is not None or number > self._rows.shape[1] or self._group.size > 1:
             self._sum_by_class().index_add_(0, classes, apart)
         else:
             self._kept.append((classes.clone() if loss.count is None else classes, apart))

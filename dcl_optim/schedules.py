@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from dcl_optim._validation import check_number, is_number
 
@@ -120,10 +121,13 @@ class Checked:
     name: str
     upper: float
 
+    @cached_property
+    def constant(self) -> float | None:
+        """The number that was given, which was checked then; None for a schedule."""
+        return None if callable(self.given) else self.given
+
     def __call__(self, step: int) -> float:
-        if callable(self.given):
-            return self.check(self.given(step), step)
-        return self.given  # which was checked when it was given
+        return self.check(self.given(step), step) if callable(self.given) else self.given
 
     def check(self, given: float, step: int) -> float:
         """Give a step's value as a float; raise if it is no number or out of range."""

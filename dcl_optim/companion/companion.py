@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from dcl_optim.companion.follow import ModelFollower
 from dcl_optim.companion.inputs import Arguments
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, check_for_copy
 from dcl_optim.companion.weighting import WeightedMean
-from dcl_optim.distances import Distance, Rows, from_rows, to_rows
+from dcl_optim.distances import Distance, from_rows, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
@@ -59,14 +59,17 @@ class Network:
     starts_equal: bool  # whether its first prediction has to be the model's logits
     versions: list[int]  # of its parameters, as it was made
     has_predicted: bool = False
+    has_learned: bool = False
 
 
-class Prediction(NamedTuple):
+@dataclass
+class Prediction:
     """The companion's logits for one forward pass, in the shape of the model's."""
 
     learned: Tensor  # of the rows that the companion learns from; with a graph until it has
     rest: Tensor | None  # of the others
     learns: bool
+    rows: Tensor | None = None  # all of them as rows (N, K)
 
 
 class Companion(Forecaster):
@@ -285,53 +288,62 @@ class Companion(Forecaster):
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
-        z, c = to_rows(forward.logits, loss.class_dim), self._rows_of(forward.prediction, loss.class_dim)
-        c = c.to(z.device)
-        if may_sync(forward.step - 1, z) and not bool(torch.isfinite(c.sum())):  # not where the reader synchronizes
+        z, prediction = forward.rows, forward.prediction
+        c, rest = prediction.learned.detach(), prediction.rest
+        if c.ndim != 2 or loss.class_dim != 1 or rest is not None:
+            c = torch.cat([to_rows(part, loss.class_dim) for part in (c, rest) if part is not None])
+        if c.device != z.device:
+            c = c.to(z.device)
+        prediction.rows = c
+        # A device is read in another step than the one in which the loss reader does so.
+        if (z.is_cpu or may_sync(forward.step - 1, z)) and not bool(torch.isfinite(c.sum())):
             self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
         return Penalty(distance.rows(z, c), max(len(z), 1))
 
-    def _rows_of(self, prediction: Prediction, class_dim: int) -> Tensor:
-        learned = to_rows(prediction.learned.detach(), class_dim)
-        return learned if prediction.rest is None else torch.cat([learned, to_rows(prediction.rest, class_dim)])
-
     def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        learned = prediction.learned
-        forward.prediction = prediction._replace(learned=learned.detach())
+        logits, prediction.learned = prediction.learned, prediction.learned.detach()
         if not prediction.learns:
             return
-        c = to_rows(learned.detach(), loss.class_dim)
-        z, found, number = to_rows(forward.logits, loss.class_dim), penalty.rows, len(c)
-        if number < len(z):
-            z, found = z[:number], Rows(found.values[:number], found.slope[:number], found.factor)
-        gradient, factor = distance.towards_target(z.to(c.device), c, found, alpha)
-        gradient = self._mean.weigh(gradient, factor / max(number, 1), loss.scale, half=c.dtype == torch.float16)
-        gradient = from_rows(gradient.to(c.dtype), learned.shape, loss.class_dim)
-        self._pending.append((learned, gradient.to(learned.device)))
+        z, c, found = forward.rows, prediction.rows, penalty.rows
+        assert c is not None
+        number = len(c) if prediction.rest is None else logits.numel() // c.shape[1]
+        if number < len(c):
+            z, c, found = z[:number], c[:number], found._replace(slope=found.slope[:number])
+        gradient, factor = distance.towards_target(z, c, found, alpha)
+        half = logits.dtype == torch.float16
+        gradient = self._mean.weigh(gradient, factor / max(number, 1), loss.scale, half)
+        if logits.ndim != 2 or loss.class_dim != 1:
+            gradient = from_rows(gradient, logits.shape, loss.class_dim)
+        self._pending.append((logits, gradient.to(logits)))
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
 
     def skip(self, forward: Forward, alpha: float) -> None:
-        forward.prediction = forward.prediction._replace(learned=forward.prediction.learned.detach())
+        forward.prediction.learned = forward.prediction.learned.detach()
         if forward.prediction.learns and self._group.size > 1:  # the others wait for this one's share in the mean
             self._mean.count += 1
 
     def _run_backward(self) -> None:
-        pending, self._pending = self._pending, []
+        pending, self._pending, network = self._pending, [], self._network
         for logits, gradient in pending:
             try:
-                with inputs.outside_autocast(logits.device.type):
+                if torch.is_autocast_enabled(logits.device.type):  # under which no backward pass is to run
+                    with torch.autocast(logits.device.type, enabled=False):
+                        logits.backward(gradient)
+                else:
                     logits.backward(gradient)
             except RuntimeError as error:
                 if "a second time" in str(error):
                     _add_note(error, OLD_STATE)
                 raise
-            if next(gradients_of(self.optimizer), None) is None:
-                raise RuntimeError(
-                    "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
-                    "forward was replaced by a function that holds it?); pass companion="
-                )
+            if network is not None and not network.has_learned:
+                network.has_learned = next(gradients_of(self.optimizer), None) is not None
+                if not network.has_learned:
+                    raise RuntimeError(
+                        "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
+                        "forward was replaced by a function that holds it?); pass companion="
+                    )
 
     def before_step(self) -> None:
         if self._network is not None:
@@ -341,12 +353,14 @@ class Companion(Forecaster):
         network, mean = self._network, self._mean
         if network is None:
             return
+        if self._pending:  # only compiled autograd leaves it to the step
+            self._run_backward()
         if mean.count:
-            self._run_backward()  # only compiled autograd has left it
             averages = mean.count > 1 or mean.half or self._group.size > 1
             if not (averages and self._average(network.optimizer)):
                 network.optimizer.step()
-            self.forget()
+            self._mean = WeightedMean()
+            network.module.zero_grad()
         if self._diverged:
             self._recreate()
         if self._network is not None:

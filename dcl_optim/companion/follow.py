@@ -58,13 +58,18 @@ class ModelFollower:
             if self._companion.training != self._model.training:
                 self._companion.train(self._model.training)
             return
-        self._follow_forward()
+        if vars(self._model).get("forward") is not self._forward:
+            self._follow_forward()
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
             for theirs, ours in zip(self._theirs, self._ours, strict=True):
                 ours.training = theirs.training
         if any(map(_requires_grad, self.shared)):
             self.follow_parameters()
-        self._follow_place()
+        if self._sample is not None:
+            their, our = self._sample
+            if our.device != their.device or our.dtype != their.dtype:
+                self._companion.to(device=their.device, dtype=their.dtype)
+                self._optimizer.cast_state()
         if self._trained_elsewhere[0]:
             self._follow_elsewhere()
 
@@ -148,21 +153,11 @@ class ModelFollower:
 
     def _follow_forward(self) -> None:
         """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
-        forward = vars(self._model).get("forward")
-        if forward is not self._forward:
-            self._forward = forward
-            if forward is None:
-                vars(self._companion).pop("forward", None)
-            elif getattr(forward, "__self__", None) is self._model:
-                self._companion.forward = MethodType(forward.__func__, self._companion)
-
-    def _follow_place(self) -> None:
-        if self._sample is None:
-            return
-        their, our = self._sample
-        if our.device != their.device or our.dtype != their.dtype:
-            self._companion.to(device=their.device, dtype=their.dtype)
-            self._optimizer.cast_state()
+        forward = self._forward = vars(self._model).get("forward")
+        if forward is None:
+            vars(self._companion).pop("forward", None)
+        elif getattr(forward, "__self__", None) is self._model:
+            self._companion.forward = MethodType(forward.__func__, self._companion)
 
     def _start(self) -> None:
         """At the first forward: compiled as the model is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import attrgetter, is_
@@ -34,14 +35,16 @@ class InputCapture:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
         self.cuts_rows = False
         self._call: Arguments | None = None
+        self._arguments: Arguments
+        self._tensors: Sequence[Tensor]
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments of the forward pass that begins."""
-        self._call = args, kwargs
-        self._tensors = tensors_of(self._call)
+        self._call = self._arguments = args, kwargs
+        is_plain = not kwargs and {Tensor}.issuperset(map(type, args))
+        self._tensors = args if is_plain else tensors_of(self._call)
         self._versions = versions_of(self._tensors)
         self._clones: Arguments | None = None if self._writes is False else map_tensors(_clone, self._call)
-        self._arguments: Arguments = self._call
         if any(map(_requires_grad, self._tensors)) or not PLAIN.issuperset(map(type, chain(args, kwargs.values()))):
             self._arguments = map_tensors(_detach, self._call)
 
@@ -52,7 +55,8 @@ class InputCapture:
             RuntimeError: the model has written to them, which it had not done in its first forward pass.
         """
         call, self._call = self._call, None
-        if call is None or not _are_same(call, args, kwargs):  # a later pre-hook has put others in their place
+        is_same = call is not None and (call[0] is args or _are_same(call, args, kwargs))
+        if not is_same:  # a later pre-hook has put others in their place
             return detached((args, kwargs))
         writes = versions_of(self._tensors) != self._versions
         if writes and self._clones is None:
@@ -64,7 +68,7 @@ class InputCapture:
             )
         arguments = self._clones if writes and self._clones is not None else self._arguments
         self._writes = writes or bool(self._writes)
-        self._tensors, self._clones, self._arguments = [], None, ((), {})
+        self._tensors, self._clones, self._arguments = (), None, ((), {})
         return arguments
 
     def slice(self, arguments: Arguments, batch: int, rows: slice) -> Arguments:
@@ -79,8 +83,6 @@ class InputCapture:
 
 
 def _are_same(call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if call[0] is args and call[1] is kwargs:
-        return True
     if len(args) != len(call[0]) or kwargs.keys() != call[1].keys():
         return False
     return all(map(is_, args, call[0])) and all(map(is_, kwargs.values(), call[1].values()))
@@ -123,11 +125,6 @@ def cut_inputs(arguments: Arguments, batch: int) -> list[str]:
 
 def _is_cut(tensor: Tensor, batch: int) -> bool:
     return tensor.ndim > 0 and len(tensor) == batch
-
-
-def outside_autocast(device: str) -> AbstractContextManager[Any]:
-    """Leave the script's autocast, under which no backward is to run, though the companion's may be called there."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def outside_checkpoints() -> AbstractContextManager[Any]:

@@ -118,35 +118,21 @@ def read(
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    if form.kind == "hard":
-        return _read_hard(z, g, live, count, last, form.smoothing, tolerance, wants_labels)
-    if form.kind == "weighted":
-        return _read_weighted(z, g, live, count, tolerance)
-    if form.kind == "soft":
-        return _read_soft(z, g, live, count, form.smoothing, tolerance)
-    if form.kind == "log":
-        return _read_log_probabilities(z, g, live, count, tolerance)
-    return _read_negative(g, live)
-
-
-def _residual(p: Tensor, y: Tensor, live: Tensor, smoothing: float) -> Tensor:
-    """r = p - q in place of p; 0 in rows that are not live."""
-    r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")
-    if smoothing:
-        r.sub_(smoothing / p.shape[1])
-    return r.mul_(live[:, None])
+    return READERS[form.kind](form, z, g, live, count, last, tolerance, wants_labels)
 
 
 def _read_hard(
-    z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, smoothing: float, tolerance: float, wants_labels: bool
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
-    p = torch.softmax(z, 1)
+    p, smoothing = torch.softmax(z, 1), form.smoothing
     if smoothing:
         y = torch.addcmul(g, p, torch.as_tensor(last, dtype=g.dtype, device=g.device) / count, value=-0.5).argmin(1)
     else:
         y = g.argmin(1)
-    r = _residual(p, y, live, smoothing)
-    length = torch.linalg.vector_norm(r)
+    r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")  # p - q
+    if smoothing:
+        r.sub_(smoothing / z.shape[1])
+    length = torch.linalg.vector_norm(r.mul_(live[:, None]))
     slope = torch.linalg.vector_norm(g) / length
     rest = torch.linalg.vector_norm(torch.addcdiv(r, g, slope, value=-1.0))
     excess = torch.sub(rest, length, alpha=tolerance)
@@ -156,11 +142,13 @@ def _read_hard(
     return Reading(y, slope * count, fits, excess <= 0)
 
 
-def _read_weighted(z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float) -> Reading:
+def _read_weighted(
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+) -> Reading:
     y = g.argmin(1)
     p = torch.softmax(z, 1)
     at_label = p.gather(1, y[:, None])[:, 0]
-    r = _residual(p, y, live, 0.0)
+    r = p.scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
     whole, lengths = torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(r, dim=1)
     slopes = whole / (lengths + TINY)
     rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), dim=1)
@@ -208,8 +196,10 @@ def _others(p: Tensor, g: Tensor, live: Tensor) -> Tensor:
     return torch.ones_like(p).scatter_(1, out, 0.0).mul_(live[:, None])
 
 
-def _read_soft(z: Tensor, g: Tensor, live: Tensor, count: Tensor, smoothing: float, tolerance: float) -> Reading:
-    p, classes = torch.softmax(z, 1), z.shape[1]
+def _read_soft(
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+) -> Reading:
+    p, classes, smoothing = torch.softmax(z, 1), z.shape[1], form.smoothing
     others = _others(p, g, live)
     slope, _, rest = _line(p, g, others, smoothing / classes)
     shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
@@ -219,7 +209,9 @@ def _read_soft(z: Tensor, g: Tensor, live: Tensor, count: Tensor, smoothing: flo
     return Reading(shares * (live & fits)[:, None], slope * count, fits, fits)
 
 
-def _read_log_probabilities(z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float) -> Reading:
+def _read_log_probabilities(
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+) -> Reading:
     least, y = g.min(1)
     rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
     whole = torch.linalg.vector_norm(least)
@@ -229,18 +221,29 @@ def _read_log_probabilities(z: Tensor, g: Tensor, live: Tensor, count: Tensor, t
     return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, fits)
 
 
-def _read_negative(g: Tensor, live: Tensor) -> Reading:
+def _read_negative(
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+) -> Reading:
     one = (g < 0).sum(1) == 1
     fits = one.sum() >= READ_SHARE * live.sum()
     labels = torch.where(one & fits, g.argmin(1), g.shape[1])
     return Reading(labels, torch.ones_like(g[0, 0]), fits, torch.zeros_like(fits))
 
 
+READERS = {
+    "hard": _read_hard,
+    "weighted": _read_weighted,
+    "soft": _read_soft,
+    "log": _read_log_probabilities,
+    "negative": _read_negative,
+}
+
+
 class Evidence(NamedTuple):
     """Which forms one gradient has, as numbers on its device: 1 or 0, and values.
 
     Attributes:
-        finite, zero: whether the gradient is.
+        total: the sum of absolute values.
         says: whether it tells forms apart: not all rows are certain.
         hard, smoothed, soft, weighted, log: whether the gradient has the form.
         smoothing: of the smoothed form.
@@ -248,8 +251,7 @@ class Evidence(NamedTuple):
         slope: a, of the smoothed form.
     """
 
-    finite: Any
-    zero: Any
+    total: Any
     says: Any
     hard: Any
     smoothed: Any
@@ -273,11 +275,11 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     size = torch.linalg.vector_norm(g, ord=1, dim=1)
     p, y, no = torch.softmax(z, 1), g.argmin(1), size.new_zeros((), dtype=torch.bool)
     if classes < 2 or rows * (classes - 1) <= 1:
-        return torch.stack([torch.isfinite(size.sum()), size.sum() == 0, (size > 0).any(), *[no] * 8]).double()
+        says = (size > 0).any() if classes < 2 else no
+        return torch.stack([value.double() for value in (size.sum(), says, *[no] * 8)])
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
     top = p.topk(min(2, classes - 1), 1).values.sum(1)
     live = (size > 0) & (top < (CERTAIN if classes > 2 else CERTAIN_OF_TWO))
-    finite, zero = torch.isfinite(size.sum()), size.sum() == 0
     apart = torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD
     says = live.any() & apart if classes == 2 else live.any()
     z, g, count = z * live[:, None], g * live[:, None], torch.count_nonzero(live)
@@ -289,7 +291,7 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     smoothed = _rest_of_hard(p, g, torch.addcmul(g, p, slope, value=-0.5).argmin(1), live, smoothing)
     # Where predictions are close to uniform, hard labels fit smoothed ones too, with a factor that is too small.
     better = (smoothed < 0.3 * hard) & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING) & (slope > 0)
-    soft, mixed = no, torch.zeros_like(whole)
+    soft, mixed, plausible = no, torch.zeros_like(whole), ~no
     if classes >= 5:
         others = _others(p, g, live)
         _, _, without = _line(p, g, others, 0.0)
@@ -299,10 +301,13 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
         straight = torch.where(found, rest, without) <= tolerance * torch.linalg.vector_norm(g * others)
         soft = straight & (mixed < MAX_SMOOTHING)
         soft = soft & _are_shares(p, g, others, live, mixed, tolerance)
-    weighted = read(Form("weighted"), z, g, live, count, 1.0, tolerance).fits
+        # A fitted model with mixed labels looks like one that is sure of the wrong class: soft labels hold both.
+        unlikely = live & (p.gather(1, y[:, None])[:, 0] < 0.1 * p.amax(1))
+        plausible = ~soft | (unlikely.sum() <= 0.5 * count)
+    weighted = read(Form("weighted"), z, g, live, count, 1.0, tolerance).fits & plausible
     log = read(Form("log"), z, g, live, count, 1.0, tolerance).fits
     evidence = [
-        finite, zero, says, hard <= bound, better & (smoothed <= bound), smoothing, soft, mixed, weighted, log, slope
+        size.sum(), says, (hard <= bound) & plausible, better & (smoothed <= bound) & plausible, smoothing, soft, mixed, weighted, log, slope
     ]  # fmt: skip
     return torch.stack([value.double() for value in evidence])
 

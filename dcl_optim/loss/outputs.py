@@ -55,7 +55,8 @@ class LogitsFinder:
 
     def __call__(self, output: Any) -> Tensor:
         if self._given is None:
-            return find_logits(output)
+            is_plain = isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 0
+            return output if is_plain else find_logits(output)
         found = self._given(output)
         if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
             return found

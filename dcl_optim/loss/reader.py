@@ -113,7 +113,7 @@ class LossReader:
         if targets is not None and not isinstance(targets, str) and not callable(targets):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
         self.source, self._targets, self._reads_labels = scale, targets, reads_labels
-        self._class_dim, self._needs_class_dim = class_dim, needs_class_dim
+        self._given_dim, self._needs_class_dim = class_dim, needs_class_dim
         self._warned_scale = self._warned_labels = False
         self.load_state({})
 
@@ -134,8 +134,7 @@ class LossReader:
         self.class_dim: int | None = state.get("class_dim")
         self._tried = False  # whether a gradient that says something had no known form
         self._shifts: bool | None = None  # whether the model's own loss shifts its labels, once that is known
-        self._next: Tensor | None = None
-        self._current: Tensor | None = None
+        self.ahead: tuple[Tensor | None, Tensor | None] | None = None  # labels of the next and the current forward pass
 
     def end_step(self) -> None:
         """Keep what was read in a step that was taken."""
@@ -145,16 +144,16 @@ class LossReader:
 
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the next forward pass."""
-        self._next = targets
+        self.ahead = targets, None
 
     def before_forward(self) -> None:
         """Take the labels that were given for the forward pass that begins; one that does not count drops them.
 
         A recomputation inside a backward pass is not the next forward pass.
         """
-        if self._next is not None or self._current is not None:
-            if current_backward() == -1:
-                self._current, self._next = self._next, None
+        if self.ahead is not None and current_backward() == -1:
+            following, _ = self.ahead
+            self.ahead = None if following is None else (None, following)
 
     def after_forward(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the labels that are known when the model has returned.
@@ -163,8 +162,11 @@ class LossReader:
             ValueError: the logits have no dimension ``class_dim``; the model was called without its keyword of labels.
             RuntimeError: labels were given twice.
         """
-        self._dim_of(forward.logits)
-        forward.targets, self._current = self._current, None
+        if self._given_dim is not None:
+            self._dim_of(forward.logits)
+        if self.ahead is not None:
+            following, forward.targets = self.ahead
+            self.ahead = None if following is None else (following, None)
         if self._targets is None:
             return
         found = kwargs.get(self._targets) if isinstance(self._targets, str) else self._targets(args, kwargs)
@@ -200,7 +202,7 @@ class LossReader:
     # ---- the backward pass ---------------------------------------------------------------------------------------------
 
     def read(self, forward: Forward, gradient: Tensor, several: bool) -> Loss:
-        """Read the gradient that the script's loss sends to the logits.
+        """Read the gradient that the script's loss sends to the logits, and lay the logits out as rows.
 
         Args:
             forward: the forward pass that the logits come from.
@@ -209,39 +211,48 @@ class LossReader:
 
         Raises:
             RuntimeError: labels are needed, were not given and cannot be read.
-            ValueError: the logits have no dimension ``class_dim``.
         """
+        given = None if self.source == "auto" else self._given_scale(gradient)
+        dim = 1 if gradient.ndim <= 2 and self._given_dim is None else self._dim_of(gradient)
         own = forward.own_loss[1] if forward.own_loss is not None and forward.own_loss[0] == current_backward() else None
         wants_labels = self._reads_labels and forward.targets is None
-        given = self._given_scale(gradient)
         if own is not None and forward.hides_gradient:
             if wants_labels:
                 raise RuntimeError(HIDDEN_LABELS)
-            return Loss(own if given is None else given, forward.targets, None, self._settled_dim(gradient))
-        if given is not None and not wants_labels and self._dim_of(gradient) is not None:
-            return Loss(given, forward.targets, None, self._settled_dim(gradient))
-        reading, count, finite, zero = self._read(forward, gradient, wants_labels, given is not None)
-        scale = 0.0 if zero else given
-        if scale is None:
-            scale = self._scale_of(reading, count, own, gradient, several, finite, wants_labels)
-        dim = self._settled_dim(gradient)
-        says = finite and not zero and not (wants_labels and reading is None)
-        if not wants_labels:
-            return Loss(scale, forward.targets, None, dim, finite, says)
-        return Loss(scale, None if reading is None else reading.labels, count, dim, finite, says)
+            given, dim = own if given is None else given, 1 if dim is None else dim
+        if given is not None and not wants_labels and dim is not None:
+            forward.rows = to_rows(forward.logits, dim)
+            return Loss(given, forward.targets, None, dim)
+        seen = _lay_out(forward, gradient, 1 if dim is None else dim)
+        form, reading = self._form, None
+        if form is not None and dim is not None:
+            reading = self._read_rows(form, seen, wants_labels, self._scale)
+            if forward.may_sync:
+                seen.total, fits = torch.stack((seen.size.sum(), reading.fits)).tolist()
+                if not fits and 0 < seen.total < math.inf:
+                    reading, dim = self._settle(forward, gradient, seen, wants_labels, given is not None)
+        elif forward.step % SYNC_INTERVAL == 0 or not self._tried:
+            reading, dim = self._settle(forward, gradient, seen, wants_labels, given is not None)
+        says = 0 < seen.total < math.inf and not (wants_labels and reading is None)
+        scale = given
+        if seen.total == 0:
+            scale = 0.0
+        elif scale is None:
+            scale = self._scale_of(reading, own, several, gradient.dtype)
+            if says and not wants_labels and not gradient.is_cpu:
+                scale = scale * (seen.count > 0)  # a gradient of zero: the loss has the factor 0
+        labels = forward.targets if reading is None or not wants_labels else reading.labels
+        count = seen.count.clamp(min=1) if wants_labels else None
+        return Loss(scale, labels, count, 1 if dim is None else dim, math.isfinite(seen.total), says)
 
     def _dim_of(self, logits: Tensor) -> int | None:
-        """The class dimension as far as it is known."""
-        if logits.ndim <= 2 and self._class_dim is None:
-            return 1
-        dim = self._class_dim if self._class_dim is not None else self.class_dim
-        if dim is not None and not -logits.ndim <= dim < max(logits.ndim, 2):
+        """The class dimension as far as it is known, counted from 0."""
+        dim = self.class_dim if self._given_dim is None else self._given_dim
+        if dim is None:
+            return 1 if logits.ndim <= 2 else None
+        if not -logits.ndim <= dim < max(logits.ndim, 2):
             raise ValueError(f"class_dim={dim} but the model's logits have shape {tuple(logits.shape)}")
-        return dim
-
-    def _settled_dim(self, logits: Tensor) -> int:
-        dim = self._dim_of(logits)
-        return 1 if dim is None else dim % max(logits.ndim, 2)
+        return dim % max(logits.ndim, 2)
 
     def _given_scale(self, gradient: Tensor) -> Scale | None:
         source = self.source
@@ -261,118 +272,56 @@ class LossReader:
             raise ValueError(f"loss_scale's callable returned {found!r}; it must be a finite number")
         return float(found)
 
-    def _scale_of(
-        self,
-        reading: Reading | None,
-        count: Tensor | None,
-        own: Tensor | None,
-        gradient: Tensor,
-        several: bool,
-        finite: bool,
-        wants_labels: bool,
-    ) -> Scale:
+    def _scale_of(self, reading: Reading | None, own: Tensor | None, several: bool, dtype: torch.dtype) -> Scale:
         fallback = own if own is not None else self._scale
         if reading is None or self._form is None or self._form.kind == "negative":
-            if fallback is None and self._tried and not self._warned_scale and finite:
-                if several or gradient.dtype == torch.float16:
-                    self._warned_scale = True
-                    warn(UNREADABLE_SCALE)
+            if fallback is None and self._tried and not self._warned_scale and (several or dtype == torch.float16):
+                self._warned_scale = True
+                warn(UNREADABLE_SCALE)
             return 1.0 if fallback is None else fallback
-        if fallback is None:
-            fallback = torch.ones_like(reading.scale)
-        elif not isinstance(fallback, Tensor) or fallback.device != reading.scale.device:
-            fallback = torch.as_tensor(fallback, dtype=reading.scale.dtype, device=reading.scale.device)
-        self._latest = scale = torch.where(reading.tells_scale, reading.scale, fallback)
-        if wants_labels or gradient.is_cpu:
-            return scale
-        assert count is not None
-        return scale * (count > 0)  # a gradient of zero: the loss has the factor 0
+        fallback = torch.as_tensor(
+            1.0 if fallback is None else fallback, dtype=reading.scale.dtype, device=reading.scale.device
+        )
+        self._latest = torch.where(reading.tells_scale, reading.scale, fallback)
+        return self._latest
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
-    def _read(
-        self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
-    ) -> tuple[Reading | None, Tensor | None, bool, bool]:
-        """The reading of a gradient, the number of its rows that are not zero; whether it is finite, and zero."""
-        dim = self._dim_of(gradient)
-        if dim is None or (self._form is None and forward.may_sync):
-            return self._settle(forward, gradient, wants_labels, has_scale)
-        if self._form is None:
-            if self._tried:
-                return None, None, True, False
-            return self._settle(forward, gradient, wants_labels, has_scale)
-        z, g, size = _rows_of(forward.logits, gradient, dim)
-        if not len(size):
-            return None, None, True, True
-        live = size > 0
-        count = live.sum().clamp_(min=1) if wants_labels else live.sum()
-        reading = self._read_rows(self._form, z, g, size, live, count, wants_labels, self._scale)
-        if not forward.may_sync:
-            return reading, count, True, False
-        total, fits = torch.stack((size.sum(), reading.fits)).tolist()
-        if fits and total > 0 and math.isfinite(total):
-            return reading, count, True, False
-        if total == 0 or not math.isfinite(total):
-            return None, None, total == 0, total == 0
-        return self._settle(forward, gradient, wants_labels, has_scale)
-
-    def _read_rows(
-        self,
-        form: Form,
-        z: Tensor,
-        g: Tensor,
-        size: Tensor,
-        live: Tensor,
-        count: Tensor,
-        wants_labels: bool,
-        last: Scale | None,
-    ) -> Reading:
-        tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
-        if not wants_labels and form.kind != "weighted" and len(z) > MAX_ROWS:
-            z, g, size = _most_telling(z, g, size)
-            live = size > 0
+    def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool, last: Scale | None) -> Reading:
+        z, g, live = seen.rows(wants_labels or form.kind == "weighted")
         last = 1.0 if last is None else last
-        return cross_entropy.read(
-            form, z.to(size.dtype), g.to(size.dtype), live, count, last, tolerance, wants_labels
-        )
+        return cross_entropy.READERS[form.kind](form, z, g, live, seen.count, last, seen.tolerance, wants_labels)
 
     def _settle(
-        self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
-    ) -> tuple[Reading | None, Tensor | None, bool, bool]:
-        """Choose the form, and the class dimension where it is not known, by a gradient that tells; then read it."""
-        if self._tried and self._form is None and forward.step % SYNC_INTERVAL:
-            return None, None, True, False
+        self, forward: Forward, gradient: Tensor, seen: _Seen, wants_labels: bool, has_scale: bool
+    ) -> tuple[Reading | None, int | None]:
+        """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it."""
+        if not len(seen.g):
+            seen.total = 0.0
+            return None, self._dim_of(gradient)
         known = self._dim_of(gradient)
         dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
-        laid_out = [_rows_of(forward.logits, gradient, dim) for dim in dims]
+        laid_out = [seen if dim == known else _lay_out(forward, gradient, dim) for dim in dims]
         vectors = []
-        for z, g, size in laid_out:
-            tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
-            rows = (z, g, size) if wants_labels else _most_telling(z, g, size)
-            vectors.append(cross_entropy.examine(*(tensor.to(size.dtype) for tensor in rows[:2]), tolerance))
+        for one in laid_out:
+            z, g, _ = one.rows(wants_labels)
+            vectors.append(cross_entropy.examine(z, g, one.tolerance))
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
-        if not found[0].finite:
-            return None, None, False, False
-        if found[0].zero:
-            return None, None, True, True
-        says = any(evidence.says for evidence in found)
+        seen.total = found[0].total
         for rank in range(cross_entropy.RANKS):
-            for dim, evidence, (z, g, size) in zip(dims, found, laid_out, strict=True):
+            for dim, evidence, one in zip(dims, found, laid_out, strict=True):
                 form = cross_entropy.candidate(evidence, rank, self._form, has_scale and wants_labels)
                 if form is None or not evidence.says:
                     continue
-                live = size > 0
-                count = live.sum()
-                last = evidence.slope * count if form.smoothing else 1.0
-                reading = self._read_rows(form, z, g, size, live, count, wants_labels, last)
+                reading = self._read_rows(form, one, wants_labels, evidence.slope * one.count)
                 if bool(reading.fits):
-                    self._form = form
+                    self._form, forward.rows = form, one.z
                     if known is None:
-                        self.class_dim = dim
-                    return reading, count, True, False
-        if says:
+                        self.class_dim, seen.count = dim, one.count
+                    return reading, dim
+        if any(evidence.says for evidence in found):
             self._refuse(gradient, wants_labels, known)
-        return None, None, True, False
+        return None, known
 
     def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
@@ -392,16 +341,32 @@ class LossReader:
                 )
 
 
-def _rows_of(logits: Tensor, gradient: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits and gradient as rows (N, K), and the sum of absolute values of each row of the gradient."""
-    z, g = to_rows(logits, dim), to_rows(gradient, dim)
-    wide = g.dtype if g.dtype.itemsize >= 4 else torch.float32
-    return z, g, torch.linalg.vector_norm(g, ord=1, dim=1, dtype=wide)
+class _Seen:
+    """A gradient laid out as rows, with what every form needs; ``total`` is known only after a synchronization."""
+
+    __slots__ = ("count", "g", "live", "size", "tolerance", "total", "z")
+
+    def __init__(self, z: Tensor, g: Tensor) -> None:
+        self.z, self.g, self.total = z, g, 1.0
+        half = z.dtype.itemsize < 4 or g.dtype.itemsize < 4
+        self.tolerance = cross_entropy.HALF_TOLERANCE if half else cross_entropy.TOLERANCE
+        dtype = torch.float32 if g.dtype.itemsize < 4 else g.dtype
+        self.size = torch.linalg.vector_norm(g, ord=1, dim=1, dtype=dtype)  # squares would underflow
+        self.live = self.size > 0
+        self.count = self.live.sum()
+
+    def rows(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and gradient in float32 or wider, and which rows are not zero; at most ``MAX_ROWS`` of the largest."""
+        z, g, live, dtype = self.z, self.g, self.live, self.size.dtype
+        if not all_rows and len(z) > MAX_ROWS:
+            size, rows = self.size.topk(MAX_ROWS)
+            z, g, live = z.index_select(0, rows), g.index_select(0, rows), size > 0
+        return z.to(dtype), g.to(dtype), live
 
 
-def _most_telling(z: Tensor, g: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows with the largest gradients, at most ``MAX_ROWS``."""
-    if len(z) <= MAX_ROWS:
-        return z, g, size
-    size, rows = size.topk(MAX_ROWS)
-    return z.index_select(0, rows), g.index_select(0, rows), size
+def _lay_out(forward: Forward, gradient: Tensor, dim: int) -> _Seen:
+    z, g = forward.logits, gradient
+    if gradient.ndim != 2 or dim != 1:
+        z, g = to_rows(z, dim), to_rows(g, dim)
+    forward.rows = z
+    return _Seen(z, g)
