@@ -238,6 +238,12 @@ def test_outputs_that_are_not_a_tensor(name):
     assert_same(optimizer.companion.net, reference.companion)
 
 
+@pytest.mark.parametrize("output", [{"deep": 1}, (), "text", torch.tensor(1.0), torch.zeros(3, dtype=torch.long)])
+def test_outputs_without_logits_name_the_fix(output):
+    with pytest.raises(TypeError, match="pass logits="):
+        find_logits(output)
+
+
 def dense() -> nn.Module:
     torch.manual_seed(0)
     return nn.Conv2d(2, CLASSES, 3, padding=1).double()

@@ -33,7 +33,7 @@ from tests.helpers import (
 DATA = list(batches(5))
 
 
-def test_copy_starts_equal_and_apart():
+def test_a_copy_starts_equal_and_shares_nothing_that_is_trained():
     model = batch_norm_net()
     optimizer = wrap(model)
     assert_same(model, optimizer.companion)

@@ -127,18 +127,18 @@ def test_a_given_companion_of_its_own_dtype_is_the_loop_written_by_hand(name: st
     model, hand = MODELS[name](), MODELS[name]()
     companion = copy.deepcopy(hand).to(dtype)
     optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(companion)))
-    base, chaser = sgd(hand), sgd(companion)
+    base, second = sgd(hand), sgd(companion)
     train(model, optimizer, batches(20))
     for x, y in batches(20):
         z, c = hand(x), companion(x.to(dtype))
         base.zero_grad()
         (F.cross_entropy(z, y) + F.mse_loss(z, c.detach().double())).backward()
         base.step()
-        chaser.zero_grad()
+        second.zero_grad()
         wide = c.detach().float()
         target = torch.lerp(z.detach(), c.detach().double(), 0.6).float()
         c.backward((2 / c.numel() * (wide - target)).to(dtype))
-        chaser.step()
+        second.step()
     assert next(optimizer.companion.parameters()).dtype == dtype
     assert_same(model, hand, rtol=1e-3, atol=1e-4)
     ours, by_hand, start = (flat(module) for module in (optimizer.companion, companion, MODELS[name]()))
@@ -277,7 +277,7 @@ def test_frozen_parameters_that_the_forward_writes_to_are_the_models_alone() -> 
 
 
 def test_the_companion_has_a_queue_and_a_teacher_of_its_own_from_the_second_forward_on() -> None:
-    """The first forecast is the model's, and what both have after it is the same."""
+    """The first prediction is the model's logits, and what both have after it is the same."""
     model, hand = Queue(), Queue()
     companion = copy.deepcopy(hand)
     optimizer = wrap(model)

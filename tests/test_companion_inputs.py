@@ -175,12 +175,12 @@ def test_a_companion_fed_otherwise_than_by_tensors_is_the_reference(form: str) -
     pack, read = {**FORMS, "object": (Batch, attribute)}[form]
     model, hand = Reading(read), mlp()
     companion = copy.deepcopy(hand)
-    optimizer, base, chaser = wrap(model), sgd(hand), sgd(companion)
+    optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
     for x, y in batches(5):
         optimizer.zero_grad()
         F.cross_entropy(model(pack(x)), y).backward()
         optimizer.step()
-        reference.dcl_step(hand, companion, base, chaser, x, y, F.cross_entropy, distances.mse)
+        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
     assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
     assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
 

@@ -215,7 +215,7 @@ def test_a_model_widened_after_wrapping_goes_on_in_its_dtype(variant):
 
 
 def averaged_run(variant, wrapped_first, averaging=True, **options):
-    """Ten steps with an exponential average beside, whose batch norm is recalibrated in the middle and at the end."""
+    """Ten steps, and an exponential average of the weights whose batch norm is recalibrated twice."""
     model, criterion = batch_norm_net(), nn.CrossEntropyLoss()
     optimizer = sgd(model, lr=0.05)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -243,10 +243,10 @@ def test_averages_are_those_of_the_plain_run_and_disturb_nothing(variant, wrappe
     assert_same(unweighted[0], plain[0])
     assert_same(unweighted[2], plain[2])
 
-    beside, alone = (averaged_run(variant, wrapped_first, averaging) for averaging in (True, False))
-    assert_same(beside[0], alone[0])
-    assert_same(beside[1].state_dict(), alone[1].state_dict())
-    assert not torch.equal(beside[2].module[0].weight, beside[0][0].weight)
+    averaged, alone = (averaged_run(variant, wrapped_first, averaging) for averaging in (True, False))
+    assert_same(averaged[0], alone[0])
+    assert_same(averaged[1].state_dict(), alone[1].state_dict())
+    assert not torch.equal(averaged[2].module[0].weight, averaged[0][0].weight)
 
 
 def test_recalibrating_the_wrapped_models_own_batch_norm_trains_nothing():

@@ -49,7 +49,7 @@ def halves(x, y, rank):
 
 
 def train_rank(rank, parallel, optimizer, criterion, data, accumulate=1, given=False):
-    """The last micro-batch synchronises, those before it do not, as DDP's documentation has it."""
+    """The last micro-batch synchronizes, those before it do not, as DDP's documentation has it."""
     for x, y in data:
         optimizer.zero_grad()
         parts = list(zip(*(t.chunk(accumulate) for t in halves(x, y, rank)), strict=True))
@@ -387,7 +387,7 @@ def test_the_companions_start_from_rank_0s_weights_and_buffers(tmp_path: Path):
     assert_same(first["1.running_mean"], torch.ones(12, dtype=torch.float64))
 
 
-def synchronised_batch_norm_worker(rank: int, folder: Path) -> None:
+def synchronized_batch_norm_worker(rank: int, folder: Path) -> None:
     group = dist.new_group([0, 1])
     body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(body, process_group=group)
@@ -398,6 +398,6 @@ def synchronised_batch_norm_worker(rank: int, folder: Path) -> None:
     assert twin.process_group is group
 
 
-def test_the_companion_keeps_synchronised_batch_norm_and_its_group(tmp_path: Path):
-    """Only its structure: torch runs synchronised batch norm on accelerators alone."""
-    on_two_ranks(synchronised_batch_norm_worker, tmp_path)
+def test_the_companion_keeps_synchronized_batch_norm_and_its_group(tmp_path: Path):
+    """Only its structure: torch runs synchronized batch norm on accelerators alone."""
+    on_two_ranks(synchronized_batch_norm_worker, tmp_path)

@@ -249,7 +249,7 @@ METHOD = {"weight": 0.7, "alpha": 0.4}
 
 
 def gan():
-    """Generator and discriminator, their companions apart from them: all four small and in float64."""
+    """A generator, its companion, a discriminator and its companion: four starts, in float64."""
     torch.manual_seed(0)
     pairs = [(nn.Linear(3, FEATURES), nn.Linear(FEATURES, 1)) for _ in range(2)]
     return [nn.Sequential(first, nn.Tanh()).double() for first, _ in pairs] + [second.double() for _, second in pairs]
@@ -283,7 +283,7 @@ def wrapped_gan(steps, toggled):
 
 
 def learn(omega, optimizer, pairs):
-    """The companion's step on the mean over the forwards, (x, z) each."""
+    """The companion's step on the mean over forward passes, (x, z) each."""
     optimizer.zero_grad()
     for x, z in pairs:
         c = omega(x)

@@ -402,7 +402,7 @@ def several_backwards(data: Data, wrap: Wrap) -> nn.Module:
     return model
 
 
-def penalised_weights(data: Data, wrap: Wrap) -> nn.Module:
+def penalized_weights(data: Data, wrap: Wrap) -> nn.Module:
     """Terms of the loss that do not come from the logits; losses by row, class weights."""
     model, counts = convolutional(), torch.linspace(0.5, 2.0, CLASSES)
     optimizer = wrap(torch.optim.RMSprop(model.parameters(), lr=0.01), model)
@@ -521,7 +521,7 @@ SCRIPTS = {
     "word language model": Script(word_language_model, texts, flat, WORDS),
     "LBFGS": Script(lbfgs),
     "several backwards": Script(several_backwards),
-    "penalised weights": Script(penalised_weights),
+    "penalized weights": Script(penalized_weights),
     "functional_call": Script(functional),
     "bfloat16": Script(in_bfloat16),
     "compiled": Script(compiled),
