@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcl_optim import _sync
 from dcl_optim._torch import current_backward, warn
-from dcl_optim._sync import SYNC_INTERVAL
 from dcl_optim._validation import check_positive, is_number
 from dcl_optim.distances import to_rows, wide
 from dcl_optim.forward import Forward
@@ -223,13 +223,14 @@ class LossReader:
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
             return Loss(given, forward.targets, None, dim)
+        may_sync = _sync.may_sync(forward.step, gradient)
         form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
             seen = _lay_out(forward, gradient, dim, form)
             reading, count = self._read_rows(form, seen, wants_labels, self._scale), seen.count
-            settles = forward.may_sync and not bool(reading.fits)
+            settles = may_sync and not bool(reading.fits)
         else:
-            settles = forward.step % SYNC_INTERVAL == 0 or not self._tried
+            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
         if settles:
             reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
         says = 0 < total < math.inf and not (wants_labels and reading is None)
@@ -238,7 +239,7 @@ class LossReader:
             scale = 0.0
         elif scale is None:
             scale = self._scale_of(reading, own, several, gradient.dtype)
-            if count is not None and not (wants_labels or gradient.is_cpu):
+            if count is not None and not (wants_labels or may_sync):
                 scale = scale * (count > 0)  # a gradient of zero: the loss has the factor 0
         dim = 1 if dim is None else dim
         if not wants_labels or reading is None or count is None:
