@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_the_step_that_finds_it_is_without_its_penalty(distance):
     script.train(data)
     theirs = torch.optim.AdamW(plain.parameters())
     plain.load_state_dict(script.model.state_dict())
-    theirs.load_state_dict(script.optimizer.base.state_dict())
+    theirs.load_state_dict(copy.deepcopy(script.optimizer.base.state_dict()))
     script.optimizer.companion[2].bias.data.fill_(NAN)  # no entry of its logits is finite
     with pytest.warns(UserWarning, match="it is copied from the model"):
         script.train([last])
