@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _rng, _sync
+from dcl_optim import _rng
 from dcl_optim._hooks import ModuleHooks, replace_others
 from dcl_optim._optim import parameters_of
 from dcl_optim._rng import RngState
@@ -27,6 +28,7 @@ from dcl_optim.loss.outputs import LogitsFinder, conversion_source
 from dcl_optim.loss.reader import LossReader, Scale
 from dcl_optim.schedules import Checked
 
+_requires_grad = attrgetter("requires_grad")
 NOT_FINITE = (
     "non-finite logits or loss: such a batch gets no penalty and is not learned from. Classes that are masked by logits "
     "of minus infinity have to be masked alike in all rows"
@@ -69,7 +71,7 @@ class Algorithm:
         if not (module.training or self._count_eval) or not torch.is_grad_enabled() or is_recorded():
             return
         backward = current_backward()  # in which activation checkpointing recomputes a counted forward pass
-        trained = next((p for p in parameters_of(self._base) if p.requires_grad), None)
+        trained = next(filter(_requires_grad, parameters_of(self._base)), None)
         if trained is None or (backward != -1 and backward == self.batches.backward):
             return
         if not self.batches.forwards and uses_differential_privacy(self._base):
@@ -118,7 +120,7 @@ class Algorithm:
             return None
         if batches.count and not forward.counted and batches.are_gone(backward):
             self.forget()
-        forward.added_in, forward.may_sync = backward, _sync.may_sync(forward.step, gradient)
+        forward.added_in = backward
         weight = self.weight(self.steps + 1) if self.weight.constant is None else self.weight.constant
         alpha = self.alpha(self.steps + 1) if self.alpha.constant is None else self.alpha.constant
         loss = self.loss.read(forward, gradient, several=batches.count > 0)

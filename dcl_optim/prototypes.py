@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim._sync import may_sync
+from dcl_optim import _sync
 from dcl_optim._validation import check_labels, check_tensors
 from dcl_optim.distances import Distance, Rows, SquaredDistance, difference, to_rows, wide
 from dcl_optim.distributed import DataParallelGroup
@@ -129,13 +129,13 @@ class Prototypes(Forecaster):
             self._follow_model(z)
         z = z.to(self._rows.dtype)
         labels, count = self._labels_of(forward, loss, z)
-        if not self._all_known and may_sync(forward.step - 1, z):  # not in the step in which the reader synchronizes
+        if not self._all_known and _sync.may_sync(forward.step - 1, z):  # not in the step in which the reader synchronizes
             self._all_known = bool(self._known[:-1].all())
         if labels.ndim == 1:
             c = self._rows.index_select(0, labels)
             weights = None if self._all_known else self._known.index_select(0, labels)
         else:
-            columns, shares = self._columns(labels)
+            columns, shares = self._columns(forward, labels)
             c = shares @ self._rows.index_select(0, columns)
             unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).any(1)
             weights = ((shares.sum(1) > 0.5) & ~unknown).to(z.dtype)
@@ -177,18 +177,18 @@ class Prototypes(Forecaster):
                 labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
                 return labels, (labels < self.num_classes).sum()
             return labels, loss.count
-        look = not self._has_checked_shares or z.is_cpu
+        look = not self._has_checked_shares or _sync.may_sync(forward.step, z)
         labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
         if labels.ndim == 2:
             self._has_checked_shares = True
             return labels, max(len(labels), 1)
         return labels, (labels < self.num_classes).sum().clamp(min=1)
 
-    def _columns(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The classes that soft labels are about, (M,), and each row's shares in them, (N, M); all where that is not
         known without a synchronization."""
         shares = shares.to(self._rows.dtype)
-        if not shares.is_cpu:
+        if not _sync.may_sync(forward.step, shares):
             return torch.arange(self.num_classes, device=shares.device), shares
         classes = (shares != 0).any(0).nonzero().flatten()
         return classes, shares.index_select(1, classes)
@@ -201,7 +201,7 @@ class Prototypes(Forecaster):
         if self._counts is None:
             self._counts = self._no_rows.clone()
         if labels.ndim == 2:
-            classes, shares = self._columns(labels)
+            classes, shares = self._columns(forward, labels)
             numbers = shares.sum(0)
             z = forward.rows.to(self._rows.dtype)
             apart = difference(shares.T @ z.nan_to_num(0.0, 0.0, 0.0), numbers[:, None] * self._rows[classes])
@@ -300,8 +300,8 @@ def to_labels(
 ) -> Tensor:
     """Check labels that the script gave, hard or soft ones, and lay them out as the rows of the logits.
 
-    The range of hard labels is checked on a CPU only, since a look would synchronize a GPU, whose own index kernels
-    assert; soft labels where ``look`` says so.
+    Values are checked if ``look``, since that synchronizes a GPU, whose own index kernels assert that hard labels are
+    in their range.
 
     Returns:
         The class of each row (N,), K where ignored, or shares (N, K).
@@ -321,7 +321,7 @@ def to_labels(
     if targets.numel() != len(z):
         raise ValueError(f"targets has {targets.numel()} labels for {len(z)} rows of logits; see class_dim= too")
     labels = targets.detach().reshape(-1).long()
-    if labels.is_cpu and len(labels):
+    if look and len(labels):
         wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
         if wrong.any():
             raise ValueError(

@@ -238,6 +238,7 @@ def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tens
     ("wrapper", "when", "how"),
     cells(
         itertools.product(
+            ["dcl", "dcl given", "dcp"],
             ["before", "between", "after"],
             [by_grad, by_inputs, by_frozen],
         ),

@@ -13,7 +13,7 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.companion import Companion
-from dcl_optim.hooks.outputs import find_logits
+from dcl_optim.loss.outputs import find_logits
 from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, train
 
 

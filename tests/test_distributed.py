@@ -18,6 +18,7 @@ from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, on
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 8
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def optimize(variant, model, base=None):
@@ -29,8 +30,9 @@ def optimize(variant, model, base=None):
 
 
 def snapshot(model, optimizer):
-    state = optimizer.state_dict()
-    return copy.deepcopy({"model": model.state_dict(), "own": state[f"dcl_optim.{type(optimizer).__name__}"]})
+    """The model and what the forecaster has learned; each rank reads the loss scale of its own rows, with rounding."""
+    own = optimizer.state_dict()[f"dcl_optim.{type(optimizer).__name__}"]
+    return copy.deepcopy({"model": model.state_dict(), "steps": own["steps"], "forecaster": own["forecaster"]})
 
 
 def halves(x, y, rank):
@@ -60,7 +62,7 @@ def worker(rank: int, folder: Path) -> None:
     for case in CASES:
         torch.save(trained_on_rank(rank, *case), folder / f"{case} {rank}.pt")
         if case[0] == "dcp":
-            assert_same(trained_on_rank(rank, *case), trained_on_rank(rank, "dcp given", *case[1:]))
+            assert_same(trained_on_rank(rank, *case), trained_on_rank(rank, "dcp given", *case[1:]), **CLOSE)
     torch.save(branch_trained_on_rank(rank), folder / f"branch {rank}.pt")
 
 
@@ -91,9 +93,7 @@ def trained_alone(variant, steps=STEPS):
 def test_two_ranks_equal_one_process_on_the_joint_batch(case, ranks: Path):
     first, second = (torch.load(ranks / f"{case} {rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first, second)
-    joint = trained_alone(case[0])
-    assert_same(first["model"], joint["model"], rtol=1e-9, atol=1e-10)
-    assert_same(first["own"], joint["own"], rtol=1e-9, atol=1e-10)
+    assert_same(first, trained_alone(case[0]), **CLOSE)
 
 
 class Branches(nn.Module):
@@ -128,7 +128,7 @@ def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
         optimizer.step()
     for rank in (0, 1):
         trained = torch.load(ranks / f"branch {rank}.pt", weights_only=True)
-        assert_same(trained, snapshot(model, optimizer), rtol=1e-9, atol=1e-10)
+        assert_same(trained, snapshot(model, optimizer), **CLOSE)
 
 
 def resuming_worker(rank: int, folder: Path) -> None:
@@ -179,13 +179,12 @@ def zero_redundancy_worker(rank: int, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*functional optimizers is deprecated", "ignore:.*torch.jit")
 def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
     on_two_ranks(zero_redundancy_worker, tmp_path)
-    assert_same(*(torch.load(tmp_path / f"{variant}.pt", weights_only=True) for variant in ("dcp", "dcp given")))
-    for variant, keys in (("dcl", ["model"]), ("dcp", ["values", "seen"])):
-        found, joint = torch.load(tmp_path / f"{variant}.pt", weights_only=True), trained_alone(variant)
-        assert_same(found["model"], joint["model"], rtol=1e-9, atol=1e-10)
-        for key in keys:
-            own, expected = (state["own"]["forecaster"][key] for state in (found, joint))
-            assert_same(own, expected, rtol=1e-9, atol=1e-10)
+    runs = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("dcl", "dcp", "dcp given")}
+    assert_same(runs["dcp given"], runs["dcp"], **CLOSE)
+    assert_same(runs["dcp"], trained_alone("dcp"), **CLOSE)
+    joint = trained_alone("dcl")
+    assert_same(runs["dcl"]["model"], joint["model"], **CLOSE)
+    assert_same(runs["dcl"]["forecaster"]["model"], joint["forecaster"]["model"], **CLOSE)  # its optimizer is sharded
 
 
 def buffers_worker(rank: int, folder: Path) -> None:

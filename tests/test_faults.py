@@ -418,42 +418,6 @@ def test_three_dimensional_logits_without_class_dim_are_warned_of_once(options):
     assert warnings_of_two_steps() == [[], []]
 
 
-# ---- steps that never came -------------------------------------------------------------------------------------------
-
-
-def zeroed_by_the_model(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=False)
-
-
-def zeroed_in_place(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
-
-
-@pytest.mark.parametrize("order", ["before the forward", "between forward and backward"])
-@pytest.mark.parametrize("clear", [zeroed_by_the_model, zeroed_in_place])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_skipped_step_whose_gradients_are_zeroed_in_place_is_forgotten(variant, clear, order):
-    def trained(skips: bool) -> tuple[Any, Any]:
-        model = mlp()
-        options: dict[str, Any] = {"companion": apart} if variant == "dcl" else {}
-        optimizer = build(variant, model, **options)
-        for index, (x, y) in enumerate(batches(5)):
-            skipped = [one(99)] if skips and index == 2 else []
-            for inputs, labels in [*skipped, (x, y)]:
-                if order == "before the forward":
-                    clear(model)
-                loss = F.cross_entropy(model(inputs), labels)
-                if order == "between forward and backward":
-                    clear(model)
-                loss.backward()  # a scaler that found an infinity in the skipped one takes no step
-            optimizer.step()
-        return model.state_dict(), companion_of(variant, optimizer)
-
-    assert_same(trained(skips=True), trained(skips=False))
-
-
 # ---- several backwards of one forward --------------------------------------------------------------------------------
 
 
@@ -751,31 +715,6 @@ def test_labels_that_are_written_over_before_the_step_are_those_of_their_batch()
         optimizer.step()
         found.append(optimizer.prototypes)
     assert_same(found[0], found[1])
-
-
-def test_zeros_written_twice_are_both_seen():
-    """Between the forwards of two batches, and between the second one's forward and backward."""
-    model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, CLASSES, alpha=0.5)
-    (x, y), (other, labels) = batches(2)
-    train(model, optimizer, [(x, y)], criterion)
-
-    first = criterion(model(x), y)
-    for parameter in model.parameters():
-        parameter.grad.zero_()
-    second = criterion(model(other), labels)
-    first.backward()
-    model.zero_grad(set_to_none=False)
-    before = optimizer.prototypes
-    with torch.no_grad():
-        z = model(other)
-    second.backward()
-    optimizer.step()
-    for k in range(CLASSES):
-        rows = z[labels == k]
-        seen = bool(before[k].any())
-        expected = before[k] if not len(rows) else 0.5 * before[k] + 0.5 * rows.mean(0) if seen else rows.mean(0)
-        assert_same(optimizer.prototypes[k], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_losses_of_parts_of_the_rows_add_up():

@@ -506,33 +506,26 @@ def test_a_first_forecast_that_is_the_models_or_may_differ_is_not_told(case: str
 class Queue(nn.Module):
     """As MoCo: logits against a queue of keys, and a key encoder that follows the encoder."""
 
-    def __init__(self, write: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net, self.keys = mlp(), mlp()
         self.keys.requires_grad_(False)
         self.queue = nn.Parameter(torch.randn(CLASSES, 8, dtype=torch.float64), requires_grad=False)
         self.still = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64), requires_grad=False)
-        self.write = write
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.net(x)
         with torch.no_grad():
             for slow, fast in zip(self.keys.parameters(), self.net.parameters(), strict=True):
-                if self.write == "in place":
-                    slow.mul_(0.9).add_(fast, alpha=0.1)
-                elif self.write == "data":
-                    slow.data = slow.data * 0.9 + fast.data * 0.1
-                else:
-                    slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+                slow.mul_(0.9).add_(fast, alpha=0.1)
             keys, queue = self.keys(x), self.queue.clone()
-            (self.queue if self.write == "in place" else self.queue.data).copy_(keys[:8].T)
+            self.queue.copy_(keys[:8].T)
         return z + (z @ queue).mean(1, keepdim=True) + keys * self.still
 
 
-@pytest.mark.parametrize("write", ["in place", "data", "data in place"])
-def test_frozen_parameters_that_the_forward_writes_to_are_the_models_alone(write: str) -> None:
-    model, alone = Queue(write), Queue(write)
+def test_frozen_parameters_that_the_forward_writes_to_are_the_models_alone() -> None:
+    model, alone = Queue(), Queue()
     optimizer = wrap(model, weight=0.0)
     train(model, optimizer, DATA)
     train(alone, sgd(alone), DATA)
@@ -544,7 +537,7 @@ def test_frozen_parameters_that_the_forward_writes_to_are_the_models_alone(write
 
 def test_the_companion_has_a_queue_and_a_teacher_of_its_own_from_the_second_forward_on() -> None:
     """The first forecast is the model's, and what both have after it is the same."""
-    model, hand = Queue("in place"), Queue("in place")
+    model, hand = Queue(), Queue()
     companion = copy.deepcopy(hand)
     optimizer = wrap(model)
     base, second = sgd(hand), sgd(companion)
@@ -563,11 +556,11 @@ def test_the_companion_has_a_queue_and_a_teacher_of_its_own_from_the_second_forw
 
 
 def test_a_run_with_frozen_parameters_of_the_companions_own_resumes_exactly() -> None:
-    model = Queue("in place")
+    model = Queue()
     optimizer = wrap(model)
     train(model, optimizer, DATA[:3])
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    again = Queue("in place")
+    again = Queue()
     other = wrap(again)
     other.load_state_dict(saved[1])
     again.load_state_dict(saved[0])
@@ -580,7 +573,7 @@ def test_a_run_with_frozen_parameters_of_the_companions_own_resumes_exactly() ->
 
 
 def test_a_teacher_that_the_script_updates_after_its_step_stays_shared() -> None:
-    model = Queue("in place")
+    model = Queue()
     model.forward = model.net.forward
     optimizer = wrap(model)
     for batch in DATA:
@@ -588,37 +581,6 @@ def test_a_teacher_that_the_script_updates_after_its_step_stays_shared() -> None
         with torch.no_grad():
             model.queue.add_(1)
     assert optimizer.companion.queue is model.queue
-
-
-# ---- containers that the forward fills -------------------------------------------------------------------------------
-
-
-class Recording(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.seen, self.by_name, self.steps = mlp(), [], {}, []
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.net(x)
-        self.seen.append(z)
-        self.by_name[len(self.by_name)] = z
-        self.steps.append(1)
-        return z
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_what_a_forward_collects_and_the_script_clears_does_not_grow_in_the_companion(replaced: bool) -> None:
-    model = Recording()
-    optimizer = wrap(model)
-    for batch in batches(12):
-        train(model, optimizer, [batch])
-        model.by_name.clear()
-        if replaced:
-            model.seen = []
-        else:
-            model.seen.clear()
-    assert len(optimizer.companion.seen) == len(optimizer.companion.by_name) == 1
-    assert len(optimizer.companion.steps) == len(model.steps) == 12
 
 
 # ---- weights that are loaded in the middle of a run ------------------------------------------------------------------

@@ -2,18 +2,20 @@ r"""The companion network: its prediction for a batch, and its step towards :mat
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _rng
+from dcl_optim import _rng, _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, replayed
-from dcl_optim._sync import may_sync
 from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
@@ -296,7 +298,7 @@ class Companion(Forecaster):
             c = c.to(z.device)
         prediction.rows = c
         # A device is read in another step than the one in which the loss reader does so.
-        if (z.is_cpu or may_sync(forward.step - 1, z)) and not bool(torch.isfinite(c.sum())):
+        if _sync.may_sync(forward.step - 1, z) and not math.isfinite(c.sum()):
             self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
         return Penalty(distance.rows(z, c), max(len(z), 1))
 
@@ -360,7 +362,7 @@ class Companion(Forecaster):
             if not (averages and self._average(network.optimizer)):
                 network.optimizer.step()
             self._mean = WeightedMean()
-            network.module.zero_grad()
+            deque(map(setattr, network.follower.parameters, repeat("grad"), repeat(None)), maxlen=0)
         if self._diverged:
             self._recreate()
         if self._network is not None:
@@ -386,7 +388,7 @@ class Companion(Forecaster):
             # The ranks are recreated together, or none is.
             diverged = torch.full_like(gradients[0].flatten()[:1], float(self._diverged))
             self._group.average([*gradients, diverged])
-            if may_sync(self._step - 1, diverged):
+            if _sync.may_sync(self._step - 1, diverged):
                 self._diverged = bool(diverged > 0)
         return self._mean.has_overflowed(gradients)
 

@@ -125,7 +125,8 @@ class ModelFollower:
 
     def _note_parameters(self) -> None:
         theirs = {id(parameter) for parameter in self._model.parameters()}
-        self.shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
+        self.parameters = list(self._companion.parameters())
+        self.shared = [parameter for parameter in self.parameters if id(parameter) in theirs]
         if not self._is_copy:
             return
         self._theirs, self._ours = list(self._model.modules()), list(self._companion.modules())

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcl_optim import _sync
 from dcl_optim._torch import current_backward, warn
-from dcl_optim._sync import SYNC_INTERVAL
 from dcl_optim._validation import check_positive, is_number
-from dcl_optim.distances import to_rows
+from dcl_optim.distances import to_rows, wide
 from dcl_optim.forward import Forward
 from dcl_optim.loss import cross_entropy, outputs
 from dcl_optim.loss.cross_entropy import Evidence, Form, Reading
@@ -223,27 +223,29 @@ class LossReader:
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
             return Loss(given, forward.targets, None, dim)
-        seen = _lay_out(forward, gradient, 1 if dim is None else dim)
-        form, reading = self._form, None
+        may_sync = _sync.may_sync(forward.step, gradient)
+        form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
-            reading = self._read_rows(form, seen, wants_labels, self._scale)
-            if forward.may_sync:
-                seen.total, fits = torch.stack((seen.size.sum(), reading.fits)).tolist()
-                if not fits and 0 < seen.total < math.inf:
-                    reading, dim = self._settle(forward, gradient, seen, wants_labels, given is not None)
-        elif forward.step % SYNC_INTERVAL == 0 or not self._tried:
-            reading, dim = self._settle(forward, gradient, seen, wants_labels, given is not None)
-        says = 0 < seen.total < math.inf and not (wants_labels and reading is None)
+            seen = _lay_out(forward, gradient, dim, form)
+            reading, count = self._read_rows(form, seen, wants_labels, self._scale), seen.count
+            settles = may_sync and not bool(reading.fits)
+        else:
+            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
+        if settles:
+            reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
+        says = 0 < total < math.inf and not (wants_labels and reading is None)
         scale = given
-        if seen.total == 0:
+        if total == 0:
             scale = 0.0
         elif scale is None:
             scale = self._scale_of(reading, own, several, gradient.dtype)
-            if says and not wants_labels and not gradient.is_cpu:
-                scale = scale * (seen.count > 0)  # a gradient of zero: the loss has the factor 0
-        labels = forward.targets if reading is None or not wants_labels else reading.labels
-        count = seen.count.clamp(min=1) if wants_labels else None
-        return Loss(scale, labels, count, 1 if dim is None else dim, math.isfinite(seen.total), says)
+            if count is not None and not (wants_labels or may_sync):
+                scale = scale * (count > 0)  # a gradient of zero: the loss has the factor 0
+        dim = 1 if dim is None else dim
+        if not wants_labels or reading is None or count is None:
+            forward.rows = to_rows(forward.logits, dim)
+            return Loss(scale, forward.targets, None, dim, math.isfinite(total), says)
+        return Loss(scale, reading.labels, count.clamp(min=1), dim, True, says)
 
     def _dim_of(self, logits: Tensor) -> int | None:
         """The class dimension as far as it is known, counted from 0."""
@@ -293,21 +295,20 @@ class LossReader:
         return cross_entropy.READERS[form.kind](form, z, g, live, seen.count, last, seen.tolerance, wants_labels)
 
     def _settle(
-        self, forward: Forward, gradient: Tensor, seen: _Seen, wants_labels: bool, has_scale: bool
-    ) -> tuple[Reading | None, int | None]:
-        """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it."""
-        if not len(seen.g):
-            seen.total = 0.0
-            return None, self._dim_of(gradient)
+        self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
+    ) -> tuple[Reading | None, Tensor | None, int | None, float]:
+        """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it.
+
+        Returns:
+            The reading, the number of rows that are not zero, the class dimension, and the sum of absolute values.
+        """
         known = self._dim_of(gradient)
         dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
-        laid_out = [seen if dim == known else _lay_out(forward, gradient, dim) for dim in dims]
-        vectors = []
-        for one in laid_out:
-            z, g, _ = one.rows(wants_labels)
-            vectors.append(cross_entropy.examine(z, g, one.tolerance))
+        laid_out = [_lay_out(forward, gradient, dim, None) for dim in dims]
+        if not len(laid_out[0].g):
+            return None, None, known, 0.0
+        vectors = [cross_entropy.examine(*one.rows(wants_labels)[:2], one.tolerance) for one in laid_out]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
-        seen.total = found[0].total
         for rank in range(cross_entropy.RANKS):
             for dim, evidence, one in zip(dims, found, laid_out, strict=True):
                 form = cross_entropy.candidate(evidence, rank, self._form, has_scale and wants_labels)
@@ -316,12 +317,11 @@ class LossReader:
                 reading = self._read_rows(form, one, wants_labels, evidence.slope * one.count)
                 if bool(reading.fits):
                     self._form, forward.rows = form, one.z
-                    if known is None:
-                        self.class_dim, seen.count = dim, one.count
-                    return reading, dim
+                    self.class_dim = dim if known is None else self.class_dim
+                    return reading, one.count, dim, found[0].total
         if any(evidence.says for evidence in found):
             self._refuse(gradient, wants_labels, known)
-        return None, known
+        return None, None, known, found[0].total
 
     def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
@@ -342,31 +342,34 @@ class LossReader:
 
 
 class _Seen:
-    """A gradient laid out as rows, with what every form needs; ``total`` is known only after a synchronization."""
+    """A gradient laid out as rows, with what every form needs.
 
-    __slots__ = ("count", "g", "live", "size", "tolerance", "total", "z")
+    A row is live if its gradient is not zero. Each row sums to zero, so it has a positive entry then, but for the
+    gradient of ``NLLLoss`` alone; a norm would do for all, but its squares underflow where a row is certain.
+    """
 
-    def __init__(self, z: Tensor, g: Tensor) -> None:
-        self.z, self.g, self.total = z, g, 1.0
+    __slots__ = ("count", "g", "live", "size", "tolerance", "z")
+
+    def __init__(self, z: Tensor, g: Tensor, form: Form | None) -> None:
+        self.z, self.g = z, g
         half = z.dtype.itemsize < 4 or g.dtype.itemsize < 4
         self.tolerance = cross_entropy.HALF_TOLERANCE if half else cross_entropy.TOLERANCE
-        dtype = torch.float32 if g.dtype.itemsize < 4 else g.dtype
-        self.size = torch.linalg.vector_norm(g, ord=1, dim=1, dtype=dtype)  # squares would underflow
+        self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
         self.live = self.size > 0
         self.count = self.live.sum()
 
     def rows(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and gradient in float32 or wider, and which rows are not zero; at most ``MAX_ROWS`` of the largest."""
-        z, g, live, dtype = self.z, self.g, self.live, self.size.dtype
+        """Logits and gradient in float32 or wider, and which rows are live; at most ``MAX_ROWS`` of the largest."""
+        z, g, live = self.z, self.g, self.live
         if not all_rows and len(z) > MAX_ROWS:
             size, rows = self.size.topk(MAX_ROWS)
             z, g, live = z.index_select(0, rows), g.index_select(0, rows), size > 0
-        return z.to(dtype), g.to(dtype), live
+        return wide(z), wide(g), live
 
 
-def _lay_out(forward: Forward, gradient: Tensor, dim: int) -> _Seen:
+def _lay_out(forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> _Seen:
     z, g = forward.logits, gradient
     if gradient.ndim != 2 or dim != 1:
         z, g = to_rows(z, dim), to_rows(g, dim)
     forward.rows = z
-    return _Seen(z, g)
+    return _Seen(z, g, form)
