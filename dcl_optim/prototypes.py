@@ -113,7 +113,7 @@ class Prototypes(Forecaster):
     def settings(self) -> dict[str, Any]:
         return {"num_classes": self.num_classes or "not known yet"}
 
-    # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) ----------------------------------------------------------------------
+    # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) --------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: Any, step: int) -> None:
         self._group.find()
@@ -129,7 +129,9 @@ class Prototypes(Forecaster):
             self._follow_model(z)
         z = z.to(self._rows.dtype)
         labels, count = self._labels_of(forward, loss, z)
-        if not self._all_known and _sync.may_sync(forward.step - 1, z):  # not in the step in which the reader synchronizes
+        if not self._all_known and _sync.may_sync(
+            forward.step - 1, z
+        ):  # not in the step in which the reader synchronizes
             self._all_known = bool(self._known[:-1].all())
         if labels.ndim == 1:
             c = self._rows.index_select(0, labels)
@@ -141,16 +143,14 @@ class Prototypes(Forecaster):
             weights = ((shares.sum(1) > 0.5) & ~unknown).to(z.dtype)
         if self._per_class:
             if labels.ndim == 2:
-                raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
+                raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes")
             numbers = self._no_rows.index_add(0, labels, z.new_ones(len(labels)))
             weights, count = (self._known / numbers).index_select(0, labels), 1.0
         rows = self._rows_of_known(distance, z, c, labels, weights) if distance.couples_rows else distance.rows(z, c)
         forward.prediction = labels, rows.slope if isinstance(distance, SquaredDistance) else None
         return Penalty(rows, count, weights)
 
-    def _rows_of_known(
-        self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None
-    ) -> Rows:
+    def _rows_of_known(self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None) -> Rows:
         """The distances of all rows, by a distance that gets those with a prototype alone; this synchronizes."""
         known = torch.ones_like(z[:, 0]) if weights is None else weights
         if labels.ndim == 1:
@@ -170,13 +170,13 @@ class Prototypes(Forecaster):
         """The label of each row (N,), K for none, or its shares (N, K); and the number of rows with a label."""
         labels = loss.labels
         assert labels is not None
-        if loss.count is not None:  # read
+        if loss.number is not None:  # read
             if z.shape[1] != self._rows.shape[1]:
                 check_width(forward, z, self.num_classes)
             if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
                 labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
                 return labels, (labels < self.num_classes).sum()
-            return labels, loss.count
+            return labels, loss.number
         look = not self._has_checked_shares or _sync.may_sync(forward.step, z)
         labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
         if labels.ndim == 2:
@@ -217,7 +217,7 @@ class Prototypes(Forecaster):
         if self._sums is not None or number > self._rows.shape[1] or self._group.size > 1:
             self._sum_by_class().index_add_(0, classes, apart)
         else:
-            self._kept.append((classes.clone() if loss.count is None else classes, apart))
+            self._kept.append((classes.clone() if loss.number is None else classes, apart))
 
     def skip(self, forward: Forward, alpha: float) -> None:
         self._alpha = alpha
@@ -239,11 +239,11 @@ class Prototypes(Forecaster):
         if self._group.size > 1:
             self._group.all_reduce_sum(counts[:-1])
             self._group.all_reduce_sum(self._sum_by_class())
-        rate = 1.0 - self._alpha
+        rate, numbers = 1.0 - self._alpha, counts
         if not self._all_known:  # the first mean becomes the prototype
             counts = counts * (rate / (1.0 - self._alpha * self._known)) if rate else counts / (1.0 - self._known)
             rate = rate or 1.0
-            torch.maximum(self._known, (self._counts > 1e-20).to(counts.dtype), out=self._known)[-1:].zero_()
+            torch.maximum(self._known, (numbers > 1e-20).to(numbers), out=self._known)[-1:].zero_()
         if self._sums is not None:
             self._rows[:-1].addcdiv_(self._sums[:-1], counts[:-1, None], value=rate)
         for classes, apart in self._kept:
@@ -335,8 +335,8 @@ def _check_distributions(shares: Tensor) -> None:
     sums = wide(shares).sum(1)
     if not bool((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
         raise ValueError(
-            f"targets has soft labels that are not distributions over the {shares.shape[1]} classes (the least share is "
-            f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer is "
+            f"targets has soft labels that are not distributions over {shares.shape[1]} classes (the least share "
+            f"is {float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer is "
             "for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
             "DCLOptimizer, which needs no labels"
         )

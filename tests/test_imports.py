@@ -14,7 +14,7 @@ FILES = {name.removesuffix(".__init__"): path for name, path in sorted(PATHS.ite
 # From the top. A file or package imports from lower layers and from itself; _ stands for all files that begin with it.
 ORDER = """
     __main__ | demo | plots | metrics dcl_optim | dcl dcp | optimizer | algorithm | batches companion prototypes
-    | forecaster | loss | distances forward schedules | reference distributed _
+    | forecaster | loss | distances distributed forward schedules | reference _
 """
 LAYER = {unit: depth for depth, units in enumerate(ORDER.split("|")) for unit in units.split()}
 PRIVATE = re.compile(

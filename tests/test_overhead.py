@@ -272,7 +272,7 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], Step]] = {
     "DCP, bfloat16": (lambda: settled(dcp(Small(torch.bfloat16))), plain),
     "DCP, closure": (lambda: settled(dcp(Small())), closed),
     "DCP, accumulation": (lambda: settled(dcp(Small(), loss_scale=0.5)), accumulated),
-    "DCP, soft labels": (lambda: past_first_soft_batch(dcp(Small())), softly),
+    "DCP, soft labels": (lambda: settled(past_first_soft_batch(dcp(Small()))), softly),
     "DCP, many classes": (lambda: settled(dcp(Small(classes=600), num_classes=600)), plain),
     "DCL, infonce": (lambda: settled(dcl(Small(), distance="infonce")), plain),
 }

@@ -78,9 +78,9 @@ class Companion(Forecaster):
     r"""The second network :math:`\omega` of Deep Companion Learning (Algorithm 1).
 
     Prediction: its logits c on the same batch. Learning: one step of its optimizer on
-    :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward passes
-    since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward pass runs
-    when that of the model has ended.
+    :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward
+    passes since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward pass
+    runs when that of the model has ended.
 
     A copy is made when the first training forward pass begins, so that it starts where the model does whatever a script
     does to the model before; ``module``, ``optimizer`` and :meth:`load_state_dict` make it earlier.
@@ -109,7 +109,7 @@ class Companion(Forecaster):
         model: nn.Module,
         base: Optimizer,
         find_logits: Callable[[Any], Tensor],
-        options: CompanionOptions = CompanionOptions(),  # noqa: B008
+        options: CompanionOptions = CompanionOptions(),
     ) -> None:
         self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
         refuse_flat_shards(model)
@@ -165,7 +165,7 @@ class Companion(Forecaster):
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._mean = WeightedMean()  # of the gradients since the last step
 
-    # ---- the prediction: c = f(ω, x) -----------------------------------------------------------------------------------
+    # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._learns, self._step = step % self._options.every == 0, step
@@ -196,8 +196,8 @@ class Companion(Forecaster):
         if shape != forward.logits.shape:
             hint = "" if rest is None else " " + self._about_fraction(arguments, len(forward.logits))
             raise ValueError(
-                f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; its "
-                f"architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
+                f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; "
+                f"its architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
                 "model again"
             )
         if not network.has_predicted:
