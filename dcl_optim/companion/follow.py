@@ -73,7 +73,7 @@ class ModelFollower:
         if self._trained_elsewhere[0]:
             self._follow_elsewhere()
 
-    # ---- frozen parameters that the forward pass writes to -------------------------------------------------------------
+    # ---- frozen parameters that the forward pass writes to -----------------------------------------------------------
 
     def before_first_forward(self) -> None:
         """Note the versions of the shared parameters."""

@@ -306,9 +306,8 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
         plausible = ~soft | (unlikely.sum() <= 0.5 * count)
     weighted = read(Form("weighted"), z, g, live, count, 1.0, tolerance).fits & plausible
     log = read(Form("log"), z, g, live, count, 1.0, tolerance).fits
-    evidence = [
-        size.sum(), says, (hard <= bound) & plausible, better & (smoothed <= bound) & plausible, smoothing, soft, mixed, weighted, log, slope
-    ]  # fmt: skip
+    hard_fits, smoothed_fits = (hard <= bound) & plausible, better & (smoothed <= bound) & plausible
+    evidence = (size.sum(), says, hard_fits, smoothed_fits, smoothing, soft, mixed, weighted, log, slope)
     return torch.stack([value.double() for value in evidence])
 
 

@@ -3,7 +3,7 @@ r"""The one place that knows losses: loss scale, labels and class dimension of e
 | what | sources, the first that applies |
 | --- | --- |
 | s | ``loss_scale=``; the gradient of the logits; the gradient of the model's own loss; the last s that was read; 1 |
-| labels | ``set_targets``; ``targets=``; the gradient of the logits; with ``loss_scale=``, the only negative entry of a row |
+| labels | ``set_targets``; ``targets=``; the gradient of the logits; with ``loss_scale=`` a row's only negative entry |
 | class dimension | ``class_dim=``; the dimension along which the gradient has a known form; 1 |
 
 Which form the gradient has is a property of the script. It is chosen at the first gradient that tells it, and chosen
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcl_optim import _sync
 from dcl_optim._torch import current_backward, warn
-from dcl_optim._sync import SYNC_INTERVAL
 from dcl_optim._validation import check_positive, is_number
 from dcl_optim.distances import to_rows, wide
 from dcl_optim.forward import Forward
@@ -33,12 +33,12 @@ Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 MAX_ROWS = 64  # that are read where only the scale is asked for
 
 UNREADABLE_SCALE = (
-    "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty is "
-    "added with factor 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there is no factor)"
+    "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty "
+    "is added with factor 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there is no factor)"
 )
 UNREADABLE_LABELS = (
-    "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy over "
-    "the model's logits"
+    "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy "
+    "over the model's logits"
 )
 FIX_LABELS = (
     "\n  Fix: call set_targets(labels) before the forward pass, or pass targets=<the model's keyword with the labels>; "
@@ -57,9 +57,9 @@ class Loss(NamedTuple):
 
     Attributes:
         scale: s, what the loss was multiplied by.
-        labels: as they were given; read ones as a label for each row (N,), K for none, or as soft labels (N, K); None if
-            nobody needs them, or the gradient says nothing.
-        count: the number of rows that the loss is the mean of, if the labels were read; else None.
+        labels: as they were given; read ones as a label for each row (N,), K for none, or as soft labels (N, K); None
+            if nobody needs them, or the gradient says nothing.
+        number: the number of rows that the loss is the mean of, if the labels were read; else None.
         class_dim: the dimension of the logits that holds the classes.
         finite: False if the gradient is known not to be finite.
         says: False if the batch is to be skipped: it is not finite, its gradient is zero, or labels are missing.
@@ -67,7 +67,7 @@ class Loss(NamedTuple):
 
     scale: Scale
     labels: Tensor | None
-    count: Tensor | None
+    number: Tensor | None
     class_dim: int
     finite: bool = True
     says: bool = True
@@ -117,7 +117,7 @@ class LossReader:
         self._warned_scale = self._warned_labels = False
         self.load_state({})
 
-    # ---- the state -----------------------------------------------------------------------------------------------------
+    # ---- the state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
@@ -140,7 +140,7 @@ class LossReader:
         """Keep what was read in a step that was taken."""
         self._scale = self._latest
 
-    # ---- the forward pass ----------------------------------------------------------------------------------------------
+    # ---- the forward pass --------------------------------------------------------------------------------------------
 
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the next forward pass."""
@@ -193,13 +193,14 @@ class LossReader:
         index = loss.output_nr
 
         def note(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[index] is not None:
-                forward.own_loss = current_backward(), gradients[index].sum()
+            gradient = gradients[index]
+            if gradient is not None:
+                forward.own_loss = current_backward(), gradient.sum()
 
         loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         return output
 
-    # ---- the backward pass ---------------------------------------------------------------------------------------------
+    # ---- the backward pass -------------------------------------------------------------------------------------------
 
     def read(self, forward: Forward, gradient: Tensor, several: bool) -> Loss:
         """Read the gradient that the script's loss sends to the logits, and lay the logits out as rows.
@@ -214,7 +215,8 @@ class LossReader:
         """
         given = None if self.source == "auto" else self._given_scale(gradient)
         dim = 1 if gradient.ndim <= 2 and self._given_dim is None else self._dim_of(gradient)
-        own = forward.own_loss[1] if forward.own_loss is not None and forward.own_loss[0] == current_backward() else None
+        arrived = forward.own_loss is not None and forward.own_loss[0] == current_backward()
+        own = forward.own_loss[1] if forward.own_loss is not None and arrived else None
         wants_labels = self._reads_labels and forward.targets is None
         if own is not None and forward.hides_gradient:
             if wants_labels:
@@ -223,13 +225,14 @@ class LossReader:
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
             return Loss(given, forward.targets, None, dim)
+        may_sync = _sync.may_sync(forward.step, gradient)
         form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
             seen = _lay_out(forward, gradient, dim, form)
             reading, count = self._read_rows(form, seen, wants_labels, self._scale), seen.count
-            settles = forward.may_sync and not bool(reading.fits)
+            settles = may_sync and not bool(reading.fits)
         else:
-            settles = forward.step % SYNC_INTERVAL == 0 or not self._tried
+            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
         if settles:
             reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
         says = 0 < total < math.inf and not (wants_labels and reading is None)
@@ -238,7 +241,7 @@ class LossReader:
             scale = 0.0
         elif scale is None:
             scale = self._scale_of(reading, own, several, gradient.dtype)
-            if count is not None and not (wants_labels or gradient.is_cpu):
+            if count is not None and not (wants_labels or may_sync):
                 scale = scale * (count > 0)  # a gradient of zero: the loss has the factor 0
         dim = 1 if dim is None else dim
         if not wants_labels or reading is None or count is None:
@@ -286,7 +289,7 @@ class LossReader:
         self._latest = torch.where(reading.tells_scale, reading.scale, fallback)
         return self._latest
 
-    # ---- reading -------------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool, last: Scale | None) -> Reading:
         z, g, live = seen.rows(wants_labels or form.kind == "weighted")
@@ -343,8 +346,8 @@ class LossReader:
 class _Seen:
     """A gradient laid out as rows, with what every form needs.
 
-    A row is live if its gradient is not zero. Each row sums to zero, so it has a positive entry then, but for the
-    gradient of ``NLLLoss`` alone; a norm would do for all, but its squares underflow where a row is certain.
+    A row is live if its gradient is not zero. Each row sums to zero, so it has a positive entry then, except in the
+    gradient of ``NLLLoss`` alone. A norm would do for all, but its squares underflow where a row is certain.
     """
 
     __slots__ = ("count", "g", "live", "size", "tolerance", "z")
