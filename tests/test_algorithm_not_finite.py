@@ -1,0 +1,256 @@
+"""A batch whose gradient is not finite gets no penalty and is not learned from, whether the script steps or not."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
+from dcl_optim.distances import DISTANCES
+from tests.helpers import CLASSES, assert_same, batches, mlp
+
+NAN, INF = float("nan"), float("inf")
+SAID = "non-finite logits or loss"
+VARIANTS = ["dcl", "dcp, labels read", "dcp, labels given"]
+
+
+class Script:
+    """A training script, which may meet a bad batch."""
+
+    def __init__(self, variant: str, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        self.variant, self.dtype, self.model, self.autocast = variant, dtype, mlp(dtype=dtype), False
+        base = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        options = {"weight": 0.7, "alpha": 0.4} | options
+        self.optimizer: Any
+        if variant == "dcl":
+            self.optimizer = DCLOptimizer(base, self.model, **options)
+        else:
+            self.optimizer = DCPOptimizer(base, self.model, CLASSES, **options)
+
+    def backward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
+        if self.variant == "dcp, labels given":
+            self.optimizer.set_targets(y)
+        with torch.autocast("cpu", torch.float16, enabled=self.autocast):
+            loss = factor * F.cross_entropy(self.model(x.to(self.dtype)), y)
+        loss.backward()
+
+    def train(self, data: Any) -> None:
+        for x, y in data:
+            self.optimizer.zero_grad()
+            self.backward(x, y)
+            self.optimizer.step()
+
+    def step_with_zeros(self, bad: Any, x: Tensor, y: Tensor) -> None:
+        """As a script that cleans its gradients and steps all the same."""
+        self.optimizer.zero_grad()
+        bad(self, x, y)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        self.optimizer.step()
+
+    def forecasts(self) -> list[Tensor]:
+        found = self.optimizer.companion.parameters() if self.variant == "dcl" else [self.optimizer.prototypes]
+        return [tensor.detach().clone() for tensor in found]
+
+    def state(self) -> Any:
+        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
+
+    def is_finite(self) -> bool:
+        return all(bool(tensor.isfinite().all()) for tensor in [*self.model.parameters(), *self.forecasts()])
+
+
+def nan_in_the_input(script: Script, x: Tensor, y: Tensor) -> None:
+    x = x.clone()
+    x[1, 2] = NAN
+    script.backward(x, y)
+
+
+def nan_in_the_loss(script: Script, x: Tensor, y: Tensor) -> None:
+    script.backward(x, y, NAN)
+
+
+def inf_in_the_loss(script: Script, x: Tensor, y: Tensor) -> None:
+    script.backward(x, y, INF)
+
+
+BAD = [nan_in_the_input, nan_in_the_loss, inf_in_the_loss]
+STARTS = [0, 2]  # the first batch, from which the loss's form would be read, and a later one
+CASES = list(itertools.product(VARIANTS, BAD, STARTS))
+
+
+@pytest.mark.parametrize(("variant", "bad", "start"), CASES)
+def test_a_bad_batch_that_is_skipped_leaves_no_trace(variant, bad, start):
+    """As a gradient scaler skips it: no step, and the next batch begins with zero_grad."""
+    found = []
+    for meets_it in (True, False):
+        script, data = Script(variant), list(batches(start + 4))
+        script.train(data[:start])
+        if meets_it:
+            script.optimizer.zero_grad()
+            bad(script, *data[start])
+        script.train(data[start + 1 :])
+        found.append(script.state())
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(("variant", "bad", "start"), CASES)
+def test_a_bad_batch_that_is_stepped_on_is_not_learned_from_and_said_once(variant, bad, start):
+    script, data = Script(variant), list(batches(start + 4))
+    script.train(data[:start])
+    before = script.forecasts()
+    with pytest.warns(UserWarning, match=SAID):
+        script.step_with_zeros(bad, *data[start])
+    assert_same(script.forecasts(), before)
+    script.train(data[start + 1 : start + 3])
+    assert script.is_finite()
+    assert 0 < script.optimizer.penalty < INF
+    script.step_with_zeros(bad, *data[start + 3])  # an error if it warned again
+
+
+@pytest.mark.filterwarnings(f"ignore:{SAID}")
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        *(("dcl", {"distance": distance}) for distance in [*DISTANCES, F.smooth_l1_loss]),
+        ("dcp, labels given", {}),
+        ("dcp, labels given", {"distance": "infonce"}),
+        ("dcp, labels read", {}),
+    ],
+    ids=["mse", "l1", "kl", "infonce", "a function", "prototypes", "prototypes by infonce", "labels read"],
+)
+def test_with_a_loss_scale_that_is_given_it_is_not_learned_from_either(variant, options):
+    """Neither the scale nor, where they are given, the labels are then read from the gradient."""
+    script, data = Script(variant, loss_scale=1.0, **options), list(batches(5))
+    script.train(data[:2])
+    before = script.forecasts()
+    script.step_with_zeros(nan_in_the_input, *data[2])
+    assert_same(script.forecasts(), before)
+    script.train(data[3:])
+    assert script.is_finite()
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp, labels read"])
+def test_an_overflow_under_float16_autocast_is_such_a_batch(variant):
+    script, data = Script(variant, torch.float32), list(batches(6))
+    script.autocast = True
+    script.train(data[:3])
+    before = script.forecasts()
+    with pytest.warns(UserWarning, match=SAID):
+        script.step_with_zeros(lambda script, x, y: script.backward(x, y, 1e8), *data[3])
+    assert_same(script.forecasts(), before)
+    script.train(data[4:])
+    assert script.is_finite()
+
+
+@pytest.mark.filterwarnings(f"ignore:{SAID}")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_other_forwards_of_the_step_are_learned_from(variant):
+    """As if the bad one, from which the base gets a gradient of zero, had not been there."""
+    found = []
+    for meets_it in (True, False):
+        script, data = Script(variant), list(batches(9))
+        script.train(data[:4])
+        script.optimizer.zero_grad()
+        script.backward(*data[4])
+        if meets_it:
+            good = [parameter.grad.clone() for parameter in script.model.parameters()]
+            nan_in_the_input(script, *data[5])
+            for parameter, gradient in zip(script.model.parameters(), good, strict=True):
+                parameter.grad.copy_(gradient)
+        script.backward(*data[6])
+        script.optimizer.step()
+        script.train(data[7:])
+        found.append(script.state())
+    assert_same(*found)
+
+
+@pytest.mark.filterwarnings(f"ignore:{SAID}")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_its_penalty_and_the_scale_of_the_last_good_one_are_in_the_logs(variant):
+    script, data = Script(variant), list(batches(3))
+    for x, y in data[:2]:
+        script.optimizer.zero_grad()
+        script.backward(x, y, 8.0)
+        script.optimizer.step()
+    script.step_with_zeros(nan_in_the_loss, *data[2])
+    logs = script.optimizer.logs()
+    assert torch.tensor(logs["penalty"]).isnan()
+    assert logs["loss_scale"] == pytest.approx(8.0)
+    assert logs["step"] == 3
+
+
+# ---- where values may not be read ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, in a step in which it is not to be waited for."""
+    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: False)
+
+
+@pytest.mark.filterwarnings("ignore:the companion's logits were not finite")
+@pytest.mark.usefixtures("never_read")
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    ("variant", "distance"),
+    [("dcl", "mse"), ("dcl", "infonce"), ("dcp, labels read", "mse"), ("dcp, labels given", "kl")],
+)
+def test_without_a_look_training_goes_on_too(variant, distance, bad):
+    """The companion itself may be spoiled by its own backward pass; it is then copied from the model."""
+    script, data = Script(variant, distance=distance), list(batches(8))
+    script.train(data[:3])
+    script.step_with_zeros(bad, *data[3])
+    script.train(data[4:])
+    assert script.is_finite()
+    assert 0 < script.optimizer.penalty < INF
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:the companion's logits were not finite", f"ignore:{SAID}")
+@pytest.mark.parametrize("variant", ["dcl", "dcp, labels read"])
+@pytest.mark.parametrize("bad", BAD)
+def test_on_a_gpu_training_goes_on_too(variant, bad):
+    script = Script(variant, torch.float32)
+    script.model.cuda()
+    data = [(x.cuda(), y.cuda()) for x, y in batches(17)]
+    script.train(data[:4])
+    script.step_with_zeros(bad, *data[4])  # step 5, in which nothing is read
+    script.train(data[5:])
+    assert script.is_finite()
+    assert 0 < script.optimizer.penalty < INF
+
+
+# ---- masks that differ by row ----------------------------------------------------------------------------------------
+
+
+class MaskedByRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.one_hot(x[:, 0].abs().mul(10).long() % 2, CLASSES).bool()
+        return self.net(x).masked_fill(mask, -INF)
+
+
+@pytest.mark.parametrize("distance", ["mse", "l1", "kl"])
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_logits_masked_differently_in_each_row_are_no_such_batch(variant, distance):
+    model = MaskedByRow()
+    base, options = torch.optim.SGD(model.parameters(), lr=0.1), {"weight": 1.0, "distance": distance}
+    dcl = variant == "dcl"
+    optimizer: Any = DCLOptimizer(base, model, **options) if dcl else DCPOptimizer(base, model, CLASSES, **options)
+    for x, _ in batches(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), 2 + torch.arange(len(x)) % (CLASSES - 2)).backward()
+        optimizer.step()
+    assert 0 < optimizer.penalty < INF
+    tensors = [*model.parameters(), *(optimizer.companion.parameters() if dcl else [optimizer.prototypes])]
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors)
