@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import nn
 
 from dcl_optim import _torch
-from dcl_optim.distributed import unwrapped
 
 
 class HookListener(Protocol):
@@ -55,15 +54,15 @@ def _no_listener() -> None:
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model; :meth:`remove` takes them off."""
+    """The hooks of one optimizer on a model, and on the user's ``own`` module in it; :meth:`remove` takes them off."""
 
-    def __init__(self, listener: HookListener, model: nn.Module) -> None:
+    def __init__(self, listener: HookListener, model: nn.Module, own: nn.Module) -> None:
         reference = weakref.ref(listener, lambda _: self.remove())
         before, after, loaded = (_Hook(reference, name) for name in ("before_forward", "after_forward", "model_loaded"))
         self._handles: list[Any] = [
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(after, with_kwargs=True),
-            unwrapped(model).register_load_state_dict_post_hook(loaded),
+            own.register_load_state_dict_post_hook(loaded),
         ]
 
     def remove(self) -> None:

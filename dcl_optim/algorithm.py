@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _rng, _sync
+from dcl_optim import _rng
 from dcl_optim._hooks import ModuleHooks, replace_others
 from dcl_optim._optim import parameters_of
 from dcl_optim._rng import RngState
@@ -21,20 +22,22 @@ from dcl_optim._torch import current_backward, fills_all_leaves, is_recorded, re
 from dcl_optim._validation import DIFFERENTIAL_PRIVACY, uses_differential_privacy
 from dcl_optim.batches import StepBatches
 from dcl_optim.distances import Distance, from_rows
+from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Penalty
 from dcl_optim.forward import Forward
 from dcl_optim.loss.outputs import LogitsFinder, conversion_source
 from dcl_optim.loss.reader import LossReader, Scale
 from dcl_optim.schedules import Checked
 
+_requires_grad = attrgetter("requires_grad")
 NOT_FINITE = (
-    "non-finite logits or loss: such a batch gets no penalty and is not learned from. Classes that are masked by logits "
-    "of minus infinity have to be masked alike in all rows"
+    "non-finite logits or loss: a batch whose gradient of the logits is not finite gets no penalty, and neither the "
+    "companion nor the prototypes learn from it"
 )
 
 
 class Algorithm:
-    r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each training forward pass."""
+    r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class Algorithm:
         self._rng_state: RngState | None = None  # before the training forward pass that runs
         self.attach()
 
-    # ---- the forward pass: c = f(ω, x) ---------------------------------------------------------------------------------
+    # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model: forget a step that was skipped; note the RNG state that the model draws from."""
@@ -69,7 +72,7 @@ class Algorithm:
         if not (module.training or self._count_eval) or not torch.is_grad_enabled() or is_recorded():
             return
         backward = current_backward()  # in which activation checkpointing recomputes a counted forward pass
-        trained = next((p for p in parameters_of(self._base) if p.requires_grad), None)
+        trained = next(filter(_requires_grad, parameters_of(self._base)), None)
         if trained is None or (backward != -1 and backward == self.batches.backward):
             return
         if not self.batches.forwards and uses_differential_privacy(self._base):
@@ -103,7 +106,7 @@ class Algorithm:
         self.batches.forwards += 1
         return output
 
-    # ---- the backward pass: grad z + s λ ∂Δ(z, c)/∂z -------------------------------------------------------------------
+    # ---- the backward pass: grad z + s λ ∂Δ(z, c)/∂z -----------------------------------------------------------------
 
     def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
@@ -118,7 +121,7 @@ class Algorithm:
             return None
         if batches.count and not forward.counted and batches.are_gone(backward):
             self.forget()
-        forward.added_in, forward.may_sync = backward, _sync.may_sync(forward.step, gradient)
+        forward.added_in = backward
         weight = self.weight(self.steps + 1) if self.weight.constant is None else self.weight.constant
         alpha = self.alpha(self.steps + 1) if self.alpha.constant is None else self.alpha.constant
         loss = self.loss.read(forward, gradient, several=batches.count > 0)
@@ -144,7 +147,7 @@ class Algorithm:
         gradient = self.on_gradient(forward, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
 
-    # ---- the step ------------------------------------------------------------------------------------------------------
+    # ---- the step ----------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """Both networks have stepped."""
@@ -164,12 +167,12 @@ class Algorithm:
             self.batches.start()
             self.batches.penalties = penalties
 
-    # ---- hooks, copies and state ---------------------------------------------------------------------------------------
+    # ---- hooks, copies and state -------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Put the hooks on the model; an optimizer that had its own there is superseded."""
         replace_others(self.model)
-        self._hooks: ModuleHooks | None = ModuleHooks(self, self.model)
+        self._hooks: ModuleHooks | None = ModuleHooks(self, self.model, unwrapped(self.model))
 
     def detach(self) -> None:
         """Take the hooks off; the model is as it was."""
@@ -211,12 +214,12 @@ class Algorithm:
 
 def _add_penalty(gradient: Tensor, penalty: Penalty, scale: Scale, weight: float, class_dim: int) -> Tensor:
     """gradient + s λ ∂Δ/∂z, computed in the wider of their dtypes, in the dtype of the gradient."""
-    rows, count, weights = penalty.rows, penalty.count, penalty.weights
+    rows, number, weights = penalty
     slope, factor = rows.slope, weight * rows.factor
-    if isinstance(count, Tensor):
-        scale = scale / count
+    if isinstance(number, Tensor):
+        scale = scale / number
     else:
-        factor /= count
+        factor /= number
     if weights is not None:
         slope, scale = slope * (weights * scale)[:, None], 1.0
     if gradient.ndim != 2 or class_dim != 1:

@@ -1,8 +1,8 @@
 """Distances Δ(z, c) between logits, row by row, with their gradients; and the companion's target.
 
 Letters: z are the model's logits, c the prediction that it is compared with (the companion's logits or a class
-prototype), N the number of rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token. An entry
-of z - c that is not finite contributes nothing: masked classes are minus infinity on both sides.
+prototype), N the number of rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token. An
+entry of z - c that is not finite contributes nothing: masked classes are minus infinity on both sides.
 """
 
 from __future__ import annotations
@@ -284,7 +284,9 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
     if temperature is not None:
         check_positive("temperature", temperature)
         if distance not in DEFAULT_TEMPERATURE:
-            raise ValueError(f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}")
+            raise ValueError(
+                f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}"
+            )
     if distance in DEFAULT_TEMPERATURE:
         chosen = DEFAULT_TEMPERATURE[str(distance)] if temperature is None else float(temperature)
         return Divergence(chosen) if distance == "kl" else MeanDistance(partial(infonce, temperature=chosen))

@@ -24,19 +24,19 @@ class Penalty(NamedTuple):
 
     Attributes:
         rows: the distances :math:`\delta_i` and their gradients.
-        count: n, a number or a scalar tensor.
+        number: n, a number or a scalar tensor.
         weights: :math:`w_i`, (N,); None for 1.
     """
 
     rows: Rows
-    count: float | Tensor
+    number: float | Tensor
     weights: Tensor | None = None
 
     @property
     def value(self) -> Tensor:
         """The penalty itself, a scalar."""
         distances = self.rows.distances
-        return (distances if self.weights is None else distances * self.weights).sum() / self.count
+        return (distances if self.weights is None else distances * self.weights).sum() / self.number
 
 
 class Forecaster(ABC):

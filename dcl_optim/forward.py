@@ -19,7 +19,6 @@ class Forward:
         step: the number of the optimizer step.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a parameter. Written
             by the algorithm.
-        may_sync: whether values may be read in the backward pass that runs. Written by the algorithm.
         counted: whether a backward pass has come. Written by the algorithm.
         added_in: the number of the backward pass that the penalty was added to last. Written by the algorithm.
         targets: the labels that the script gave, or None. Written by the loss reader.
@@ -36,7 +35,6 @@ class Forward:
         "counted",
         "hides_gradient",
         "logits",
-        "may_sync",
         "nodes",
         "own_loss",
         "prediction",
@@ -48,7 +46,7 @@ class Forward:
     def __init__(self, logits: Tensor, step: int) -> None:
         self.logits, self.step = logits.detach().clone(), step
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
-        self.may_sync = self.counted = self.hides_gradient = False
+        self.counted = self.hides_gradient = False
         self.added_in = -1
         self.targets: Tensor | None = None
         self.own_loss: tuple[int, Tensor] | None = None

@@ -110,8 +110,8 @@ class ForecastOptimizer(OptimizerWrapper):
             The loss of the first evaluation, without the penalty; what the base optimizer returns without a closure.
 
         Raises:
-            RuntimeError: there are gradients, but the model was not run in training mode since the last step; or another
-                optimizer has wrapped the model since.
+            RuntimeError: there are gradients, but the model was not run in training mode since the last step; or
+                another optimizer has wrapped the model since.
             TypeError: a closure that is not callable.
         """
         algorithm = self._algorithm
@@ -257,8 +257,8 @@ class ForecastOptimizer(OptimizerWrapper):
         """Return the current values as floats. The keys never change. Synchronizes.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; with DCP ``prototype_norm``, the mean length of the prototypes, and ``prototype_margin``,
-        how far a prototype's logit of its class is above the mean of the others.
+        the last backward pass; with DCP ``prototype_norm``, the mean length of the prototypes, and
+        ``prototype_margin``, how far a prototype's logit of its class is above the mean of the others.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.

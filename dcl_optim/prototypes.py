@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim._sync import may_sync
+from dcl_optim import _sync
 from dcl_optim._validation import check_labels, check_tensors
 from dcl_optim.distances import Distance, Rows, SquaredDistance, difference, to_rows, wide
 from dcl_optim.distributed import DataParallelGroup
@@ -113,7 +113,7 @@ class Prototypes(Forecaster):
     def settings(self) -> dict[str, Any]:
         return {"num_classes": self.num_classes or "not known yet"}
 
-    # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) ----------------------------------------------------------------------
+    # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) --------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: Any, step: int) -> None:
         self._group.find()
@@ -129,28 +129,28 @@ class Prototypes(Forecaster):
             self._follow_model(z)
         z = z.to(self._rows.dtype)
         labels, count = self._labels_of(forward, loss, z)
-        if not self._all_known and may_sync(forward.step - 1, z):  # not in the step in which the reader synchronizes
+        if not self._all_known and _sync.may_sync(
+            forward.step - 1, z
+        ):  # not in the step in which the reader synchronizes
             self._all_known = bool(self._known[:-1].all())
         if labels.ndim == 1:
             c = self._rows.index_select(0, labels)
             weights = None if self._all_known else self._known.index_select(0, labels)
         else:
-            columns, shares = self._columns(labels)
+            columns, shares = self._columns(forward, labels)
             c = shares @ self._rows.index_select(0, columns)
             unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).any(1)
             weights = ((shares.sum(1) > 0.5) & ~unknown).to(z.dtype)
         if self._per_class:
             if labels.ndim == 2:
-                raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes at once")
+                raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes")
             numbers = self._no_rows.index_add(0, labels, z.new_ones(len(labels)))
             weights, count = (self._known / numbers).index_select(0, labels), 1.0
         rows = self._rows_of_known(distance, z, c, labels, weights) if distance.couples_rows else distance.rows(z, c)
         forward.prediction = labels, rows.slope if isinstance(distance, SquaredDistance) else None
         return Penalty(rows, count, weights)
 
-    def _rows_of_known(
-        self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None
-    ) -> Rows:
+    def _rows_of_known(self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None) -> Rows:
         """The distances of all rows, by a distance that gets those with a prototype alone; this synchronizes."""
         known = torch.ones_like(z[:, 0]) if weights is None else weights
         if labels.ndim == 1:
@@ -170,25 +170,25 @@ class Prototypes(Forecaster):
         """The label of each row (N,), K for none, or its shares (N, K); and the number of rows with a label."""
         labels = loss.labels
         assert labels is not None
-        if loss.count is not None:  # read
+        if loss.number is not None:  # read
             if z.shape[1] != self._rows.shape[1]:
                 check_width(forward, z, self.num_classes)
             if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
                 labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
                 return labels, (labels < self.num_classes).sum()
-            return labels, loss.count
-        look = not self._has_checked_shares or z.is_cpu
+            return labels, loss.number
+        look = not self._has_checked_shares or _sync.may_sync(forward.step, z)
         labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
         if labels.ndim == 2:
             self._has_checked_shares = True
             return labels, max(len(labels), 1)
         return labels, (labels < self.num_classes).sum().clamp(min=1)
 
-    def _columns(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The classes that soft labels are about, (M,), and each row's shares in them, (N, M); all where that is not
         known without a synchronization."""
         shares = shares.to(self._rows.dtype)
-        if not shares.is_cpu:
+        if not _sync.may_sync(forward.step, shares):
             return torch.arange(self.num_classes, device=shares.device), shares
         classes = (shares != 0).any(0).nonzero().flatten()
         return classes, shares.index_select(1, classes)
@@ -201,7 +201,7 @@ class Prototypes(Forecaster):
         if self._counts is None:
             self._counts = self._no_rows.clone()
         if labels.ndim == 2:
-            classes, shares = self._columns(labels)
+            classes, shares = self._columns(forward, labels)
             numbers = shares.sum(0)
             z = forward.rows.to(self._rows.dtype)
             apart = difference(shares.T @ z.nan_to_num(0.0, 0.0, 0.0), numbers[:, None] * self._rows[classes])
@@ -217,7 +217,7 @@ class Prototypes(Forecaster):
         if self._sums is not None or number > self._rows.shape[1] or self._group.size > 1:
             self._sum_by_class().index_add_(0, classes, apart)
         else:
-            self._kept.append((classes.clone() if loss.count is None else classes, apart))
+            self._kept.append((classes.clone() if loss.number is None else classes, apart))
 
     def skip(self, forward: Forward, alpha: float) -> None:
         self._alpha = alpha
@@ -239,11 +239,11 @@ class Prototypes(Forecaster):
         if self._group.size > 1:
             self._group.all_reduce_sum(counts[:-1])
             self._group.all_reduce_sum(self._sum_by_class())
-        rate = 1.0 - self._alpha
+        rate, numbers = 1.0 - self._alpha, counts
         if not self._all_known:  # the first mean becomes the prototype
             counts = counts * (rate / (1.0 - self._alpha * self._known)) if rate else counts / (1.0 - self._known)
             rate = rate or 1.0
-            torch.maximum(self._known, (self._counts > 1e-20).to(counts.dtype), out=self._known)[-1:].zero_()
+            torch.maximum(self._known, (numbers > 1e-20).to(numbers), out=self._known)[-1:].zero_()
         if self._sums is not None:
             self._rows[:-1].addcdiv_(self._sums[:-1], counts[:-1, None], value=rate)
         for classes, apart in self._kept:
@@ -300,8 +300,8 @@ def to_labels(
 ) -> Tensor:
     """Check labels that the script gave, hard or soft ones, and lay them out as the rows of the logits.
 
-    The range of hard labels is checked on a CPU only, since a look would synchronize a GPU, whose own index kernels
-    assert; soft labels where ``look`` says so.
+    Values are checked if ``look``, since that synchronizes a GPU, whose own index kernels assert that hard labels are
+    in their range.
 
     Returns:
         The class of each row (N,), K where ignored, or shares (N, K).
@@ -321,7 +321,7 @@ def to_labels(
     if targets.numel() != len(z):
         raise ValueError(f"targets has {targets.numel()} labels for {len(z)} rows of logits; see class_dim= too")
     labels = targets.detach().reshape(-1).long()
-    if labels.is_cpu and len(labels):
+    if look and len(labels):
         wrong = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
         if wrong.any():
             raise ValueError(
@@ -335,8 +335,8 @@ def _check_distributions(shares: Tensor) -> None:
     sums = wide(shares).sum(1)
     if not bool((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
         raise ValueError(
-            f"targets has soft labels that are not distributions over the {shares.shape[1]} classes (the least share is "
-            f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer is "
+            f"targets has soft labels that are not distributions over {shares.shape[1]} classes (the least share "
+            f"is {float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer is "
             "for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
             "DCLOptimizer, which needs no labels"
         )

@@ -1,4 +1,4 @@
-"""Every bad argument is a clear error: its name, its value, the mend, and nothing has changed."""
+"""Every bad argument is a clear error: its name, its value, the fix, and nothing has changed."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_wrapper_inside_a_wrapper():
     DCLOptimizer(optimizer.base, model, weight=1.0)
 
 
-def test_bases_that_maximise():
+def test_bases_that_maximize():
     refused(
         lambda m: DCLOptimizer(torch.optim.SGD(m.parameters(), lr=0.1, maximize=True), m, weight=1.0),
         ValueError,

@@ -1,31 +1,88 @@
-"""The companion: what it is made of, what it shares, what it learns from, and the outputs it can follow."""
+"""The companion: what it predicts and learns, random draws, outputs that it can follow, errors that name it."""
 
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.companion import Companion
-from dcl_optim.hooks.outputs import find_logits
-from tests.helpers import CLASSES, FEATURES, assert_same, batch_norm_net, batches, dropout_net, mlp, train
+from dcl_optim.distances import resolve_distance, to_rows
+from dcl_optim.loss.outputs import find_logits
+from dcl_optim.reference import dcl_step
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    backward,
+    batch_norm_net,
+    batches,
+    dropout_net,
+    mlp,
+    one,
+    sgd,
+    train,
+    wrap,
+)
+
+DATA = list(batches(5))
 
 
-def sgd(model, **options):
-    return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9} | options))
+def test_companion_is_a_forecaster_on_its_own():
+    model = mlp()
+    forecaster = Companion(model, sgd(model), find_logits)
+    assert_same(forecaster.module, model)
 
 
-def wrap(model, **options):
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+
+def by_backward(loss: Tensor, model: nn.Module) -> None:
+    loss.backward()
+
+
+def by_grad(loss: Tensor, model: nn.Module) -> None:
+    for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+        parameter.grad = gradient
+
+
+@pytest.mark.parametrize("bring", [by_backward, by_grad])
+def test_the_companions_backward_runs_when_the_models_has_ended(bring):
+    """Its gradient, of Equation 4, is there before the step, and nothing holds on to its graph."""
+    model, companion = mlp(), mlp(seed=3)
+    optimizer = wrap(model, companion=copy.deepcopy(companion), alpha=0.25)
+    x, y = one()
+    z, c = model(x), companion(x)
+    F.mse_loss(c, 0.25 * c.detach() + 0.75 * z.detach()).backward()
+    logits = []
+    optimizer.companion.register_forward_hook(lambda module, inputs, output: logits.append(weakref.ref(output)))
+    loss = F.cross_entropy(model(x), y)
+    assert logits[0]() is not None
+    assert all(parameter.grad is None for parameter in optimizer.companion.parameters())
+    bring(loss, model)
+    assert logits[0]() is None
+    for ours, expected in zip(optimizer.companion.parameters(), companion.parameters(), strict=True):
+        assert_same(ours.grad, expected.grad, rtol=1e-10, atol=1e-13)
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in optimizer.companion.parameters())
 
 
 # ---- random draws ----------------------------------------------------------------------------------------------------
+
+
+def test_companion_replays_the_models_draws():
+    model = dropout_net()
+    optimizer = wrap(model)
+    x, y = one()
+    backward(model, x, y)
+    assert optimizer.penalty == 0.0, "same weights and same masks give the same logits"
 
 
 def test_layers_that_draw_from_a_generator_of_their_own():
@@ -66,60 +123,22 @@ def test_the_script_draws_from_its_stream_as_if_no_companion_ran():
     assert_same(*found)
 
 
-# ---- how it is made -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("draws", ["as many", "more"])
+def test_random_streams_are_left_as_without_the_companion(draws):
+    model = dropout_net()
+    companion = None if draws == "as many" else nn.Sequential(nn.Dropout(0.1), dropout_net(seed=3))
+    alone = dropout_net()
+    x, _ = one()
+    torch.manual_seed(4)
+    alone(x)
+    expected = torch.get_rng_state()
+    with wrap(model, companion=companion):
+        torch.manual_seed(4)
+        model(x)
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_copy_starts_equal_and_apart():
-    model = batch_norm_net()
-    optimizer = wrap(model)
-    assert_same(model, optimizer.companion)
-    ours, theirs = dict(optimizer.companion.named_parameters()), dict(model.named_parameters())
-    assert all(ours[name].data_ptr() != theirs[name].data_ptr() for name in theirs)
-    assert optimizer.companion[1].running_mean.data_ptr() != model[1].running_mean.data_ptr()
-    assert not optimizer.companion._forward_hooks
-
-
-def test_frozen_parameters_are_shared_and_not_saved():
-    model = mlp()
-    model[0].requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
-    assert optimizer.companion[0].weight is model[0].weight
-    train(model, optimizer, batches(3))
-    assert model[0].weight.grad is None
-    saved = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]["model"]
-    assert set(saved) == {"2.weight", "2.bias"}
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
-def test_frozen_parameters_that_train_later_are_copied_then():
-    model = mlp()
-    model[0].requires_grad_(False)
-    optimizer = wrap(model)  # the whole model is in the optimizer, as many scripts have it
-    train(model, optimizer, batches(2))
-    model[0].requires_grad_(True)
-    reference = mlp()
-    train(model, optimizer, batches(3))
-    assert optimizer.companion[0].weight is not model[0].weight
-    assert not torch.equal(optimizer.companion[0].weight, reference[0].weight)
-    assert not torch.equal(optimizer.companion[0].weight, model[0].weight)
-
-
-def test_tied_weights_stay_tied():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(FEATURES, FEATURES, bias=False)
-            self.second = nn.Linear(FEATURES, FEATURES, bias=False)
-            self.second.weight = self.first.weight
-
-        def forward(self, x):
-            return self.second(torch.tanh(self.first(x)))
-
-    model = Tied().double()
-    optimizer = wrap(model)
-    assert optimizer.companion.first.weight is optimizer.companion.second.weight
-    train(model, optimizer, batches(3))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+# ---- another architecture --------------------------------------------------------------------------------------------
 
 
 def small() -> nn.Module:
@@ -140,74 +159,17 @@ def test_other_architecture_as_module_and_as_callable():
 
 
 def test_other_architecture_equals_the_loop_written_out():
-    from dcl_optim.reference import dcl_step
-
     model, theirs, companion = mlp(), mlp(), small()
     optimizer = wrap(model, companion=small(), companion_lr_scale=0.5)
     train(model, optimizer, batches(20))
-    plain, chasing = sgd(theirs), sgd(companion, lr=0.05)
+    plain, second = sgd(theirs), sgd(companion, lr=0.05)
     for x, y in batches(20):
-        dcl_step(theirs, companion, plain, chasing, x, y, F.cross_entropy, F.mse_loss)
+        dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, F.mse_loss)
     assert_same(model, theirs, rtol=1e-9, atol=1e-10)
     assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
 
 
-def test_companion_optimizer_of_its_own():
-    model = mlp()
-    optimizer = wrap(model, companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
-    assert isinstance(optimizer.companion_optimizer, torch.optim.AdamW)
-    optimizer.param_groups[0]["lr"] = 0.7
-    train(model, optimizer, batches(2))
-    assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
-
-    given = small()
-    own = torch.optim.Adam(given.parameters(), lr=0.3)
-    model = mlp()
-    optimizer = wrap(model, companion=given, companion_optimizer=own)
-    assert optimizer.companion_optimizer is own
-    train(model, optimizer, batches(2))
-    assert own.state
-
-
-def test_base_class_that_cannot_be_built_again():
-    class Odd(torch.optim.SGD):
-        def __init__(self, params, required):
-            super().__init__(params, lr=0.1)
-
-    model = mlp()
-    with pytest.raises(ValueError, match=r"second Odd for the companion could not be built.*companion_optimizer="):
-        DCLOptimizer(Odd(model.parameters(), required=1), model, weight=1.0)
-    assert not model._forward_hooks
-    optimizer = DCLOptimizer(
-        Odd(model.parameters(), required=1), model, companion_optimizer=partial(torch.optim.SGD, lr=0.1), weight=1.0
-    )
-    train(model, optimizer, batches(2))
-
-
-def test_model_that_cannot_be_copied():
-    model = torch.nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, CLASSES)).double()
-    model.uncopyable = (i for i in range(3))
-    uncopied = wrap(model)
-    with pytest.raises(RuntimeError, match=r"could not be made as a copy.*pass it as companion="):
-        train(model, uncopied, batches(1))
-    optimizer = wrap(model, companion=small())
-    train(model, optimizer, batches(2))
-
-
-# ---- modes, fraction ------------------------------------------------------------------------------------------------
-
-
-def test_modes_are_mirrored_module_by_module():
-    model = batch_norm_net()
-    optimizer = wrap(model)
-    model[1].eval()  # the frozen batch norm of fine-tuning scripts
-    train(model, optimizer, batches(2))
-    assert optimizer.companion[0].training
-    assert not optimizer.companion[1].training
-    assert optimizer.companion[1].num_batches_tracked == 0
-    model[1].train()
-    train(model, optimizer, batches(2))
-    assert optimizer.companion[1].num_batches_tracked == 2
+# ---- learning from a part of the batch -------------------------------------------------------------------------------
 
 
 def test_fraction_learns_from_the_first_rows_and_holds_all():
@@ -233,17 +195,7 @@ def test_fraction_keeps_at_least_two_rows_for_batch_norm():
     train(other, last, batches(2))
 
 
-def test_fraction_of_one_is_the_whole_batch():
-    results = []
-    for fraction in (1.0, 1):
-        model = batch_norm_net()
-        optimizer = wrap(model, companion_fraction=fraction)
-        train(model, optimizer, batches(3))
-        results.append(optimizer.companion)
-    assert_same(results[0], results[1])
-
-
-# ---- outputs --------------------------------------------------------------------------------------------------------
+# ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -287,7 +239,7 @@ def test_outputs_that_are_not_a_tensor(name):
 
 
 @pytest.mark.parametrize("output", [{"deep": 1}, (), "text", torch.tensor(1.0), torch.zeros(3, dtype=torch.long)])
-def test_outputs_without_logits_name_the_mend(output):
+def test_outputs_without_logits_name_the_fix(output):
     with pytest.raises(TypeError, match="pass logits="):
         find_logits(output)
 
@@ -319,8 +271,6 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_output_shape(shape, distance):
     """The penalty's gradient on the weights is that of the distance between rows, classes last."""
-    from dcl_optim.distances import resolve_distance, to_rows
-
     build, size, options = SHAPES[shape]
     model, companion = build(), build()
     for p in companion.parameters():
@@ -348,45 +298,6 @@ def test_companion_of_another_output_shape():
     assert_same(model.state_dict(), before)
 
 
-def test_fraction_needs_the_batch_first():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x, offset):
-            return self.net(x) + offset
-
-    model = Flat()
-    optimizer = wrap(model, companion_fraction=0.5)
-    x, y = next(iter(batches(1)))
-    offset = torch.zeros(16, CLASSES, dtype=torch.float64)
-    F.cross_entropy(model(x, offset), y).backward()
-    optimizer.step()
-    del optimizer
-
-    doubling = nn.Sequential(nn.Linear(FEATURES, 2 * CLASSES), nn.Unflatten(1, (2, CLASSES)), nn.Flatten(0, 1)).double()
-    optimizer = wrap(doubling, companion_fraction=0.5)
-    with pytest.raises(ValueError, match=r"companion_fraction=0.5 .*of the 32 rows of no input"):
-        optimizer.model(x)  # 32 rows from 16 inputs: no row knows its input
-
-
-# ---- moving ---------------------------------------------------------------------------------------------------------
-
-
-def test_model_moved_to_another_dtype_after_wrapping():
-    model = mlp(dtype=torch.float32)
-    optimizer = wrap(model)
-    train(model, optimizer, batches(2, dtype=torch.float32))
-    model.double()
-    for state in optimizer.state.values():
-        state["momentum_buffer"] = state["momentum_buffer"].double()
-    train(model, optimizer, batches(2))
-    assert optimizer.companion[0].weight.dtype == torch.float64
-    buffers = [state["momentum_buffer"].dtype for state in optimizer.companion_optimizer.state.values()]
-    assert set(buffers) == {torch.float64}
-
-
 @pytest.mark.gpu
 def test_cuda_equals_cpu():
     results = []
@@ -398,7 +309,129 @@ def test_cuda_equals_cpu():
     assert_same(results[0], results[1], rtol=1e-8, atol=1e-9)
 
 
-def test_companion_is_a_forecaster_on_its_own():
+# ---- weights that are loaded in the middle of a run, and a new companion ---------------------------------------------
+
+LOADED = r"(?s)weights were loaded into the model since.*optimizer\.reset_companion\(\)"
+
+
+def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_start_anew() -> None:
+    model, expected = mlp(), mlp()
+    optimizer = wrap(model)
+    best = copy.deepcopy(model.state_dict())
+    train(model, optimizer, DATA)
+    model.load_state_dict(best)
+    with pytest.warns(UserWarning, match=LOADED) as caught:
+        train(model, optimizer, DATA[:1])
+    model.load_state_dict(best)
+    train(model, optimizer, DATA[:1])
+    assert len(caught) == 1
+
+    model.load_state_dict(best)
+    optimizer.base.load_state_dict(sgd(model).state_dict())
+    optimizer.reset_companion()
+    train(model, optimizer, DATA)
+    other = wrap(expected)
+    train(expected, other, DATA)
+    assert_same(model, expected)
+    assert_same(optimizer.companion, other.companion)
+    assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_weights_loaded_with_the_optimizers_state_or_before_training_bring_no_warning(
+    model_first: bool,
+) -> None:
     model = mlp()
-    forecaster = Companion(model, sgd(model), find_logits)
-    assert_same(forecaster.module, model)
+    optimizer = wrap(nn.Sequential(model))
+    model.load_state_dict(mlp(seed=2).state_dict())
+    train(optimizer.model, optimizer, DATA)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(optimizer.model, optimizer, DATA[:2])
+    for first in (model_first, not model_first):
+        if first:
+            optimizer.model[0].load_state_dict(saved[0])
+        else:
+            optimizer.load_state_dict(saved[1])
+    train(optimizer.model, optimizer, DATA)
+    copy.deepcopy(model).load_state_dict(saved[0])
+    train(optimizer.model, optimizer, DATA)
+
+
+def test_what_was_learned_from_an_unfinished_step_is_dropped_with_the_companion() -> None:
+    model = mlp()
+    optimizer = wrap(model)
+    train(model, optimizer, DATA[:2])
+    F.cross_entropy(model(DATA[2][0]), DATA[2][1]).backward()
+    optimizer.reset_companion()
+    optimizer.step()
+    assert_same(optimizer.companion, model)
+
+
+def test_a_companion_that_was_given_is_built_again_or_refuses() -> None:
+    optimizer = wrap(mlp(), companion=lambda: mlp(seed=6))
+    train(optimizer.model, optimizer, DATA)
+    optimizer.reset_companion()
+    assert_same(optimizer.companion, mlp(seed=6))
+    given = wrap(mlp(), companion=mlp(seed=6))
+    with pytest.raises(RuntimeError, match=r"given as a module.*load the weights.*optimizer\.companion"):
+        given.reset_companion()
+
+
+# ---- errors in the companion -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
+def test_an_error_in_the_companions_forward_says_where_it_is_from():
+    model = mlp()
+    optimizer = wrap(model)
+    x, _ = one()
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+
+    handle = optimizer.companion[1].register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(x)
+    assert ["optimizer.companion" in note for note in caught.value.__notes__] == [True]
+    handle.remove()
+    model[1].register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(x)
+    assert not hasattr(caught.value, "__notes__")
+
+
+class Stateful(nn.Module):
+    """Keeps its hidden state in an attribute, which the script detaches after each chunk of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 4)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, self.hidden = self.rnn(x, self.hidden)
+        return self.head(output)
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_hidden_state_in_an_attribute_of_the_companion_is_named(detaches):
+    model = Stateful()
+    optimizer = DCLOptimizer(sgd(model), model)
+
+    def chunk() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(2, 5, 3)).flatten(0, 1), torch.randint(4, (10,))).backward()
+        optimizer.step()
+        model.hidden = model.hidden.detach()
+        if detaches:
+            optimizer.companion.hidden = optimizer.companion.hidden.detach()
+
+    chunk()
+    if detaches:
+        chunk()
+        return
+    with pytest.raises(RuntimeError, match="a second time") as caught:
+        chunk()
+    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
+        assert "it has to do so on optimizer.companion too" in caught.value.__notes__[0]

@@ -148,7 +148,7 @@ def train_and_compare(optimizer, call, expected=None):
 
 
 @pytest.mark.parametrize("first_call", [False, True])
-def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregularised(first_call):
+def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregularized(first_call):
     model = batch_norm_net()
     call = torch.compile(model, backend="aot_eager", fullgraph=not first_call)
     x, y = next(iter(batches(1)))

@@ -11,6 +11,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import (
@@ -43,7 +44,7 @@ def test_deepcopy_with_the_model_goes_on_independently():
 
 
 def test_a_copy_of_a_model_that_holds_its_optimizer():
-    """It is not half built when our hooks come; its own optimizer, copied with it, says that it regularises nothing."""
+    """It is not half built when our hooks come; its own optimizer, copied with it, says that it regularizes nothing."""
     model = mlp()
     model.trainer = wrap(model)
     train(model, model.trainer, batches(2))
@@ -77,7 +78,7 @@ def test_pickle_and_pickled_model():
 def test_copied_model_is_not_tapped():
     model = mlp()
     optimizer = wrap(model)
-    ema = torch.optim.swa_utils.AveragedModel(model)
+    ema = AveragedModel(model)
     ema.train()
     backward(ema, *one())
     assert math.isnan(optimizer.logs()["penalty"])
@@ -208,3 +209,52 @@ def test_a_model_widened_after_wrapping_goes_on_in_its_dtype(variant):
         assert all(tensor.dtype == torch.float64 for tensor in own.values())
         results.append({**dict(model.named_parameters()), **{f"own {name}": t for name, t in own.items()}})
     assert_same(*results, rtol=1e-5, atol=1e-6)
+
+
+# ---- averages of the weights ----------------------------------------------------------------------------------------
+
+
+def averaged_run(variant, wrapped_first, averaging=True, **options):
+    """Ten steps, and an exponential average of the weights whose batch norm is recalibrated twice."""
+    model, criterion = batch_norm_net(), nn.CrossEntropyLoss()
+    optimizer = sgd(model, lr=0.05)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    if variant == "dcl":
+        optimizer = DCLOptimizer(optimizer, model, **{"weight": 0.7, "alpha": 0.4} | options)
+    if variant == "dcp":
+        optimizer = DCPOptimizer(optimizer, model, **{"weight": 0.7, "alpha": 0.4} | options)
+    if wrapped_first:
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    for step, batch in enumerate(batches(10)):
+        train(model, optimizer, [batch], criterion)
+        if averaging:
+            ema.update_parameters(model)
+            if step in (4, 9):
+                update_bn(batches(3, seed=7), ema)
+                update_bn(batches(3, seed=7), copy.deepcopy(model))
+    return model, optimizer, ema
+
+
+@pytest.mark.parametrize("wrapped_first", [True, False])
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_averages_are_those_of_the_plain_run_and_disturb_nothing(variant, wrapped_first):
+    plain = averaged_run("plain", wrapped_first)
+    unweighted = averaged_run(variant, wrapped_first, weight=0.0)
+    assert_same(unweighted[0], plain[0])
+    assert_same(unweighted[2], plain[2])
+
+    averaged, alone = (averaged_run(variant, wrapped_first, averaging) for averaging in (True, False))
+    assert_same(averaged[0], alone[0])
+    assert_same(averaged[1].state_dict(), alone[1].state_dict())
+    assert not torch.equal(averaged[2].module[0].weight, averaged[0][0].weight)
+
+
+def test_recalibrating_the_wrapped_models_own_batch_norm_trains_nothing():
+    model, optimizer, _ = averaged_run("dcl", True, averaging=False)
+    before, figures = copy.deepcopy(optimizer.state_dict()), optimizer.logs()
+    alone = copy.deepcopy(model)
+    for network in (model, alone):
+        update_bn(batches(3, seed=7), network)
+    assert_same(model, alone)
+    assert_same(optimizer.state_dict(), before)
+    assert optimizer.logs() == figures

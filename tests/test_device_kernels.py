@@ -21,15 +21,15 @@ from benchmarks.launches import counted
 from tests.on_device import answers, needs_device
 
 pytestmark = needs_device
-WARM_UP, COUNTED = 5, 3
+WARM_UP, COUNTED = 9, 3
 METHODS = ("plain", "DCLOptimizer", "DCPOptimizer")
 # The most kernels that a step may take. Those of plain training are torch's, and exact: they say that the counting is
 # right. Lower a figure when a step gets cheaper; python -m benchmarks kernels prints what it takes.
 BUDGETS = {
-    ("hard labels", "float32"): (24, 372, 369),
-    ("hard labels", "bfloat16"): (24, 685, 679),
-    ("label smoothing 0.1", "float32"): (42, 390, 387),
-    ("4 micro-batches", "float32"): (110, 1500, 1457),
+    ("hard labels", "float32"): (24, 74, 56),
+    ("hard labels", "bfloat16"): (24, 80, 60),
+    ("label smoothing 0.1", "float32"): (42, 95, 80),
+    ("4 micro-batches", "float32"): (110, 326, 229),
 }
 
 

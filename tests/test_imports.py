@@ -13,8 +13,8 @@ PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path i
 FILES = {name.removesuffix(".__init__"): path for name, path in sorted(PATHS.items())}
 # From the top. A file or package imports from lower layers and from itself; _ stands for all files that begin with it.
 ORDER = """
-    __main__ | demo | plots | metrics dcl_optim | dcl dcp | optimizer | regularizer | companion prototypes
-    | hooks | forecaster | distances schedules distributed | reference _
+    __main__ | demo | plots | metrics dcl_optim | dcl dcp | optimizer | algorithm | batches companion prototypes
+    | forecaster | loss | distances distributed forward schedules | reference _
 """
 LAYER = {unit: depth for depth, units in enumerate(ORDER.split("|")) for unit in units.split()}
 PRIVATE = re.compile(

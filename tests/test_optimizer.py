@@ -1,15 +1,21 @@
-"""The step, with a closure and without, and the figures that it leaves."""
+"""The step, with a closure and without, the errors that it raises, and several optimizers in one script."""
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances, reference
 from tests.helpers import (
+    CLASSES,
+    FEATURES,
     assert_same,
     backward,
     batches,
@@ -19,6 +25,10 @@ from tests.helpers import (
     train,
     wrap,
 )
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+# ---- the step --------------------------------------------------------------------------------------------------------
 
 
 def test_step_returns_the_loss_without_the_penalty():
@@ -55,11 +65,11 @@ def test_exception_in_the_closure_leaves_everything_usable():
 
 def test_the_companion_learns_from_the_first_of_several_evaluations():
     model = mlp()
-    companion, chasing = mlp(seed=3), mlp(seed=3)
+    companion, expected = mlp(seed=3), mlp(seed=3)
     base = torch.optim.LBFGS(model.parameters(), max_iter=4)
     optimizer = DCLOptimizer(base, model, companion=companion, companion_optimizer=sgd(companion, lr=1.0))
     x, y = one()
-    z, c, evaluations = model(x).detach(), chasing(x), []
+    z, c, evaluations = model(x).detach(), expected(x), []
 
     def closure():
         optimizer.zero_grad()
@@ -71,8 +81,32 @@ def test_the_companion_learns_from_the_first_of_several_evaluations():
     optimizer.step(closure)
     assert len(evaluations) > 1
     F.mse_loss(c, 0.6 * c.detach() + 0.4 * z).backward()
-    sgd(chasing, lr=1.0).step()
-    assert_same(companion, chasing, rtol=1e-9, atol=1e-11)
+    sgd(expected, lr=1.0).step()
+    assert_same(companion, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
+    def run(wrapped):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wrapped:
+            optimizer = DCLOptimizer(optimizer, model, weight=0.0, strict=False)
+        x, y = one()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(create_graph=True)
+            return loss
+
+        optimizer.step(closure)
+        found = [parameter.grad.grad_fn is not None for parameter in model.parameters()]
+        optimizer.zero_grad()  # the graph and the gradients hold each other
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of that cycle
+        assert run(True) == run(False)
 
 
 def test_logs():
@@ -92,3 +126,285 @@ def test_logs():
     assert (logs["step"], logs["weight"], logs["alpha"]) == (1.0, 0.1, 0.25)
     assert optimizer.logs(prefix="dcl/") == {f"dcl/{name}": value for name, value in logs.items()}
     assert logs["loss_scale"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_an_empty_first_group(variant):
+    def run(groups):
+        torch.manual_seed(0)
+        model, criterion = nn.Linear(FEATURES, CLASSES).double(), nn.CrossEntropyLoss()
+        base = torch.optim.SGD([*groups, {"params": model.parameters()}], lr=0.1)
+        optimizer = DCLOptimizer(base, model) if variant == "dcl" else DCPOptimizer(base, model, CLASSES)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        return model.state_dict()
+
+    assert_same(run([{"params": [], "weight_decay": 0.5}]), run([]))
+
+
+# ---- steps that are refused ------------------------------------------------------------------------------------------
+
+
+def test_step_without_a_training_forward_is_an_error_that_changes_nothing():
+    model = mlp()
+    optimizer = wrap(model)
+    x, y = one()
+    model.eval()
+    backward(model, x, y)
+    before = copy.deepcopy(model.state_dict())
+    message = r"DCLOptimizer.step found gradients, but no backward through a training forward.*strict=False"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step(lambda: F.cross_entropy(model(x), y).backward())
+    assert_same(model.state_dict(), before)
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to step on: as in torch.optim
+
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    backward(model, x, y)
+    optimizer.step()  # a dry step, as torch.distributed.checkpoint takes
+
+
+def test_strict_false_allows_unregularized_steps():
+    model = mlp().eval()
+    alone = copy.deepcopy(model)
+    train(model, wrap(model, strict=False), batches(3))
+    train(alone, sgd(alone), batches(3))
+    assert_same(model, alone)
+
+
+def test_penalty_reaches_the_step_whoever_calls_backward():
+    """create_graph is the one backward that is not regularized, and the step says so."""
+    model = mlp()
+    optimizer = wrap(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        F.cross_entropy(model(one()[0]), one()[1]).backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+def test_stepping_twice_names_its_cause(kind):
+    model = mlp()
+    optimizer = kind(sgd(model), model)
+    train(model, optimizer, batches(1))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises(RuntimeError, match=r"step was called again.*Call step once for each backward"):
+        optimizer.step()
+    assert_same((model.state_dict(), optimizer.state_dict()), before)
+    train(model, optimizer, batches(1))
+    model.eval()
+    optimizer.zero_grad()
+    backward(model, *one())
+    with pytest.raises(RuntimeError, match=r"step found gradients.*the model was in eval mode"):
+        optimizer.step()
+
+
+# ---- buffers that the script refills before the step -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_inputs_that_are_refilled_before_the_step_are_learned_from_as_they_were(parts):
+    """The companion's backward runs when the model's has ended. numpy's writes are none that autograd notices."""
+    model, hand, companion = mlp(), mlp(), mlp()
+    optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
+    buffer = np.empty((16 // parts, FEATURES))
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        for rows, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            buffer[:] = rows.numpy()
+            (F.cross_entropy(model(torch.from_numpy(buffer)), labels) / parts).backward()
+            buffer[:] = 100.0
+        optimizer.step()
+        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
+    assert_same(model, hand, **CLOSE)
+    assert_same(optimizer.companion, companion, **CLOSE)
+
+
+def test_labels_that_are_written_over_before_the_step_are_those_of_their_batch():
+    found = []
+    for reused in (False, True):
+        model = mlp()
+        optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CLASSES, alpha=0.5)
+        buffer = torch.empty(16, dtype=torch.int64)
+        optimizer.zero_grad()
+        for x, y in batches(2):
+            labels = buffer.copy_(y) if reused else y
+            optimizer.set_targets(labels)
+            F.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+        found.append(optimizer.prototypes)
+    assert_same(found[0], found[1])
+
+
+# ---- several networks ------------------------------------------------------------------------------------------------
+
+
+METHOD = {"weight": 0.7, "alpha": 0.4}
+
+
+def gan():
+    """A generator, its companion, a discriminator and its companion: four starts, in float64."""
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(3, FEATURES), nn.Linear(FEATURES, 1)) for _ in range(2)]
+    return [nn.Sequential(first, nn.Tanh()).double() for first, _ in pairs] + [second.double() for _, second in pairs]
+
+
+def noise(step, half):
+    return torch.randn(16, 3, generator=torch.Generator().manual_seed(10 * step + half), dtype=torch.float64)
+
+
+def says(discriminator, x, real):
+    z = discriminator(x)
+    return F.binary_cross_entropy_with_logits(z, torch.full_like(z, float(real)))
+
+
+def wrapped_gan(steps, toggled):
+    generator, omega_g, discriminator, omega_d = gan()
+    options = METHOD | {"loss_scale": 1.0}
+    g_optimizer = DCLOptimizer(sgd(generator, lr=0.05), generator, companion=omega_g, **options)
+    d_optimizer = DCLOptimizer(sgd(discriminator, lr=0.05), discriminator, companion=omega_d, **options)
+    for step, (x, _) in enumerate(batches(steps)):
+        d_optimizer.zero_grad()
+        fake = generator(noise(step, 0)).detach()
+        (says(discriminator, x, True) + says(discriminator, fake, False)).backward()
+        d_optimizer.step()
+        g_optimizer.zero_grad()
+        discriminator.requires_grad_(not toggled)
+        says(discriminator, generator(noise(step, 1)), True).backward()
+        discriminator.requires_grad_(True)
+        g_optimizer.step()
+    return generator, omega_g, discriminator, omega_d
+
+
+def learn(omega, optimizer, pairs):
+    """The companion's step on the mean over forward passes, (x, z) each."""
+    optimizer.zero_grad()
+    for x, z in pairs:
+        c = omega(x)
+        (distances.mse(c, 0.4 * c.detach() + 0.6 * z.detach()) / len(pairs)).backward()
+    optimizer.step()
+
+
+def penalty(z, c):
+    return METHOD["weight"] * distances.mse(z, c.detach())
+
+
+def gan_by_hand(steps, toggled):
+    """Algorithm 1 for each network at its own step. The generator's step trains nothing of the discriminator.
+
+    Untoggled, as DCGAN's script has it, the discriminator's penalty is part of what the generator is led by: nothing
+    tells that forward from one that trains the discriminator.
+    """
+    networks = generator, omega_g, discriminator, omega_d = gan()
+    g_step, g_second, d_step, d_second = (sgd(network, lr=0.05) for network in networks)
+    for step, (x, _) in enumerate(batches(steps)):
+        fake = generator(noise(step, 0)).detach()
+        pairs = [(inputs, discriminator(inputs)) for inputs in (x, fake)]
+        loss = says(discriminator, x, True) + says(discriminator, fake, False)
+        d_step.zero_grad()
+        (loss + sum(penalty(z, omega_d(inputs)) for inputs, z in pairs)).backward()
+        d_step.step()
+        learn(omega_d, d_second, pairs)
+
+        made = generator(noise(step, 1))
+        loss = says(discriminator, made, True) + penalty(made, omega_g(noise(step, 1)))
+        if not toggled:
+            loss = loss + penalty(discriminator(made), omega_d(made.detach()))
+        g_step.zero_grad()
+        loss.backward()
+        g_step.step()
+        learn(omega_g, g_second, [(noise(step, 1), made)])
+    return networks
+
+
+@pytest.mark.parametrize("toggled", [True, False])
+def test_generator_and_discriminator_both_wrapped(toggled):
+    for found, expected in zip(wrapped_gan(12, toggled), gan_by_hand(12, toggled), strict=True):
+        assert_same(found, expected, **CLOSE)
+    assert_different(gan_by_hand(12, True)[0], gan_by_hand(12, False)[0])
+
+
+def assert_different(first, second):
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert max((p - q).detach().abs().max() for p, q in pairs) > 1e-4
+
+
+def test_two_models_trained_in_turns_are_two_runs():
+    models = [mlp(seed=seed) for seed in (0, 1)]
+    optimizers = [wrap(model, companion=mlp(seed=3 + i)) for i, model in enumerate(models)]
+    for batch in batches(8):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, [batch])
+    for seed in (0, 1):
+        alone = mlp(seed=seed)
+        optimizer = wrap(alone, companion=mlp(seed=3 + seed))
+        train(alone, optimizer, batches(8))
+        assert_same(models[seed], alone)
+        assert_same(optimizers[seed].state_dict(), optimizer.state_dict())
+
+
+# ---- one network, wrapped more than once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["detach", "context manager", "wrapping again"])
+def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
+    model, theirs = mlp(), mlp()
+    base, plain = sgd(model), sgd(theirs)
+    data = list(batches(15))
+    optimizer = DCLOptimizer(base, model, **METHOD)
+    if by == "context manager":
+        with optimizer:
+            train(model, optimizer, data[:5])
+    else:
+        train(model, optimizer, data[:5])
+    if by == "detach":
+        optimizer.detach()
+    if by != "wrapping again":
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        train(model, optimizer, data[5:10])
+    again = DCLOptimizer(base, model, **METHOD)
+    train(model, again, data[10:])
+
+    for part, regularized in ((data[:5], True), (data[5:10], False), (data[10:], True)):
+        companion = copy.deepcopy(theirs)
+        second = sgd(companion)
+        for x, y in part:
+            if regularized:
+                reference.dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, distances.mse, **METHOD)
+            elif by != "wrapping again":
+                train(theirs, plain, [(x, y)])
+    assert_same(model, theirs, **CLOSE)
+    assert_same(again.companion, companion, **CLOSE)
+
+
+def test_two_optimizers_over_one_model():
+    """Both get the regularized gradient; the companion learns what the wrapped one trains, the rest stays as it was."""
+    model, theirs, omega = mlp(), mlp(), mlp(seed=3)
+    body = DCLOptimizer(sgd(model[0]), model, companion=mlp(seed=3), **METHOD)
+    head = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+    for x, y in batches(8):
+        body.zero_grad()
+        head.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        head.step()
+        body.step()
+
+    their_body, their_head = sgd(theirs[0]), torch.optim.AdamW(theirs[2].parameters(), lr=1e-2)
+    second = sgd(omega[0])
+    for x, y in batches(8):
+        z = theirs(x)
+        theirs.zero_grad()
+        (F.cross_entropy(z, y) + penalty(z, omega(x))).backward()
+        their_head.step()
+        their_body.step()
+        learn(omega, second, [(x, z)])
+    assert_same(model, theirs, **CLOSE)
+    assert_same(body.companion, omega, **CLOSE)
+    assert_same(body.companion[2], mlp(seed=3)[2])

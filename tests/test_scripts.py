@@ -1,7 +1,7 @@
 """Training loops in the shape that public scripts have, with the optimizer's line alone changed.
 
-DCP built from two arguments trains bit for bit as one that was given the labels, the classes and their dimension; with
-weight=0 either variant trains bit for bit as the plain script.
+DCP built from two arguments finds the labels that another one is given with the classes and their dimension, and trains
+as that one does; with weight=0 either variant trains bit for bit as the plain script.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def several_backwards(data: Data, wrap: Wrap) -> nn.Module:
     return model
 
 
-def penalised_weights(data: Data, wrap: Wrap) -> nn.Module:
+def penalized_weights(data: Data, wrap: Wrap) -> nn.Module:
     """Terms of the loss that do not come from the logits; losses by row, class weights."""
     model, counts = convolutional(), torch.linspace(0.5, 2.0, CLASSES)
     optimizer = wrap(torch.optim.RMSprop(model.parameters(), lr=0.01), model)
@@ -521,7 +521,7 @@ SCRIPTS = {
     "word language model": Script(word_language_model, texts, flat, WORDS),
     "LBFGS": Script(lbfgs),
     "several backwards": Script(several_backwards),
-    "penalised weights": Script(penalised_weights),
+    "penalized weights": Script(penalized_weights),
     "functional_call": Script(functional),
     "bfloat16": Script(in_bfloat16),
     "compiled": Script(compiled),
@@ -547,17 +547,39 @@ def run(script: Script, make: Callable[..., Any]) -> tuple[nn.Module, Any]:
     return script.train(data, wrap), made[0]
 
 
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 # Three of which others have all: "weights resumed", "translation" and the references in float16.
 TWINS = ["cifar", "translation, time first", "torchvision's references"]
 
 
+def note_labels(optimizer: DCPOptimizer, ignored: int) -> list[Tensor]:
+    """A list of the label of each row, -100 for none, that grows with each forward pass that is observed."""
+    noted: list[Tensor] = []
+    observe = optimizer.forecaster.observe
+
+    def note(forward: Any, loss: Any, *rest: Any) -> None:
+        labels = loss.labels.flatten()
+        classes = forward.logits.shape[loss.class_dim]
+        noted.append(labels.masked_fill((labels == ignored) | (labels == classes), -100))
+        observe(forward, loss, *rest)
+
+    optimizer.forecaster.observe = note
+    return noted
+
+
 @pytest.mark.parametrize("name", cells(SCRIPTS, *(name for name in SCRIPTS if name not in TWINS)))
-def test_what_dcp_reads_equals_what_it_is_given_bit_for_bit(name: str) -> None:
+def test_dcp_reads_the_labels_that_it_could_be_given(name: str) -> None:
+    """The labels exactly; the weights to rounding, since a given label leaves a few rows to read the scale from."""
     script = SCRIPTS[name]
-    model, reading = run(script, lambda base, model, data: DCPOptimizer(base, model, weight=1.0))
-    expected, given = run(
-        script,
-        lambda base, model, data: DCPOptimizer(
+    labels = []
+
+    def reading(base: torch.optim.Optimizer, model: nn.Module, data: Data) -> DCPOptimizer:
+        optimizer = DCPOptimizer(base, model, weight=1.0)
+        labels.append(note_labels(optimizer, script.ignored))
+        return optimizer
+
+    def given(base: torch.optim.Optimizer, model: nn.Module, data: Data) -> DCPOptimizer:
+        optimizer = DCPOptimizer(
             base,
             model,
             script.classes,
@@ -565,16 +587,22 @@ def test_what_dcp_reads_equals_what_it_is_given_bit_for_bit(name: str) -> None:
             targets=lambda *_: script.labels(data.last),
             class_dim=script.class_dim,
             ignore_index=script.ignored,
-        ),
-    )
-    assert_same(model, expected)
-    assert_same(reading.state_dict(), given.state_dict())
-    assert reading.logs() == given.logs()
+        )
+        labels.append(note_labels(optimizer, script.ignored))
+        return optimizer
+
+    model, optimizer = run(script, reading)
+    expected, other = run(script, given)
+    assert_same(*labels)
+    assert_same(optimizer.forecaster.seen, other.forecaster.seen)
     found = torch.cat([script.labels(batch).flatten() for batch in script.data().batches])
-    assert reading.forecaster.seen.nonzero().flatten().tolist() == found[found != script.ignored].unique().tolist()
+    assert optimizer.forecaster.seen.nonzero().flatten().tolist() == found[found != script.ignored].unique().tolist()
+    assert_same(model, expected, **CLOSE)
+    assert_same(optimizer.prototypes, other.prototypes, **CLOSE)
+    assert optimizer.logs() == pytest.approx(other.logs(), rel=1e-4)
     plain, _ = run(script, lambda base, model, data: base)
     with pytest.raises(AssertionError):
-        assert_same(model, plain)
+        assert_same(model, plain, **CLOSE)
 
 
 VARIANTS = [DCLOptimizer, DCPOptimizer]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim._wrapper import OptimizerWrapper
 from tests.helpers import (
-    assert_same,
     backward,
     batch_norm_net,
     batches,
@@ -120,84 +120,6 @@ def test_zero_grad_both_ways():
     assert model[0].weight.grad is None
 
 
-def test_several_groups_are_mirrored_by_name():
-    model = mlp()
-    groups = [{"params": [model[2].weight, model[2].bias], "lr": 0.5}, {"params": model[0].parameters(), "lr": 0.01}]
-    optimizer = DCLOptimizer(torch.optim.SGD(groups, momentum=0.9), model, weight=1.0)
-    mirrored = optimizer.companion_optimizer.param_groups
-    assert [group["lr"] for group in mirrored] == [0.5, 0.01]
-    assert {id(p) for p in mirrored[0]["params"]} == {id(p) for p in optimizer.companion[2].parameters()}
-    assert {id(p) for p in mirrored[1]["params"]} == {id(p) for p in optimizer.companion[0].parameters()}
-    optimizer.param_groups[1]["lr"] = 0.0
-    before = copy.deepcopy(optimizer.companion)
-    train(model, optimizer, batches(3))
-    assert_same(optimizer.companion[0], before[0])
-    assert not torch.equal(optimizer.companion[2].weight, before[2].weight)
-
-
-def test_add_param_group_unfreezes_in_both():
-    model = mlp()
-    model[0].requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
-    assert optimizer.companion[0].weight is model[0].weight
-    train(model, optimizer, batches(2))
-    model[0].requires_grad_(True)
-    optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.03})
-    own = optimizer.companion[0].weight
-    assert own is not model[0].weight
-    assert torch.equal(own, model[0].weight)
-    before = own.detach().clone()
-    train(model, optimizer, batches(2))
-    assert not torch.equal(optimizer.companion[0].weight, before)
-    assert [group["lr"] for group in optimizer.companion_optimizer.param_groups] == [0.1, 0.03]
-
-
-class CountsInItsGroups(torch.optim.SGD):
-    """Its own bookkeeping in the groups: a number, and a tensor that it counts up in place."""
-
-    def __init__(self, params, lr=0.1, momentum=0.9):
-        super().__init__(params, lr=lr, momentum=momentum)
-        for group in self.param_groups:
-            group |= {"count": 0, "total": torch.zeros(())}
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] += 1
-            group["total"].add_(1)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_sets_is_shared(tensor_lr):
-    model = mlp()
-    lr = torch.tensor(0.1) if tensor_lr else 0.1
-    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters(), lr=lr), model, companion_lr_scale=0.5, weight=1.0)
-    ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
-    for steps, batch in enumerate(batches(4), start=1):
-        if steps == 3:
-            if tensor_lr:
-                ours["lr"].fill_(0.04)
-            else:
-                ours["lr"] = 0.04
-            ours["momentum"] = 0.5
-        train(model, optimizer, [batch])
-        assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (steps,) * 4
-        assert float(theirs["lr"]) == pytest.approx(0.02 if steps >= 3 else 0.05)
-        assert theirs["momentum"] == (0.5 if steps >= 3 else 0.9)
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-    train(model, optimizer, batches(1))
-    assert optimizer.companion_optimizer.param_groups[0]["count"] == optimizer.param_groups[0]["count"] == 5
-
-
-def test_a_companion_that_steps_less_often_counts_its_own_steps():
-    model = mlp()
-    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters()), model, companion_every=2)
-    train(model, optimizer, batches(5))
-    ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
-    assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (5, 2, 5.0, 2.0)
-
-
 class HasMethods(torch.optim.SGD):
     mode = "train"
 
@@ -224,3 +146,20 @@ def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     assert not hasattr(wrap(mlp()), "train")
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         optimizer.nonsense()
+
+
+PROVIDED = {
+    "_own_state": lambda self: {},
+    "_check_own_state": lambda self, state: None,
+    "_load_own_state": lambda self, state: None,
+}
+
+
+@pytest.mark.parametrize("missing", PROVIDED)
+def test_a_wrapper_without_one_of_its_abstract_methods_cannot_be_made(missing):
+    methods = {name: method for name, method in PROVIDED.items() if name != missing}
+    partial = type("Partial", (OptimizerWrapper,), {"_name": "Partial"} | methods)
+    complete = type("Complete", (OptimizerWrapper,), {"_name": "Complete"} | PROVIDED)
+    assert isinstance(complete(sgd(mlp())), torch.optim.Optimizer)
+    with pytest.raises(TypeError, match=missing):
+        partial(sgd(mlp()))

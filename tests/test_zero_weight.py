@@ -82,7 +82,7 @@ def takes_only_closures(name):
         ("Adafactor", "dcl", "closure"),  # by the parameters' own size
         ("LBFGS", "dcp", "closure"),
         ("LBFGS strong Wolfe", "dcl", "closure"),
-        *([("Muon", "dcl", "plain")] if "Muon" in DENSE else []),  # orthogonalised
+        *([("Muon", "dcl", "plain")] if "Muon" in DENSE else []),  # orthogonalized
     ),
 )
 def test_zero_weight_is_the_base_optimizer(name, variant, loop):
@@ -140,7 +140,7 @@ def test_lbfgs_needs_another_optimizer_for_the_companion():
         DCLOptimizer(torch.optim.LBFGS(model.parameters()), model, weight=1.0)
 
 
-def test_lbfgs_minimises_loss_plus_penalty_at_a_fixed_companion():
+def test_lbfgs_minimizes_loss_plus_penalty_at_a_fixed_companion():
     """With a line search the value and the gradient must belong together: compare with the sum written out."""
     model, x = nn.Linear(3, 4).double(), torch.randn(20, 3, dtype=torch.float64)
     y = torch.arange(20) % 4
@@ -159,7 +159,7 @@ def test_lbfgs_minimises_loss_plus_penalty_at_a_fixed_companion():
         loss.backward()
         return loss
 
-    def regularised():
+    def regularized():
         base.zero_grad()
         z = alone(x)
         loss = F.cross_entropy(z, y) + 2.0 * F.mse_loss(z, fixed(x).detach())
@@ -170,7 +170,7 @@ def test_lbfgs_minimises_loss_plus_penalty_at_a_fixed_companion():
     chased = copy.deepcopy(fixed)
     distance = F.mse_loss(chased(x), 0.6 * fixed(x).detach() + 0.4 * alone(x).detach())
     returned = optimizer.step(task)
-    base.step(regularised)
+    base.step(regularized)
     assert_same(model, alone, rtol=1e-7, atol=1e-9)
     assert returned.item() == pytest.approx(start, abs=1e-12), "the task's loss at the start, without the penalty"
 

@@ -2,18 +2,20 @@ r"""The companion network: its prediction for a batch, and its step towards :mat
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _rng
+from dcl_optim import _rng, _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, replayed
-from dcl_optim._sync import may_sync
 from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
@@ -76,9 +78,9 @@ class Companion(Forecaster):
     r"""The second network :math:`\omega` of Deep Companion Learning (Algorithm 1).
 
     Prediction: its logits c on the same batch. Learning: one step of its optimizer on
-    :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward passes
-    since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward pass runs
-    when that of the model has ended.
+    :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward
+    passes since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward pass
+    runs when that of the model has ended.
 
     A copy is made when the first training forward pass begins, so that it starts where the model does whatever a script
     does to the model before; ``module``, ``optimizer`` and :meth:`load_state_dict` make it earlier.
@@ -107,7 +109,7 @@ class Companion(Forecaster):
         model: nn.Module,
         base: Optimizer,
         find_logits: Callable[[Any], Tensor],
-        options: CompanionOptions = CompanionOptions(),  # noqa: B008
+        options: CompanionOptions = CompanionOptions(),
     ) -> None:
         self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
         refuse_flat_shards(model)
@@ -163,7 +165,7 @@ class Companion(Forecaster):
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._mean = WeightedMean()  # of the gradients since the last step
 
-    # ---- the prediction: c = f(ω, x) -----------------------------------------------------------------------------------
+    # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._learns, self._step = step % self._options.every == 0, step
@@ -194,8 +196,8 @@ class Companion(Forecaster):
         if shape != forward.logits.shape:
             hint = "" if rest is None else " " + self._about_fraction(arguments, len(forward.logits))
             raise ValueError(
-                f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; its "
-                f"architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
+                f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; "
+                f"its architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
                 "model again"
             )
         if not network.has_predicted:
@@ -296,7 +298,7 @@ class Companion(Forecaster):
             c = c.to(z.device)
         prediction.rows = c
         # A device is read in another step than the one in which the loss reader does so.
-        if (z.is_cpu or may_sync(forward.step - 1, z)) and not bool(torch.isfinite(c.sum())):
+        if _sync.may_sync(forward.step - 1, z) and not math.isfinite(c.sum()):
             self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
         return Penalty(distance.rows(z, c), max(len(z), 1))
 
@@ -360,7 +362,7 @@ class Companion(Forecaster):
             if not (averages and self._average(network.optimizer)):
                 network.optimizer.step()
             self._mean = WeightedMean()
-            network.module.zero_grad()
+            deque(map(setattr, network.follower.parameters, repeat("grad"), repeat(None)), maxlen=0)
         if self._diverged:
             self._recreate()
         if self._network is not None:
@@ -386,7 +388,7 @@ class Companion(Forecaster):
             # The ranks are recreated together, or none is.
             diverged = torch.full_like(gradients[0].flatten()[:1], float(self._diverged))
             self._group.average([*gradients, diverged])
-            if may_sync(self._step - 1, diverged):
+            if _sync.may_sync(self._step - 1, diverged):
                 self._diverged = bool(diverged > 0)
         return self._mean.has_overflowed(gradients)
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim._hooks import is_ours
 from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, OUR_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
 from dcl_optim.distributed import is_fully_sharded, is_sharded
-from dcl_optim._hooks import is_ours
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
 LIBRARIES = ("torch.", "transformers.")  # transformers collects hidden states by hooks, and some models build on them

@@ -73,7 +73,7 @@ class ModelFollower:
         if self._trained_elsewhere[0]:
             self._follow_elsewhere()
 
-    # ---- frozen parameters that the forward pass writes to -------------------------------------------------------------
+    # ---- frozen parameters that the forward pass writes to -----------------------------------------------------------
 
     def before_first_forward(self) -> None:
         """Note the versions of the shared parameters."""
@@ -125,7 +125,8 @@ class ModelFollower:
 
     def _note_parameters(self) -> None:
         theirs = {id(parameter) for parameter in self._model.parameters()}
-        self.shared = [parameter for parameter in self._companion.parameters() if id(parameter) in theirs]
+        self.parameters = list(self._companion.parameters())
+        self.shared = [parameter for parameter in self.parameters if id(parameter) in theirs]
         if not self._is_copy:
             return
         self._theirs, self._ours = list(self._model.modules()), list(self._companion.modules())

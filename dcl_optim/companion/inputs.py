@@ -72,7 +72,7 @@ class InputCapture:
         return arguments
 
     def slice(self, arguments: Arguments, batch: int, rows: slice) -> Arguments:
-        """Some rows of every tensor that has the batch as its first dimension; cloned for a forward pass that writes."""
+        """Some rows of every tensor with the batch as its first dimension; cloned for a forward pass that writes."""
         return slice_batch(arguments, batch, rows, bool(self._writes))
 
     def without_arguments(self) -> InputCapture:

@@ -15,7 +15,7 @@ from dcl_optim.loss.reader import Scale
 
 
 class WeightedMean:
-    r"""Makes :math:`\sum_i|s_i|\,g_i / \sum_i|s_i|`, where :math:`s_i` is what the loss of a forward pass was multiplied by.
+    r"""Makes :math:`\sum_i|s_i|\,g_i / \sum_i|s_i|`, where :math:`s_i` is what the loss was multiplied by.
 
     A factor of 0, or a batch without rows, counts for nothing; the mean of nothing is zero. Nothing synchronizes, and
     one gradient alone costs a comparison.

@@ -156,8 +156,8 @@ def _read_weighted(
     clear = told & (lengths > SATURATED)
     if z.shape[1] == 2:
         told = told & _is_one_slope_a_label(slopes, at_label, y, clear)
-    fits = told.sum() >= READ_SHARE * live.sum()
     number = clear.sum()
+    fits = (told.sum() >= READ_SHARE * live.sum()) & live.any() & torch.isfinite(whole.sum())
     scale = torch.where(clear, slopes, 0.0).sum() / number * count  # certain rows count as the others on average
     labels = torch.where(told & fits, y, z.shape[1])
     return Reading(labels, scale, fits, fits & (number >= READ_SHARE * live.sum()))
@@ -225,7 +225,7 @@ def _read_negative(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     one = (g < 0).sum(1) == 1
-    fits = one.sum() >= READ_SHARE * live.sum()
+    fits = (one.sum() >= READ_SHARE * live.sum()) & one.any()
     labels = torch.where(one & fits, g.argmin(1), g.shape[1])
     return Reading(labels, torch.ones_like(g[0, 0]), fits, torch.zeros_like(fits))
 
@@ -306,9 +306,8 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
         plausible = ~soft | (unlikely.sum() <= 0.5 * count)
     weighted = read(Form("weighted"), z, g, live, count, 1.0, tolerance).fits & plausible
     log = read(Form("log"), z, g, live, count, 1.0, tolerance).fits
-    evidence = [
-        size.sum(), says, (hard <= bound) & plausible, better & (smoothed <= bound) & plausible, smoothing, soft, mixed, weighted, log, slope
-    ]  # fmt: skip
+    hard_fits, smoothed_fits = (hard <= bound) & plausible, better & (smoothed <= bound) & plausible
+    evidence = (size.sum(), says, hard_fits, smoothed_fits, smoothing, soft, mixed, weighted, log, slope)
     return torch.stack([value.double() for value in evidence])
 
 

@@ -3,7 +3,7 @@ r"""The one place that knows losses: loss scale, labels and class dimension of e
 | what | sources, the first that applies |
 | --- | --- |
 | s | ``loss_scale=``; the gradient of the logits; the gradient of the model's own loss; the last s that was read; 1 |
-| labels | ``set_targets``; ``targets=``; the gradient of the logits; with ``loss_scale=``, the only negative entry of a row |
+| labels | ``set_targets``; ``targets=``; the gradient of the logits; with ``loss_scale=`` a row's only negative entry |
 | class dimension | ``class_dim=``; the dimension along which the gradient has a known form; 1 |
 
 Which form the gradient has is a property of the script. It is chosen at the first gradient that tells it, and chosen
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcl_optim import _sync
 from dcl_optim._torch import current_backward, warn
-from dcl_optim._sync import SYNC_INTERVAL
 from dcl_optim._validation import check_positive, is_number
-from dcl_optim.distances import to_rows
+from dcl_optim.distances import to_rows, wide
 from dcl_optim.forward import Forward
 from dcl_optim.loss import cross_entropy, outputs
 from dcl_optim.loss.cross_entropy import Evidence, Form, Reading
@@ -33,12 +33,12 @@ Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 MAX_ROWS = 64  # that are read where only the scale is asked for
 
 UNREADABLE_SCALE = (
-    "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty is "
-    "added with factor 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there is no factor)"
+    "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty "
+    "is added with factor 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there is no factor)"
 )
 UNREADABLE_LABELS = (
-    "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy over "
-    "the model's logits"
+    "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy "
+    "over the model's logits"
 )
 FIX_LABELS = (
     "\n  Fix: call set_targets(labels) before the forward pass, or pass targets=<the model's keyword with the labels>; "
@@ -57,9 +57,9 @@ class Loss(NamedTuple):
 
     Attributes:
         scale: s, what the loss was multiplied by.
-        labels: as they were given; read ones as a label for each row (N,), K for none, or as soft labels (N, K); None if
-            nobody needs them, or the gradient says nothing.
-        count: the number of rows that the loss is the mean of, if the labels were read; else None.
+        labels: as they were given; read ones as a label for each row (N,), K for none, or as soft labels (N, K); None
+            if nobody needs them, or the gradient says nothing.
+        number: the number of rows that the loss is the mean of, if the labels were read; else None.
         class_dim: the dimension of the logits that holds the classes.
         finite: False if the gradient is known not to be finite.
         says: False if the batch is to be skipped: it is not finite, its gradient is zero, or labels are missing.
@@ -67,7 +67,7 @@ class Loss(NamedTuple):
 
     scale: Scale
     labels: Tensor | None
-    count: Tensor | None
+    number: Tensor | None
     class_dim: int
     finite: bool = True
     says: bool = True
@@ -117,7 +117,7 @@ class LossReader:
         self._warned_scale = self._warned_labels = False
         self.load_state({})
 
-    # ---- the state -----------------------------------------------------------------------------------------------------
+    # ---- the state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
@@ -140,7 +140,7 @@ class LossReader:
         """Keep what was read in a step that was taken."""
         self._scale = self._latest
 
-    # ---- the forward pass ----------------------------------------------------------------------------------------------
+    # ---- the forward pass --------------------------------------------------------------------------------------------
 
     def set_targets(self, targets: Tensor) -> None:
         """Give the labels of the next forward pass."""
@@ -193,13 +193,14 @@ class LossReader:
         index = loss.output_nr
 
         def note(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[index] is not None:
-                forward.own_loss = current_backward(), gradients[index].sum()
+            gradient = gradients[index]
+            if gradient is not None:
+                forward.own_loss = current_backward(), gradient.sum()
 
         loss.grad_fn.register_prehook(note)  # type: ignore[union-attr]
         return output
 
-    # ---- the backward pass ---------------------------------------------------------------------------------------------
+    # ---- the backward pass -------------------------------------------------------------------------------------------
 
     def read(self, forward: Forward, gradient: Tensor, several: bool) -> Loss:
         """Read the gradient that the script's loss sends to the logits, and lay the logits out as rows.
@@ -214,7 +215,8 @@ class LossReader:
         """
         given = None if self.source == "auto" else self._given_scale(gradient)
         dim = 1 if gradient.ndim <= 2 and self._given_dim is None else self._dim_of(gradient)
-        own = forward.own_loss[1] if forward.own_loss is not None and forward.own_loss[0] == current_backward() else None
+        arrived = forward.own_loss is not None and forward.own_loss[0] == current_backward()
+        own = forward.own_loss[1] if forward.own_loss is not None and arrived else None
         wants_labels = self._reads_labels and forward.targets is None
         if own is not None and forward.hides_gradient:
             if wants_labels:
@@ -223,27 +225,29 @@ class LossReader:
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
             return Loss(given, forward.targets, None, dim)
-        seen = _lay_out(forward, gradient, 1 if dim is None else dim)
-        form, reading = self._form, None
+        may_sync = _sync.may_sync(forward.step, gradient)
+        form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
-            reading = self._read_rows(form, seen, wants_labels, self._scale)
-            if forward.may_sync:
-                seen.total, fits = torch.stack((seen.size.sum(), reading.fits)).tolist()
-                if not fits and 0 < seen.total < math.inf:
-                    reading, dim = self._settle(forward, gradient, seen, wants_labels, given is not None)
-        elif forward.step % SYNC_INTERVAL == 0 or not self._tried:
-            reading, dim = self._settle(forward, gradient, seen, wants_labels, given is not None)
-        says = 0 < seen.total < math.inf and not (wants_labels and reading is None)
+            seen = _lay_out(forward, gradient, dim, form)
+            reading, count = self._read_rows(form, seen, wants_labels, self._scale), seen.count
+            settles = may_sync and not bool(reading.fits)
+        else:
+            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
+        if settles:
+            reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
+        says = 0 < total < math.inf and not (wants_labels and reading is None)
         scale = given
-        if seen.total == 0:
+        if total == 0:
             scale = 0.0
         elif scale is None:
             scale = self._scale_of(reading, own, several, gradient.dtype)
-            if says and not wants_labels and not gradient.is_cpu:
-                scale = scale * (seen.count > 0)  # a gradient of zero: the loss has the factor 0
-        labels = forward.targets if reading is None or not wants_labels else reading.labels
-        count = seen.count.clamp(min=1) if wants_labels else None
-        return Loss(scale, labels, count, 1 if dim is None else dim, math.isfinite(seen.total), says)
+            if count is not None and not (wants_labels or may_sync):
+                scale = scale * (count > 0)  # a gradient of zero: the loss has the factor 0
+        dim = 1 if dim is None else dim
+        if not wants_labels or reading is None or count is None:
+            forward.rows = to_rows(forward.logits, dim)
+            return Loss(scale, forward.targets, None, dim, math.isfinite(total), says)
+        return Loss(scale, reading.labels, count.clamp(min=1), dim, True, says)
 
     def _dim_of(self, logits: Tensor) -> int | None:
         """The class dimension as far as it is known, counted from 0."""
@@ -285,7 +289,7 @@ class LossReader:
         self._latest = torch.where(reading.tells_scale, reading.scale, fallback)
         return self._latest
 
-    # ---- reading -------------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool, last: Scale | None) -> Reading:
         z, g, live = seen.rows(wants_labels or form.kind == "weighted")
@@ -293,21 +297,20 @@ class LossReader:
         return cross_entropy.READERS[form.kind](form, z, g, live, seen.count, last, seen.tolerance, wants_labels)
 
     def _settle(
-        self, forward: Forward, gradient: Tensor, seen: _Seen, wants_labels: bool, has_scale: bool
-    ) -> tuple[Reading | None, int | None]:
-        """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it."""
-        if not len(seen.g):
-            seen.total = 0.0
-            return None, self._dim_of(gradient)
+        self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
+    ) -> tuple[Reading | None, Tensor | None, int | None, float]:
+        """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it.
+
+        Returns:
+            The reading, the number of rows that are not zero, the class dimension, and the sum of absolute values.
+        """
         known = self._dim_of(gradient)
         dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
-        laid_out = [seen if dim == known else _lay_out(forward, gradient, dim) for dim in dims]
-        vectors = []
-        for one in laid_out:
-            z, g, _ = one.rows(wants_labels)
-            vectors.append(cross_entropy.examine(z, g, one.tolerance))
+        laid_out = [_lay_out(forward, gradient, dim, None) for dim in dims]
+        if not len(laid_out[0].g):
+            return None, None, known, 0.0
+        vectors = [cross_entropy.examine(*one.rows(wants_labels)[:2], one.tolerance) for one in laid_out]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
-        seen.total = found[0].total
         for rank in range(cross_entropy.RANKS):
             for dim, evidence, one in zip(dims, found, laid_out, strict=True):
                 form = cross_entropy.candidate(evidence, rank, self._form, has_scale and wants_labels)
@@ -316,12 +319,11 @@ class LossReader:
                 reading = self._read_rows(form, one, wants_labels, evidence.slope * one.count)
                 if bool(reading.fits):
                     self._form, forward.rows = form, one.z
-                    if known is None:
-                        self.class_dim, seen.count = dim, one.count
-                    return reading, dim
+                    self.class_dim = dim if known is None else self.class_dim
+                    return reading, one.count, dim, found[0].total
         if any(evidence.says for evidence in found):
             self._refuse(gradient, wants_labels, known)
-        return None, known
+        return None, None, known, found[0].total
 
     def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
@@ -342,31 +344,34 @@ class LossReader:
 
 
 class _Seen:
-    """A gradient laid out as rows, with what every form needs; ``total`` is known only after a synchronization."""
+    """A gradient laid out as rows, with what every form needs.
 
-    __slots__ = ("count", "g", "live", "size", "tolerance", "total", "z")
+    A row is live if its gradient is not zero. Each row sums to zero, so it has a positive entry then, except in the
+    gradient of ``NLLLoss`` alone. A norm would do for all, but its squares underflow where a row is certain.
+    """
 
-    def __init__(self, z: Tensor, g: Tensor) -> None:
-        self.z, self.g, self.total = z, g, 1.0
+    __slots__ = ("count", "g", "live", "size", "tolerance", "z")
+
+    def __init__(self, z: Tensor, g: Tensor, form: Form | None) -> None:
+        self.z, self.g = z, g
         half = z.dtype.itemsize < 4 or g.dtype.itemsize < 4
         self.tolerance = cross_entropy.HALF_TOLERANCE if half else cross_entropy.TOLERANCE
-        dtype = torch.float32 if g.dtype.itemsize < 4 else g.dtype
-        self.size = torch.linalg.vector_norm(g, ord=1, dim=1, dtype=dtype)  # squares would underflow
+        self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
         self.live = self.size > 0
         self.count = self.live.sum()
 
     def rows(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and gradient in float32 or wider, and which rows are not zero; at most ``MAX_ROWS`` of the largest."""
-        z, g, live, dtype = self.z, self.g, self.live, self.size.dtype
+        """Logits and gradient in float32 or wider, and which rows are live; at most ``MAX_ROWS`` of the largest."""
+        z, g, live = self.z, self.g, self.live
         if not all_rows and len(z) > MAX_ROWS:
             size, rows = self.size.topk(MAX_ROWS)
             z, g, live = z.index_select(0, rows), g.index_select(0, rows), size > 0
-        return z.to(dtype), g.to(dtype), live
+        return wide(z), wide(g), live
 
 
-def _lay_out(forward: Forward, gradient: Tensor, dim: int) -> _Seen:
+def _lay_out(forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> _Seen:
     z, g = forward.logits, gradient
     if gradient.ndim != 2 or dim != 1:
         z, g = to_rows(z, dim), to_rows(g, dim)
     forward.rows = z
-    return _Seen(z, g)
+    return _Seen(z, g, form)

@@ -165,7 +165,7 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
 def _weighted(penalty: Penalty, weight: float) -> tuple[Tensor, Tensor]:
     """The distances of rows and their gradients, each times its weight in the sum."""
     rows = penalty.rows
-    factor = weight / penalty.count if penalty.weights is None else penalty.weights * (weight / penalty.count)
+    factor = weight / penalty.number if penalty.weights is None else penalty.weights * (weight / penalty.number)
     slope = rows.slope * rows.factor
     return rows.distances * factor, slope * (factor[:, None] if isinstance(factor, Tensor) and factor.ndim else factor)
 

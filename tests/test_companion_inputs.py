@@ -1,0 +1,418 @@
+"""What the model is called with reaches the companion without the script's graph, and as the model got it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dcl_optim import DCLOptimizer, distances, reference
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
+
+DATA = list(batches(5))
+
+# ---- inputs with a graph ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    x: Tensor
+    name: str = "rows"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+
+@dataclass
+class Computing:
+    """Its fields are no arguments of its constructor, which would compute them again from others."""
+
+    given: Tensor
+    x: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.x = self.given
+
+
+class Model(OrderedDict[str, Any]):
+    """A dictionary whose items are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Batch:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+Named = namedtuple("Named", "x")
+
+
+def attribute(batch: Any) -> Tensor:
+    return batch.x
+
+
+def item(batch: Any) -> Tensor:
+    return batch["x"]
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (Data, attribute),
+    "frozen dataclass": (Frozen, attribute),
+    "dataclass with a constructor": (Computing, attribute),
+    "dict": (lambda x: {"x": x}, item),
+    "mapping": (lambda x: UserDict({"x": x}), item),
+    "dictionary of a class": (lambda x: Model(x=x), attribute),
+    "named tuple": (Named, attribute),
+    "nested": (lambda x: [None, {"deep": (Data(x), "text", 3)}], lambda batch: batch[1]["deep"][0].x),
+    "dataclass in a dataclass": (lambda x: Frozen([Data(x)]), lambda batch: batch.x[0].x),
+}
+
+
+class Reading(nn.Module):
+    def __init__(self, read: Callable[[Any], Tensor], checkpointed: bool = False) -> None:
+        super().__init__()
+        self.net, self.read, self.checkpointed = mlp(), read, checkpointed
+        self.seen: list[Any] = []
+
+    def forward(self, batch: Any) -> Tensor:
+        self.seen.append(batch)
+        x = self.read(batch)
+        return checkpoint(self.net, x, use_reentrant=True) if self.checkpointed else self.net(x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_graph_inside_the_inputs_is_the_models_alone(form: str) -> None:
+    pack, read = FORMS[form]
+
+    def trained(weight: float | None) -> tuple[nn.Module, Tensor]:
+        model = Reading(read)
+        prompt = nn.Parameter(torch.full((FEATURES,), 0.1, dtype=torch.float64))
+        optimizer = sgd(model) if weight is None else wrap(model, weight=weight)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(pack(torch.tanh(x * prompt))), y).backward()
+            optimizer.step()
+        return model, prompt.grad
+
+    (alone, expected), (model, gradient) = trained(None), trained(0.0)
+    assert_same(model, alone)
+    assert_same(gradient, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_leaf_inside_the_inputs_gets_the_models_gradient_alone(form: str) -> None:
+    pack, read = FORMS[form]
+    gradients = []
+    for weight in (None, 0.0):
+        model = Reading(read)
+        optimizer = sgd(model) if weight is None else wrap(model, weight=weight)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            prompt = nn.Parameter(x)
+            F.cross_entropy(model(pack(prompt)), y).backward()
+            optimizer.step()
+        gradients.append(prompt.grad)
+    assert_same(*gradients)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_scripts_own_inputs_stay_as_they_are(form: str) -> None:
+    pack, read = FORMS[form]
+    model = Reading(read)
+    optimizer = wrap(model)
+    x, y = one()
+    given = pack(torch.tanh(x.requires_grad_()))
+    F.cross_entropy(model(given), y).backward()
+    (theirs,) = optimizer.companion.seen
+    assert model.seen[0] is given
+    assert type(theirs) is type(given)
+    assert read(given).grad_fn is not None
+    assert read(theirs).grad_fn is None
+    assert read(theirs).requires_grad, "a reentrant checkpoint would skip its block without"
+    assert read(theirs).data_ptr() == read(given).data_ptr()
+
+
+def test_a_dataclass_without_a_graph_is_handed_on_as_a_copy_with_the_same_tensors() -> None:
+    model = Reading(attribute)
+    optimizer = wrap(model)
+    given = Data(one()[0])
+    model(given)
+    (theirs,) = optimizer.companion.seen
+    assert type(theirs) is Data
+    assert theirs is not given, "the model's forward may take away what the given one holds"
+    assert attribute(theirs) is attribute(given)
+
+
+def first_of(batch: list[Any]) -> Tensor:
+    return next(iter(vars(batch[0]).values() if isinstance(batch[0], Batch) else batch[0]))
+
+
+@pytest.mark.parametrize("pack", [Batch, lambda x: {x}], ids=["object", "set"])
+def test_what_is_not_looked_into_is_handed_on_itself(pack: Callable[[Tensor], Any]) -> None:
+    """A graph inside it is the script's affair."""
+    model = Reading(first_of)
+    optimizer = wrap(model)
+    given = pack(torch.tanh(one()[0].requires_grad_()))
+    model([given])
+    assert optimizer.companion.seen[0][0] is given
+
+
+@pytest.mark.parametrize("form", ["object", "dataclass", "mapping"])
+def test_a_companion_fed_otherwise_than_by_tensors_is_the_reference(form: str) -> None:
+    pack, read = {**FORMS, "object": (Batch, attribute)}[form]
+    model, hand = Reading(read), mlp()
+    companion = copy.deepcopy(hand)
+    optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        F.cross_entropy(model(pack(x)), y).backward()
+        optimizer.step()
+        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
+    assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
+    assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["dataclass", "nested"])
+def test_a_reentrant_checkpoint_inside_the_model(form: str) -> None:
+    """Its inputs need a gradient for it, in the companion too."""
+    pack, read = FORMS[form]
+    found = []
+    for checkpointed in (False, True):
+        model = Reading(read, checkpointed)
+        optimizer = wrap(model)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(pack(x.requires_grad_())), y).backward()
+            optimizer.step()
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["BatchEncoding", "ModelOutput"])
+def test_the_mappings_of_transformers(kind: str) -> None:
+    import transformers
+
+    if kind == "BatchEncoding":
+        pack: Callable[[Tensor], Any] = lambda x: transformers.BatchEncoding({"last_hidden_state": x})  # noqa: E731
+    else:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        pack = lambda x: BaseModelOutput(last_hidden_state=x)  # noqa: E731
+    model = Reading(lambda batch: batch["last_hidden_state"])
+    optimizer = wrap(model)
+    x, y = one()
+    prompt = nn.Parameter(torch.full((FEATURES,), 0.1, dtype=torch.float64))
+    given = pack(torch.tanh(x * prompt))
+    F.cross_entropy(model(given), y).backward()
+    optimizer.step()
+    (theirs,) = optimizer.companion.seen
+    assert type(theirs) is type(given)
+    for read in (lambda batch: batch["last_hidden_state"], lambda batch: batch.last_hidden_state):
+        assert read(given).grad_fn is not None
+        assert read(theirs).grad_fn is None
+
+
+# ---- inputs that the forward pass changes ----------------------------------------------------------------------------
+
+
+class Centered(nn.Module):
+    """Writes to its input before its first layer, which is then computed from what was written."""
+
+    def __init__(self, change: Callable[[Tensor], Any], from_step: int = 0) -> None:
+        super().__init__()
+        self.net, self._change = mlp(), change
+        self._left = from_step
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._left -= 1
+        if self._left < 0:
+            self._change(x)
+        return self.net(x)
+
+
+class Popping(nn.Module):
+    """Takes the labels out of its batch, as models with a loss of their own do."""
+
+    def __init__(self, pops: bool = True) -> None:
+        super().__init__()
+        self.net, self._pops = mlp(), pops
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        y = batch.pop("labels") if self._pops else batch["labels"]
+        x = batch["inputs"].pop() if self._pops else batch["inputs"][-1]
+        logits = self.net(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits, y)}
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "sub_": lambda x: x.sub_(0.5),
+    "relu_": lambda x: F.relu(x, inplace=True),
+    "item": lambda x: x.__setitem__((slice(None), 0), 3.0),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"companion_fraction": 0.5}], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_got_them(
+    change: str, options: dict[str, Any]
+) -> None:
+    model, expected = Centered(CHANGES[change]), mlp()
+    optimizer, other = wrap(model, **options), wrap(expected, **options)
+    train(model, optimizer, [(x.clone(), y) for x, y in DATA])
+    edited = [(x.clone(), y) for x, y in DATA]
+    for x, _ in edited:
+        CHANGES[change](x)
+    train(expected, other, edited)
+    assert_same(model.net, expected)
+    assert_same(optimizer.companion.net, other.companion)
+
+
+def test_an_input_with_a_graph_may_be_edited_in_place() -> None:
+    """As where the body is another module, and the head that is wrapped begins with an in-place ReLU."""
+    found = []
+    for inplace in (True, False):
+        torch.manual_seed(0)
+        body, head = nn.Linear(FEATURES, 12).double(), nn.Sequential(nn.ReLU(inplace), nn.Linear(12, CLASSES)).double()
+        optimizer = wrap(head)
+        for x, y in DATA:
+            optimizer.zero_grad()
+            F.cross_entropy(head(body(x)), y).backward()
+            optimizer.step()
+        assert optimizer.penalty > 0
+        found.append((head, optimizer.companion, body.weight.grad))
+    for first, second in zip(*found, strict=True):
+        assert_same(first, second)
+
+
+def test_an_edit_that_begins_later_is_an_error_that_names_the_fix() -> None:
+    model = Centered(CHANGES["sub_"], from_step=2)
+    optimizer = wrap(model)
+    train(model, optimizer, [(x.clone(), y) for x, y in DATA[:2]])
+    with pytest.raises(RuntimeError, match=r"written to one of its inputs.*dcl_optim.*x = x\.clone\(\)"):
+        model(DATA[2][0].clone())
+
+
+def test_what_the_forward_takes_out_of_its_batch_is_there_for_the_companion() -> None:
+    found = []
+    for pops in (True, False):
+        model = Popping(pops)
+        optimizer = wrap(model)
+        for x, y in DATA:
+            optimizer.zero_grad()
+            model({"labels": y, "inputs": [x]})["loss"].backward()
+            optimizer.step()
+        assert optimizer.penalty > 0
+        found.append((model, optimizer.companion))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+
+
+# ---- a part of the batch ---------------------------------------------------------------------------------------------
+
+
+def test_a_fraction_of_a_dataclass() -> None:
+    found = []
+    for pack, read in (FORMS["dataclass"], FORMS["dict"]):
+        model = Reading(read)
+        optimizer = wrap(model, companion_fraction=0.5)
+        train(model, optimizer, [(pack(x), y) for x, y in batches(3)])
+        assert [len(read(seen)) for seen in optimizer.companion.seen] == [8, 8, 16] + [8] * 6  # the first is checked
+        found.append((model.net.state_dict(), optimizer.companion.net.state_dict()))
+    assert_same(*found)
+
+
+def test_fraction_needs_the_batch_first():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x, offset):
+            return self.net(x) + offset
+
+    model = Flat()
+    optimizer = wrap(model, companion_fraction=0.5)
+    x, y = next(iter(batches(1)))
+    offset = torch.zeros(16, CLASSES, dtype=torch.float64)
+    F.cross_entropy(model(x, offset), y).backward()
+    optimizer.step()
+    del optimizer
+
+    doubling = nn.Sequential(nn.Linear(FEATURES, 2 * CLASSES), nn.Unflatten(1, (2, CLASSES)), nn.Flatten(0, 1)).double()
+    optimizer = wrap(doubling, companion_fraction=0.5)
+    with pytest.raises(ValueError, match=r"companion_fraction=0.5 .*of the 32 rows of no input"):
+        optimizer.model(x)  # 32 rows from 16 inputs: no row knows its input
+
+
+class Looking(nn.Module):
+    """Multiplies features by a table of the call's; ``scale`` is of another length than the batch, and stays whole."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(FEATURES, hidden).double()
+
+    def forward(self, x: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+        return (self.encoder(x) * scale) @ table
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "by position": (lambda model, x, scale, table: model(x, scale, table), "args[2]"),
+    "by name": (lambda model, x, scale, table: model(x, scale=scale, table=table), "kwargs['table']"),
+}
+
+
+BATCH = 16
+
+
+def require_names(model: Looking, call: Callable[..., Tensor], table: Tensor, name: str) -> None:
+    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=0.5, weight=2.0, alpha=0.6)
+    x, y = one()
+    assert len(x) == len(table) == BATCH
+    scale = torch.ones(1, dtype=torch.float64)
+
+    def step() -> None:
+        F.cross_entropy(call(x, scale, table), y).backward()
+        optimizer.step()
+
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        step()
+    message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "companion_fraction" in message
+    assert name in message
+    assert "args[1]" not in message, "the scale is passed whole"
+    assert "kwargs['scale']" not in message
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_failing_forward_names_the_inputs_that_companion_fraction_cut(call):
+    """The table is (hidden, classes), and as many are hidden as the batch has rows."""
+    model, (calls, name) = Looking(hidden=BATCH), CALLS[call]
+    require_names(model, lambda *inputs: calls(model, *inputs), torch.ones(BATCH, CLASSES, dtype=torch.float64), name)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_output_of_the_wrong_shape_names_the_inputs_that_companion_fraction_cut(call):
+    """The table is (classes, hidden), and there are as many classes as the batch has rows: half of them are left."""
+
+    class Transposing(Looking):
+        def forward(self, x: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+            return super().forward(x, scale, table.T)
+
+    model, (calls, name) = Transposing(hidden=3), CALLS[call]
+    require_names(model, lambda *inputs: calls(model, *inputs), torch.ones(BATCH, 3, dtype=torch.float64), name)

@@ -1,0 +1,206 @@
+"""The companion's optimizer: what it is built of, whose options it follows, and what it counts by itself."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcl_optim import DCLOptimizer
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, train, wrap
+
+# ---- how it is built -------------------------------------------------------------------------------------------------
+
+
+def test_several_groups_are_mirrored_by_name():
+    model = mlp()
+    groups = [{"params": [model[2].weight, model[2].bias], "lr": 0.5}, {"params": model[0].parameters(), "lr": 0.01}]
+    optimizer = DCLOptimizer(torch.optim.SGD(groups, momentum=0.9), model, weight=1.0)
+    mirrored = optimizer.companion_optimizer.param_groups
+    assert [group["lr"] for group in mirrored] == [0.5, 0.01]
+    assert {id(p) for p in mirrored[0]["params"]} == {id(p) for p in optimizer.companion[2].parameters()}
+    assert {id(p) for p in mirrored[1]["params"]} == {id(p) for p in optimizer.companion[0].parameters()}
+    optimizer.param_groups[1]["lr"] = 0.0
+    before = copy.deepcopy(optimizer.companion)
+    train(model, optimizer, batches(3))
+    assert_same(optimizer.companion[0], before[0])
+    assert not torch.equal(optimizer.companion[2].weight, before[2].weight)
+
+
+def test_companion_optimizer_of_its_own():
+    model = mlp()
+    optimizer = wrap(model, companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
+    assert isinstance(optimizer.companion_optimizer, torch.optim.AdamW)
+    optimizer.param_groups[0]["lr"] = 0.7
+    train(model, optimizer, batches(2))
+    assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
+
+    given = nn.Linear(FEATURES, CLASSES).double()
+    own = torch.optim.Adam(given.parameters(), lr=0.3)
+    model = mlp()
+    optimizer = wrap(model, companion=given, companion_optimizer=own)
+    assert optimizer.companion_optimizer is own
+    train(model, optimizer, batches(2))
+    assert own.state
+
+
+class NeedsMore(torch.optim.SGD):
+    def __init__(self, params: Any, extra: int) -> None:
+        super().__init__(params, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot train the companion"),
+        (lambda model: NeedsMore(model.parameters(), extra=1), "a second NeedsMore for the companion could not be"),
+    ],
+)
+def test_what_cannot_train_a_companion_is_refused_at_wrapping(base: Any, message: str) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=rf"{message}.*companion_optimizer="):
+        DCLOptimizer(base(model), model)
+    assert not model._forward_hooks
+    optimizer = DCLOptimizer(base(model), model, companion_optimizer=partial(torch.optim.SGD, lr=0.1))
+    assert type(optimizer.companion_optimizer) is torch.optim.SGD
+
+
+def test_a_model_without_trained_parameters_is_refused_at_wrapping() -> None:
+    model = mlp().requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter to train"):
+        wrap(model)
+
+
+# ---- what it follows, and what it counts -----------------------------------------------------------------------------
+
+
+SCALED_IN_PART = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-3),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", SCALED_IN_PART)
+def test_alpha_shapes_the_target_and_leaves_the_learning_rate(name):
+    """The paper, literally: the base's class and rate, and the gradient of the distance to the target."""
+    make = SCALED_IN_PART[name]
+    model, hand, companion = mlp(), mlp(), mlp(seed=3)
+    optimizer = DCLOptimizer(make(model.parameters()), model, companion=copy.deepcopy(companion), weight=2.0, alpha=0.6)
+    base, second = make(hand.parameters()), make(companion.parameters())
+    for x, y in batches(5):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+        z, c = hand(x), companion(x)
+        base.zero_grad()
+        (F.cross_entropy(z, y) + 2.0 * F.mse_loss(z, c.detach())).backward()
+        base.step()
+        second.zero_grad()
+        F.mse_loss(c, 0.6 * c.detach() + 0.4 * z.detach()).backward()
+        second.step()
+    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
+    assert_same(model, hand, rtol=1e-9, atol=1e-10)
+
+
+class CountsInItsGroups(torch.optim.SGD):
+    """Its own bookkeeping in the groups: a number, and a tensor that it counts up in place."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group |= {"count": 0, "total": torch.zeros(())}
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["total"].add_(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_sets_is_shared(tensor_lr):
+    model = mlp()
+    lr = torch.tensor(0.1) if tensor_lr else 0.1
+    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters(), lr=lr), model, companion_lr_scale=0.5, weight=1.0)
+    ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
+    for steps, batch in enumerate(batches(4), start=1):
+        if steps == 3:
+            if tensor_lr:
+                ours["lr"].fill_(0.04)
+            else:
+                ours["lr"] = 0.04
+            ours["momentum"] = 0.5
+        train(model, optimizer, [batch])
+        assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (steps,) * 4
+        assert float(theirs["lr"]) == pytest.approx(0.02 if steps >= 3 else 0.05)
+        assert theirs["momentum"] == (0.5 if steps >= 3 else 0.9)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    train(model, optimizer, batches(1))
+    assert optimizer.companion_optimizer.param_groups[0]["count"] == optimizer.param_groups[0]["count"] == 5
+
+
+def test_a_companion_that_steps_less_often_counts_its_own_steps():
+    model = mlp()
+    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters()), model, companion_every=2)
+    train(model, optimizer, batches(5))
+    ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
+    assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (5, 2, 5.0, 2.0)
+
+
+@pytest.mark.integration
+def test_the_optimizers_mode_is_the_companions_from_its_start() -> None:
+    from schedulefree import SGDScheduleFree
+
+    found = []
+    for companion in (None, mlp()):
+        model = mlp()
+        optimizer = DCLOptimizer(SGDScheduleFree(model.parameters(), lr=0.1), model, companion=companion, weight=1.0)
+        optimizer.train()
+        train(model, optimizer, batches(5))
+        optimizer.eval()
+        found.append((model, optimizer.companion))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class FailsOnce(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError("no step today")
+        return super().step(closure)
+
+
+def test_an_error_in_the_companions_step_names_the_fix_and_the_next_step_is_another():
+    """The model has stepped by then."""
+    optimizers = []
+    for fails in (True, False):
+        model = mlp()
+        optimizer = DCLOptimizer(FailsOnce(model.parameters(), lr=0.1), model, weight=1.0)
+        train(model, optimizer, batches(3))
+        before = copy.deepcopy(optimizer.companion.state_dict())
+        optimizer.companion_optimizer.fails = fails
+        message = r"FailsOnce, could not step \(no step today\).*companion_optimizer="
+        with pytest.raises(RuntimeError, match=message) if fails else nullcontext():
+            train(model, optimizer, batches(1, seed=8))
+        if not fails:  # the companion's step of that batch is all that the other run lacks
+            optimizer.companion.load_state_dict(before)
+        train(model, optimizer, batches(3, seed=9))
+        optimizers.append(optimizer)
+    failed, calm = optimizers
+    assert_same(failed.model, calm.model)
+    assert_same(failed.companion, calm.companion)
