@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcl_optim import DCPOptimizer, distances, prototypes
+from dcl_optim import DCPOptimizer, _sync, distances, prototypes
 from dcl_optim.distances import to_rows
 from dcl_optim.forward import Forward
 from dcl_optim.reference import dcp_step
@@ -117,7 +117,7 @@ def test_thirty_steps_equal_the_reference(distance, reduction):
 @pytest.mark.parametrize(("distance", "reduction"), [("mse", "mean"), ("kl", "mean"), ("mse", "per_class")])
 def test_also_where_it_may_never_be_read_that_all_classes_are_known(distance, reduction, monkeypatch):
     """As on a device, between the steps in which it is waited for."""
-    monkeypatch.setattr(prototypes, "may_sync", lambda step, tensor: False)
+    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: False)
     check_against_the_reference(distance, reduction)
 
 
@@ -264,8 +264,10 @@ def mixtures(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield x, 0.75 * one_hot(y) + 0.25 * one_hot(other)
 
 
-@pytest.mark.parametrize("distance", ["mse", "kl"])
-def test_soft_labels_by_the_formula(distance):
+@pytest.mark.parametrize(("distance", "reads"), [("mse", True), ("kl", True), ("mse", False)])
+def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
+    """Where values may not be read, over the columns of all classes."""
+    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads)
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
     function = distances.resolve_distance(distance)
@@ -448,7 +450,7 @@ def test_hard_labels_become_one_for_each_row_and_k_where_ignored():
 def test_a_dense_map_of_soft_labels_is_looked_at_along_its_classes():
     soft = torch.softmax(torch.randn(2, 3, 4, 4), 1)
     assert_same(laid_out(soft, (2, 3, 4, 4)), to_rows(soft))
-    with pytest.raises(ValueError, match=r"not distributions over the 4 classes"):
+    with pytest.raises(ValueError, match="not distributions over 4 classes"):
         laid_out(soft, (2, 3, 4, 4), class_dim=-1)
 
 
@@ -516,8 +518,9 @@ def test_a_device_is_looked_at_in_the_first_soft_batch_only():
             optimizer.set_targets(labels)
             model(torch.randn(ROWS, FEATURES)).sum().backward()
 
-        optimizer._algorithm.steps = 5  # a step in which nothing is read
-        backward(torch.arange(ROWS) % CLASSES)
+        optimizer._algorithm.steps = 5  # step 6, in which nothing else is read
+        for _ in range(2):
+            backward(torch.arange(ROWS) % CLASSES)
         soft = torch.eye(CLASSES)[torch.arange(ROWS) % CLASSES]
         for _ in range(2):
             with pytest.raises(RuntimeError, match="meta"):
