@@ -133,6 +133,15 @@ def test_soft_labels_by_hand():
         assert (bool(fits), bool(tells)) == (True, True)
 
 
+def test_a_share_below_zero_is_of_another_loss():
+    torch.manual_seed(0)
+    p, q = torch.softmax(torch.randn(4, 6).double(), 1), F.one_hot(Y, 6).double()
+    q[0, 0], q[0, 5] = 1.3, -0.3
+    reading = by_hand(Form("soft"), 2.0 * (p - q), z=p.log())
+    assert not reading.fits
+    assert (reading.labels == 0).all()
+
+
 def test_log_probabilities_by_hand():
     """g = -a e_y; with class weights each row has its own a."""
     factors = torch.tensor([0.5, 3.0, 2.0, 1.25]).double()
@@ -378,6 +387,18 @@ def test_random_mixtures_of_labels(name, table):
     assert tried > 50
     assert read_ones >= 0.65 * tried
     assert wrong <= 0.005 * rows
+
+
+@pytest.mark.parametrize(("classes", "fit"), [(6, 6.5), (30, 8.0)])
+def test_mixed_labels_of_a_fitted_model_are_not_the_hard_ones_of_a_model_that_is_certain_of_another_class(classes, fit):
+    """To the rounding of bfloat16 both have the gradient 0.3 (e_j - e_y)."""
+    torch.manual_seed(0)
+    y = torch.randint(classes, (64,))
+    q = 0.7 * F.one_hot(y, classes) + 0.3 * F.one_hot((y + 1) % classes, classes)
+    z = (fit * F.one_hot(y, classes) + 0.3 * torch.randn(64, classes)).bfloat16().requires_grad_()
+    form, reading = settle(z, gradient(F.cross_entropy(z.float(), q), z))
+    assert form.kind == "soft"
+    assert_same(reading.labels, q, atol=0.05)
 
 
 # ---- random losses that are no cross-entropies -----------------------------------------------------------------------

@@ -34,6 +34,7 @@ def test_find_shift():
     assert find_shift(labels.float(), z, plain) is None
     assert find_shift(labels, torch.zeros_like(z), torch.tensor(7.0).log()) is None, "both have that loss"
     assert find_shift(labels[0], z[0], F.cross_entropy(z[0], labels[0])) is False
+    assert find_shift(labels[0], z[0], 1.1 * F.cross_entropy(z[0], labels[0])) is None
 
 
 def test_conversion_source():
