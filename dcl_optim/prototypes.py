@@ -175,7 +175,7 @@ class Prototypes(Forecaster):
                 check_width(forward, z, self.num_classes)
             if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
                 labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
-                return labels, (labels < self.num_classes).sum()
+                return labels, (labels < self.num_classes).sum().clamp(min=1)
             return labels, loss.number
         look = not self._has_checked_shares or _sync.may_sync(forward.step, z)
         labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)

@@ -196,7 +196,7 @@ def companions_way(
 # loss is.
 @pytest.mark.parametrize(
     ("rows", "classes", "gap", "scale"),
-    [(16, 5, 0.1, 2.0**24), (256, 1000, 0.01, 2.0**16), (1024, 1000, 0.1, 2.0**24)],
+    [(256, 1000, 0.01, 2.0**16), (1024, 1000, 0.1, 2.0**24)],
 )
 def test_under_float16_autocast_the_companions_step_is_float32s(rows, classes, gap, scale):
     single = companions_way(rows, classes, gap)
