@@ -459,3 +459,29 @@ def test_a_first_prediction_that_is_the_models_or_may_differ_brings_no_warning(c
     build, options = QUIET[case]
     model = build()
     train(model, wrap(model, **options), [(x, y % 4) for x, y in DATA])
+
+
+class RenamedByCopies(nn.Module):
+    """As a Keras model: its copy's parameters have other names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, mlp())
+
+    def forward(self, x):
+        return next(self.children())(x)
+
+    def __deepcopy__(self, memo):
+        copied = RenamedByCopies("copied")
+        copied.copied.load_state_dict(next(self.children()).state_dict())
+        return copied
+
+
+def test_a_copy_with_other_names_is_refused_and_one_of_the_scripts_works():
+    model = RenamedByCopies("body")
+    with pytest.raises(RuntimeError, match=r"parameter 'body.0.weight' is called 'copied.0.weight'.*companion="):
+        train(model, wrap(model), batches(1))
+    expected = mlp()
+    train(model, wrap(model, companion=copy.deepcopy(model)), batches(4))
+    train(expected, wrap(expected), batches(4))
+    assert_same(model.body, expected)

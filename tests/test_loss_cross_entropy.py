@@ -311,7 +311,7 @@ def test_random_losses_with_hard_labels(name, table):
     Models that are certain of wrong labels make weights look like mixtures of labels: they are not among the draws.
     """
     rows = unread = refused = uncertain = 0
-    for d in draws(f"{name} {table}", 120, gain=6.0 if name in WEIGHTED else 20.0):
+    for d in draws(f"{name} {table}", 80, gain=6.0 if name in WEIGHTED else 20.0):
         z, g, y = drawn(name, d)
         if not g.isfinite().all():  # a batch whose rows are all ignored
             continue
@@ -331,9 +331,9 @@ def test_random_losses_with_hard_labels(name, table):
             expected = d.factor * (d.rows if name == "sum" else 1)
             tolerance = 0.15 if d.is_half and d.rounds else 0.02  # rounded log-probabilities of rows that are certain
             assert float(reading.scale) == pytest.approx(expected, rel=tolerance), (d, form)
-    assert rows > 2000
-    assert uncertain <= 60  # all rows are certain, or there is one row of two classes
-    assert refused <= (8 if name in WEIGHTED else 1)
+    assert rows > 1500
+    assert uncertain <= 40  # all rows are certain, or there is one row of two classes
+    assert refused <= (6 if name in WEIGHTED else 1)
     assert unread <= (0.05 * rows if name in WEIGHTED else 0)
 
 
@@ -357,7 +357,7 @@ MIXTURES = ("mixup", "mixup, label smoothing", "CutMix of some rows")
 def test_random_mixtures_of_labels(name, table):
     """``fit`` is what the logits of the mixture have gained, each of its labels by its share."""
     read_ones = tried = wrong = rows = 0
-    for d in draws(f"{name} {table}", 120, classes=5, rows=2):
+    for d in draws(f"{name} {table}", 70, classes=5, rows=2):
         torch.manual_seed(d.seed)
         q = shares(name, torch.randint(d.classes, (d.rows,)), d)
         z = (torch.randn(d.rows, d.classes) * d.gain + d.fit * q).to(d.dtype).requires_grad_()
@@ -375,7 +375,7 @@ def test_random_mixtures_of_labels(name, table):
             told, off = labels.sum(1) > 0, (labels - q).abs().amax(1)
             wrong, rows = wrong + int((off[told] > (0.15 if d.is_half else 0.02)).sum()), rows + d.rows
             read_ones += 1
-    assert tried > 90
+    assert tried > 50
     assert read_ones >= 0.65 * tried
     assert wrong <= 0.005 * rows
 
@@ -396,7 +396,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_random_losses_that_are_no_cross_entropies_are_not_read(name, table):
     """Of three classes or more: two have too few numbers in a row to say so of a few rows, as any of one row."""
     said = 0
-    for d in draws(f"{name} {table}", 80, classes=3, rows=4):
+    for d in draws(f"{name} {table}", 50, classes=3, rows=4):
         torch.manual_seed(d.seed)
         y = torch.randint(d.classes, (d.rows,))
         z = (torch.randn(d.rows, d.classes) * d.gain + d.fit * F.one_hot(y, d.classes)).to(d.dtype).requires_grad_()
@@ -410,7 +410,7 @@ def test_random_losses_that_are_no_cross_entropies_are_not_read(name, table):
             continue
         said += 1
         assert form is None, (d, form)
-    assert said > 45
+    assert said > 25
 
 
 MORE_OTHERS = {
@@ -590,7 +590,7 @@ def test_focal_losses_of_two_classes_are_not_read(rows):
 def test_smoothed_labels_of_two_classes_are_never_taken_for_the_other_class(smoothing, learned, rows):
     """Overconfident ones have the sign of the other class; so has a label that the model thinks unlikely."""
     wrong = 0
-    for seed in range(100):
+    for seed in range(40):
         torch.manual_seed(seed)
         y = torch.randint(2, (rows,))
         z = (torch.randn(rows, 2) + learned * F.one_hot(y, 2)).requires_grad_()

@@ -1,13 +1,10 @@
-"""What models return besides logits, and what leaves the script: copies, pickles, traces, exports."""
+"""What a model returned: its logits, a loss that it computed itself, the tensor that logits were converted from."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import io
 import itertools
-import pickle
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -18,19 +15,110 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.hooks.outputs import find_logits
-from tests.helpers import CLASSES, assert_same, backward, batches, cells, mlp, one, sgd, train, training_forwards, wrap
+from dcl_optim.loss.outputs import conversion_source, find_logits, find_loss, find_shift
+from tests.helpers import CLASSES, assert_same, batches, cells, mlp, one, sgd, train, wrap
+
+# ---- logits and losses in what a model returned ----------------------------------------------------------------------
 
 
-class Network(nn.Module):
-    """A class of the script's own."""
+def test_find_shift():
+    """Which labels have the loss: those of the position, those of the next one, neither."""
+    torch.manual_seed(0)
+    z, labels = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
+    plain = F.cross_entropy(z.flatten(0, 1), labels.flatten())
+    moved = F.cross_entropy(z[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert find_shift(labels, z, plain) is False
+    assert find_shift(labels, z, moved) is True
+    assert find_shift(labels, z, 2 * plain) is None
+    assert find_shift(labels[:, 1:], z, moved) is None
+    assert find_shift(labels.float(), z, plain) is None
+    assert find_shift(labels, torch.zeros_like(z), torch.tensor(7.0).log()) is None, "both have that loss"
+    assert find_shift(labels[0], z[0], F.cross_entropy(z[0], labels[0])) is False
 
-    def __init__(self) -> None:
+
+def test_conversion_source():
+    leaf = torch.ones(2, 3, requires_grad=True)
+    computed = leaf * 2
+    assert conversion_source(computed) is None
+    assert conversion_source(leaf.double()) is None, "nothing was computed before"
+    node, index = conversion_source(computed.double().half())
+    assert node is computed.grad_fn
+    assert index == 0
+
+
+def test_find_loss():
+    loss = torch.ones(2, requires_grad=True).sum()
+    assert find_loss({"loss": loss}) is loss
+    assert find_loss({"loss": loss.detach()}) is None
+    assert find_loss({"loss": torch.ones(2, requires_grad=True) * 2}) is None
+    assert find_loss(loss) is None
+    assert find_loss(({"loss": loss},)) is None
+
+
+def test_of_two_scalars_neither_is_the_models_loss():
+    first, second = (torch.ones(2, requires_grad=True).sum() for _ in range(2))
+    assert find_loss((torch.ones(2, 3), first)) is first
+    assert find_loss((torch.ones(2, 3), first, second.detach())) is first
+    assert find_loss((torch.ones(2, 3), first, second)) is None
+
+
+# ---- logits that were converted --------------------------------------------------------------------------------------
+
+
+class Converting(nn.Module):
+    """Takes its loss from its logits and returns converted ones, as accelerate's mixed precision makes models do."""
+
+    def __init__(self, loss_of) -> None:
         super().__init__()
-        self.body = mlp()
+        self.body, self._loss_of = mlp(dtype=torch.float32), loss_of
 
+    def forward(self, x, labels):
+        logits = self.body(x)
+        return {"loss": self._loss_of(logits, labels), "logits": logits.double()}
+
+
+LOSSES = {
+    "cross-entropy": F.cross_entropy,
+    "squares": lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).to(z.dtype)),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_a_loss_taken_before_the_logits_were_converted(variant, loss_of):
+    """Equal to the plain loop on the body; the factor on the model's own loss is read where cross-entropy's is not."""
+    model, plain = Converting(loss_of), mlp(dtype=torch.float32)
+    if variant == "dcl":
+        optimizer, expected = (
+            DCLOptimizer(sgd(model), model, weight=1.0),
+            DCLOptimizer(sgd(plain), plain, loss_scale=0.5, weight=1.0),
+        )
+    else:
+        optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels", weight=1.0, alpha=0.6)
+        expected = DCPOptimizer(sgd(plain), plain, CLASSES, loss_scale=0.5, weight=1.0, alpha=0.6)
+    for x, y in batches(5, dtype=torch.float32):
+        optimizer.zero_grad()
+        (0.5 * model(x, labels=y)["loss"]).backward()
+        optimizer.step()
+        expected.zero_grad()
+        if variant == "dcp":
+            expected.set_targets(y)
+        (0.5 * loss_of(plain(x), y)).backward()
+        expected.step()
+        assert optimizer.logs()["loss_scale"] == pytest.approx(0.5, rel=1e-5)
+    assert_same(model.body, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_on_the_converted_logits_counts_once():
+    model, plain = nn.Sequential(mlp(dtype=torch.float32), ToDouble()), mlp(dtype=torch.float32)
+    train(model, DCLOptimizer(sgd(model), model, weight=1.0), batches(4, dtype=torch.float32))
+    train(plain, DCLOptimizer(sgd(plain), plain, weight=1.0), batches(4, dtype=torch.float32))
+    assert_same(model[0], plain, rtol=1e-4, atol=1e-6)
+
+
+class ToDouble(nn.Module):
     def forward(self, x):
-        return self.body(x)
+        return x.double()
 
 
 # ---- a model that returns (logits, loss), as nanoGPT's does ----------------------------------------------------------
@@ -133,7 +221,7 @@ def _fresh_compiler():
 )
 def test_nanogpts_loop(variant, backend):
     """Equal to the loop with the penalty in the loss."""
-    model, optimizer = nanogpt(variant, backend)
+    model, optimizer = nanogpt(variant, backend, **(GIVEN if (variant, backend) == ("dcp", "aot_eager") else {}))
     expected = GPT()
     base = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9)
     companion = copy.deepcopy(expected)
@@ -173,62 +261,27 @@ def test_nanogpts_loop(variant, backend):
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", cells(BACKENDS, "no compiler", "aot_eager"))
+@pytest.mark.parametrize("backend", cells(BACKENDS[:2], "no compiler"))
 def test_nanogpts_labels_are_read(backend):
-    """Of a compiled model no gradient tells; they are the argument whose cross-entropy with the logits is the loss."""
     model, reading = nanogpt("dcp", backend)
     torch._dynamo.reset()
     expected, given = nanogpt("dcp", backend, **GIVEN)
-    assert_same(model, expected, rtol=0, atol=0)
-    assert_same(reading.prototypes, given.prototypes, rtol=0, atol=0)
+    assert_same(model, expected, rtol=1e-5, atol=1e-7)
+    assert_same(reading.prototypes, given.prototypes, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_labels_hidden_in_a_compiled_models_own_loss_that_is_no_arguments_are_refused_at_the_first_backward():
-    """All its rows have no gradient, as ignored ones have, and the loss is twice any argument's cross-entropy."""
-    model = Returning(lambda logits, loss: (logits, 2 * loss))
+def test_labels_hidden_in_a_compiled_models_own_loss_are_refused_at_the_first_backward():
+    """All rows of its logits have no gradient, as ignored ones have."""
+    model = GPT()
     optimizer = DCPOptimizer(sgd(model), model)
     compiled = torch.compile(model, backend="aot_eager")
     x, y = next(texts(1))
-    with pytest.raises(RuntimeError, match=r"compiled.*cannot be read.*targets=.*class_dim=-1.*set_targets"):
+    with pytest.raises(RuntimeError, match=r"(?s)compiled.*cannot be read.*targets=.*class_dim=-1.*set_targets"):
         compiled(idx=x, targets=y)[1].backward()
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.forecaster.seen.any()
-
-
-class Doubled(GPT):
-    """Gets the labels twice, the second time with one that differs, or as rows."""
-
-    def forward(self, idx, targets, previous):
-        return super().forward(idx, targets)
-
-
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_labels_of_a_compiled_models_own_loss_are_told_from_other_arguments():
-    x, y = next(texts(1))
-    other = y.clone()
-    other[0, 0] = (y[0, 0] + 1) % VOCABULARY
-    for previous in (other, y.clone(), y.flatten()):
-        model = Doubled()
-        optimizer = DCPOptimizer(sgd(model), model)
-        torch.compile(model, backend="aot_eager")(x, y, previous)[1].backward()
-        optimizer.step()
-        assert optimizer.forecaster.seen.tolist() == [bool((y == k).any()) for k in range(VOCABULARY)]
-
-
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_labels_of_a_compiled_models_own_loss_are_not_guessed():
-    """Of logits that are all the same every argument has the loss for its cross-entropy."""
-    model = GPT()
-    optimizer = DCPOptimizer(sgd(model), model)
-    with torch.no_grad():
-        model.wte.weight.zero_()
-    with pytest.raises(RuntimeError, match="nor is there one argument"):
-        torch.compile(model, backend="aot_eager")(*next(texts(1)))[1].backward()
-    optimizer.detach()
 
 
 class Shifted(GPT):
@@ -239,15 +292,21 @@ class Shifted(GPT):
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
 
 
+class Unshifted(GPT):
+    """The loss of a token classifier: a position's logits are of its label."""
+
+    def forward(self, idx, labels):
+        logits = self.lm_head(torch.tanh(self.mix(self.wte(idx))))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_shifted_labels_of_a_compiled_models_own_loss_are_those_that_are_given():
+@pytest.mark.parametrize("kind", [Shifted, Unshifted])
+def test_the_keyword_labels_of_a_compiled_models_own_loss_holds_them(kind):
     trained = []
-    for options in (
-        {},
-        {"num_classes": VOCABULARY, "class_dim": -1, "targets": lambda args, kwargs: shifted(**kwargs)},
-    ):
-        model = Shifted()
+    for options in ({}, {"class_dim": -1, "targets": shifted if kind is Shifted else "labels"}):
+        model = kind()
         optimizer = DCPOptimizer(sgd(model), model, weight=1.0, **options)
         compiled = torch.compile(model, backend="aot_eager")
         for x, _ in texts(4):
@@ -255,11 +314,11 @@ def test_shifted_labels_of_a_compiled_models_own_loss_are_those_that_are_given()
             compiled(idx=x, labels=x.where(x != 3, -100))["loss"].backward()
             optimizer.step()
         trained.append((model.state_dict(), optimizer.prototypes))
-    assert_same(*trained, rtol=0, atol=0)
+    assert_same(*trained)
 
 
-def shifted(idx, labels):
-    return F.pad(labels[:, 1:], (0, 1), value=-100)
+def shifted(args, kwargs):
+    return F.pad(kwargs["labels"][:, 1:], (0, 1), value=-100)
 
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
@@ -419,278 +478,3 @@ def test_what_logits_returns_is_checked(chosen):
     optimizer = wrap(mlp(), logits=chosen)
     with pytest.raises(TypeError, match=r"scalar|complex|torch\.int64|no logits found"):
         optimizer.model(one()[0])
-
-
-# ---- forwards in eval mode, and calls that no hook sees --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_training_in_eval_mode(variant):
-    """Equal to training without dropout and with batch norm's statistics frozen; evaluation under no_grad is none."""
-    model = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES), nn.Dropout(0.5)).double().eval()
-    model[1].running_var.fill_(2.0)
-    expected = copy.deepcopy(model).train()
-    for layer in expected[1:]:
-        layer.eval()
-    criterion = nn.CrossEntropyLoss()
-
-    def make(net, **options):
-        if variant != "dcp":
-            return wrap(net, **options)
-        return DCPOptimizer(sgd(net), net, CLASSES, weight=1.0, alpha=0.6, **options)
-
-    optimizer, reference = make(model, count_eval=True), make(expected)
-    forwards = training_forwards(optimizer)
-    for batch in batches(4):
-        train(model, optimizer, [batch], criterion)
-        with torch.no_grad():
-            model(batch[0])
-        train(expected, reference, [batch], criterion)
-    assert_same(model, expected)
-    assert len(forwards) == 4
-    assert optimizer.penalty > 0
-    if variant != "dcp":
-        assert_same(optimizer.companion, reference.companion)
-        assert not any(module.training for module in optimizer.companion.modules())
-    model.train()
-    model[2].eval()
-    train(model, optimizer, batches(1), criterion)  # either mode
-    assert len(forwards) == 5
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_pre_hook_of_the_model_changes_the_inputs_once_and_those_of_a_script_that_calls_the_companion(training):
-    model, (x, y) = mlp(), one()
-    model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    optimizer = wrap(model.train(training), count_eval=True)
-    backward(model, x, y)
-    assert optimizer.penalty == 0.0
-    assert torch.equal(optimizer.companion(x), model(x))
-
-
-def test_count_eval_is_a_flag():
-    with pytest.raises(TypeError, match="count_eval=1 must be True or False"):
-        wrap(mlp(), count_eval=1)
-
-
-class OwnCall(Network):
-    """Runs no hooks, as classes may that override the call."""
-
-    def __call__(self, x):
-        return self.forward(x)
-
-
-CALLS = {
-    "eval mode": (lambda: Network().eval(), lambda model, x: model(x), r"eval mode \(pass count_eval=True"),
-    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward was called"),
-    "own call": (OwnCall, lambda model, x: model(x), r"the model's class overrides __call__"),
-}
-
-
-@pytest.mark.parametrize("case", CALLS)
-def test_a_call_that_does_not_count_is_named_at_the_first_step(case):
-    make, call, message = CALLS[case]
-    model, (x, y) = make(), one()
-    optimizer = wrap(model)
-    F.cross_entropy(call(model, x), y).backward()
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-
-
-class RenamedByCopies(nn.Module):
-    """As a Keras model: its copy's parameters have other names."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.add_module(name, mlp())
-
-    def forward(self, x):
-        return next(self.children())(x)
-
-    def __deepcopy__(self, memo):
-        copied = RenamedByCopies("copied")
-        copied.copied.load_state_dict(next(self.children()).state_dict())
-        return copied
-
-
-def test_a_copy_with_other_names_is_refused_and_one_of_the_scripts_works():
-    model = RenamedByCopies("body")
-    with pytest.raises(RuntimeError, match=r"parameter 'body.0.weight' is called 'copied.0.weight'.*companion="):
-        train(model, wrap(model), batches(1))
-    expected = mlp()
-    train(model, wrap(model, companion=copy.deepcopy(model)), batches(4))
-    train(expected, wrap(expected), batches(4))
-    assert_same(model.body, expected)
-
-
-# ---- differential privacy --------------------------------------------------------------------------------------------
-
-
-def marked(model):
-    """Mark the parameters as opacus' GradSampleModule does."""
-    for parameter in model.parameters():
-        parameter.grad_sample = None
-    return model
-
-
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_private_training_is_refused_before_and_after_wrapping(variant):
-    make = wrap if variant == "dcl" else lambda m: DCPOptimizer(sgd(m), m, CLASSES)
-    with pytest.raises(ValueError, match=r"per-sample gradients .* opacus.*privacy accounting would not hold"):
-        make(marked(mlp()))
-    model, (x, y) = mlp(), one()
-    optimizer = make(model)
-    marked(model)
-    with pytest.raises(RuntimeError, match=r"was made private.* opacus.*; call detach\(\)"):
-        model(x)
-    optimizer.detach()
-    backward(model, x, y)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("mode", ["hooks", "ew", "ghost"])
-@pytest.mark.parametrize("wrapped_first", [False, True])
-@pytest.mark.filterwarnings("ignore")  # opacus' own
-def test_opacus_is_refused(wrapped_first, mode):
-    import opacus
-
-    model, criterion = mlp(dtype=torch.float32), nn.CrossEntropyLoss()
-    data = torch.utils.data.TensorDataset(*next(iter(batches(1, dtype=torch.float32))))
-    base = wrap(model) if wrapped_first else sgd(model)
-    private, optimizer, *_ = opacus.PrivacyEngine().make_private(
-        module=model,
-        optimizer=base,
-        data_loader=torch.utils.data.DataLoader(data, batch_size=8),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        criterion=criterion,
-        grad_sample_mode=mode,
-    )
-    if wrapped_first:
-        with pytest.raises(RuntimeError, match="was made private"):
-            private(data.tensors[0])
-    else:
-        for inner in (private, model):
-            with pytest.raises(ValueError, match="opacus"):
-                DCLOptimizer(optimizer, inner)
-            with pytest.raises(ValueError, match="opacus"):
-                DCLOptimizer(base, inner)
-
-
-# ---- copies and pickles of a wrapped module --------------------------------------------------------------------------
-
-SAFE = [Network, nn.Sequential, nn.Linear, nn.Tanh, nn.CrossEntropyLoss]
-COPIES = {
-    "torch.save, weights_only": lambda module: loaded(saved(module), weights_only=True),
-    "torch.save": lambda module: loaded(saved(module), weights_only=False),
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
-    "deepcopy": copy.deepcopy,
-}
-
-
-def saved(module):
-    stream = io.BytesIO()
-    torch.save(module, stream)
-    return stream.getvalue()
-
-
-def loaded(data, **options):
-    with torch.serialization.safe_globals(SAFE):
-        return torch.load(io.BytesIO(data), **options)
-
-
-def tables(module):
-    return {name: dict(value) for name, value in vars(module).items() if "_hooks" in name}
-
-
-def doubled(module, args, output):
-    return 2 * output
-
-
-@pytest.mark.parametrize("form", COPIES)
-def test_a_copy_of_a_wrapped_module_has_no_hook_of_ours(form):
-    model, criterion = Network(), nn.CrossEntropyLoss()
-    plain = tables(Network())
-    first = DCPOptimizer(sgd(model), model, CLASSES)
-    second = DCPOptimizer(sgd(other := Network()), other, CLASSES)
-    train(model, first, batches(2), criterion)
-    copied = COPIES[form](model)
-    assert {name: table for name, table in tables(copied).items() if table} == {}
-    assert tables(copied).keys() == plain.keys()
-    assert_same(copied, model)
-    before = repr((first.logs(), second.logs()))  # nan is not equal to itself
-    backward(copied, *one(9))
-    assert repr((first.logs(), second.logs())) == before
-    train(model, first, batches(1, seed=2), criterion)  # the originals go on
-    train(other, second, batches(1, seed=2), criterion)
-    again = wrap(copied)
-    train(copied, again, batches(2))
-    assert again.penalty > 0
-
-
-@pytest.mark.parametrize("form", list(COPIES)[1:])
-def test_hooks_of_the_script_are_copied_and_their_handles_hold(form):
-    model = Network()
-    before = model.register_forward_hook(doubled)
-    optimizer = wrap(model)
-    forwards = training_forwards(optimizer)
-    after = model.register_forward_hook(doubled, always_call=True)
-    copied, x = COPIES[form](model), one()[0]
-    assert list(copied._forward_hooks.values()) == [doubled, doubled]
-    assert torch.equal(copied(x), 4 * copied.body(x))
-    before.remove()
-    after.remove()
-    assert torch.equal(model(x), model.body(x))
-    assert len(forwards) == 1
-    optimizer.detach()
-    assert tables(COPIES[form](model)) == tables(Network())
-
-
-# ---- traces and exports ----------------------------------------------------------------------------------------------
-
-
-def by_trace(model, x):
-    return torch.jit.trace(model, x, check_trace=False)
-
-
-def by_export(model, x):
-    return torch.export.export(model, (x,), strict=False).module()
-
-
-def by_onnx(model, x, **options):
-    stream = io.BytesIO()
-    program = torch.onnx.export(model, (x,), *([] if options["dynamo"] else [stream]), **options)
-    assert program is not None or stream.getvalue()
-
-
-EXPORTS = {
-    "jit.trace": by_trace,
-    "export": by_export,
-    "onnx": functools.partial(by_onnx, dynamo=True, verbose=False),
-    "onnx, by trace": functools.partial(by_onnx, dynamo=False, training=torch.onnx.TrainingMode.PRESERVE),
-}
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own: deprecations, exports in training mode
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[pytest.mark.integration] if "onnx" in form else []) for form in EXPORTS]
-)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_an_export_is_the_models_and_no_training_forward(variant, form, training):
-    results = []
-    for exported in (False, True):
-        model, criterion = Network(), nn.CrossEntropyLoss()
-        optimizer = wrap(model, count_eval=True) if variant == "dcl" else DCPOptimizer(sgd(model), model, CLASSES)
-        train(model, optimizer, batches(2), criterion)
-        if exported:
-            model.train(training)
-            x, forwards = one()[0], training_forwards(optimizer)
-            alone = EXPORTS[form](model, x)
-            assert forwards == []
-            if alone is not None:
-                assert torch.equal(alone(x), model.body(x))
-            model.train()
-        train(model, optimizer, batches(2, seed=2), criterion)
-        results.append((model.state_dict(), copy.deepcopy(optimizer.state_dict())))
-    assert_same(*results)
