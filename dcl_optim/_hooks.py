@@ -54,12 +54,18 @@ def _no_listener() -> None:
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model, and on the user's ``own`` module in it; :meth:`remove` takes them off."""
+    """The hooks of one optimizer on a model, and on the user's ``own`` module in it; :meth:`remove` takes them off.
 
-    def __init__(self, listener: HookListener, model: nn.Module, own: nn.Module) -> None:
+    A model that is being copied together with its optimizer is not there yet: None, and no hooks.
+    """
+
+    def __init__(self, listener: HookListener, model: nn.Module | None, own: nn.Module | None) -> None:
         reference = weakref.ref(listener, lambda _: self.remove())
         before, after, loaded = (_Hook(reference, name) for name in ("before_forward", "after_forward", "model_loaded"))
-        self._handles: list[Any] = [
+        self._handles: list[Any] = []
+        if model is None or own is None:
+            return
+        self._handles = [
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(after, with_kwargs=True),
             own.register_load_state_dict_post_hook(loaded),

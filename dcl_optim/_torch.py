@@ -63,7 +63,7 @@ call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Varia
 
 
 def is_recorded() -> bool:
-    """Whether the forward pass that runs is recorded (torch.jit.trace, ONNX, torch.export), or transformed by torch.func."""
+    """Whether the forward pass is recorded (torch.jit.trace, ONNX, torch.export) or transformed by torch.func."""
     recorded = torch._C._is_tracing() or torch.compiler._is_compiling_flag
     return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 

@@ -34,8 +34,8 @@ NO_OPTIMIZER = (
 
 REMOVED_CRITERION = (
     "criterion= was removed: leave it out. Labels and the loss scale are read from the loss's gradient. For a loss "
-    "whose labels cannot be read call set_targets(labels) before the forward pass or pass targets=; for one whose scale "
-    "cannot be read pass loss_scale="
+    "whose labels cannot be read call set_targets(labels) before the forward pass or pass targets=; for one whose "
+    "scale cannot be read pass loss_scale="
 )
 
 

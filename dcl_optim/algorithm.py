@@ -208,8 +208,10 @@ class Algorithm:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"_rng_state": None, "last": {}, "_hooks": None})
-        if state["_hooks"] and "training" in vars(self.model):  # not if the model holds us and is being copied
+        if state["_hooks"] and "training" in vars(self.model):
             self.attach()
+        elif state["_hooks"]:  # the model holds us and is being copied
+            self._hooks = ModuleHooks(self, None, None)
 
 
 def _add_penalty(gradient: Tensor, penalty: Penalty, scale: Scale, weight: float, class_dim: int) -> Tensor:

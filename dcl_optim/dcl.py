@@ -54,7 +54,7 @@ class DCLOptimizer(ForecastOptimizer):
             once.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters; or a callable that builds one from
-            parameters. The latter two are left alone.
+            parameters. An optimizer that you pass is not modified.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1. The companion's pace
             under Adam and similar optimizers, where ``alpha`` does not set it.
         companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The

@@ -34,7 +34,7 @@ class DCPOptimizer(ForecastOptimizer):
 
     **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits;
     :mod:`dcl_optim.loss.cross_entropy` says how, and for which forms: hard labels, label smoothing, ignored rows, class
-    weights, focal losses, mixup and CutMix (of five classes or more). For other losses, and for a loss that a compiled
+    weights, focal losses (of three classes or more), mixup and CutMix (of five or more). For other losses, and for a loss that a compiled
     model computes itself, pass ``targets=`` (the model's keyword that holds them, or a function of the model's
     arguments), or call :meth:`set_targets` before the forward pass; with ``loss_scale=`` the label of a row is its only
     negative entry. Given labels are class indices, one for each row of logits, or soft labels of the logits' shape,
@@ -51,11 +51,11 @@ class DCPOptimizer(ForecastOptimizer):
             experiments with DCL use 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
             logits and prototypes grow without end in long training with few rows of a class in a batch.
-        distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronise a GPU at each step:
+        distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronize a GPU at each step:
             they get the rows that have a prototype, and to find these reads the device.
         reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
             class, summed over the batch's classes. Equation 5's :math:`1/|B_t^k|` outside the sum over k can be read
-            either way. ``"per_class"`` synchronises a GPU.
+            either way. ``"per_class"`` synchronizes a GPU.
         temperature: as in DCLOptimizer.
         targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
         ignore_index: the label to leave out. Default -100, as in torch. Rows that the loss ignores are left out anyway
@@ -65,14 +65,13 @@ class DCPOptimizer(ForecastOptimizer):
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
-            ``maximize=True``; in backward: labels out of range or of the wrong number, soft labels that are no
-            distributions (on a GPU the first such batch is checked, since a check synchronises).
+            ``maximize=True``; in backward: labels out of range or of the wrong number, soft labels that are not
+            distributions (on a GPU not in every step, since a check synchronizes).
         TypeError: an argument of the wrong type; labels of the wrong type.
         RuntimeError: in backward: labels that were not given and cannot be read; in ``step``: see ``strict``.
 
     Warns:
-        UserWarning: later batches whose labels cannot be read, which take no part in the penalty; prototypes that run
-            away, looked at in one step of 100.
+        UserWarning: the labels of a later batch cannot be read; such batches get no penalty.
 
     Examples:
         >>> import torch

@@ -231,10 +231,11 @@ class Divergence(Distance):
     temperature: float = DEFAULT_TEMPERATURE["kl"]
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
-        log_p = F.log_softmax(wide(c) / self.temperature, dim=1)
+        c = wide(c).masked_fill(z == -torch.inf, -torch.inf)  # a class that is masked here has no prototype
+        log_p = F.log_softmax(c / self.temperature, dim=1)
         log_q = F.log_softmax(wide(z) / self.temperature, dim=1)
         p = log_p.exp()
-        values = (p * difference(log_p, log_q)).sum(1)
+        values = torch.nansum(p * difference(log_p, log_q), 1)
         return Rows(values, difference(log_q.exp_(), p), 1.0 / self.temperature)
 
     def __call__(self, z: Tensor, c: Tensor) -> Tensor:
@@ -257,7 +258,8 @@ class MeanDistance(Distance):
         with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
             value = self(leaf, c)
             (gradient,) = torch.autograd.grad(value, leaf)
-        return Rows(value.detach().expand(number), gradient.contiguous(), float(number))
+        gradient = gradient.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return Rows(value.detach().expand(number), gradient, float(number))
 
     def __call__(self, z: Tensor, c: Tensor) -> Tensor:
         value = self.function(z, c)

@@ -336,7 +336,7 @@ def _check_distributions(shares: Tensor) -> None:
     if not bool((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
         raise ValueError(
             f"targets has soft labels that are not distributions over {shares.shape[1]} classes (the least share "
-            f"is {float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer is "
-            "for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
+            f"is {float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer "
+            "is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
             "DCLOptimizer, which needs no labels"
         )

@@ -79,8 +79,8 @@ class Companion(Forecaster):
 
     Prediction: its logits c on the same batch. Learning: one step of its optimizer on
     :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward
-    passes since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward pass
-    runs when that of the model has ended.
+    passes since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward
+    pass runs when that of the model has ended.
 
     A copy is made when the first training forward pass begins, so that it starts where the model does whatever a script
     does to the model before; ``module``, ``optimizer`` and :meth:`load_state_dict` make it earlier.

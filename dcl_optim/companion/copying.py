@@ -231,7 +231,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def require_equal(logits: Tensor, forecast: Tensor, companion: nn.Module) -> None:
-    """Warn if a copy's first forecast differs from the model's logits by more than rounding. Synchronises."""
+    """Warn if a copy's first forecast differs from the model's logits by more than rounding. Synchronizes."""
     if logits.is_meta or is_sharded(logits):
         return
     both_nan = logits.isnan() & forecast.isnan()

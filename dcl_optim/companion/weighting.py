@@ -38,7 +38,7 @@ class WeightedMean:
         Args:
             gradient: rows (N, K).
             factor: a number.
-            scale: what the loss was multiplied by: a number, or a scalar tensor that is not negative.
+            scale: what the loss was multiplied by: a number or a scalar tensor.
             half: whether the gradient is going to be float16.
         """
         size = (scale.to(gradient.device) if isinstance(scale, Tensor) else abs(scale)) if len(gradient) else 0.0
@@ -51,7 +51,7 @@ class WeightedMean:
         else:
             if self.count == 1:
                 self._unit = _or(self._unit, 1.0)
-            weight = size / self._unit
+            weight = abs(size / self._unit)
         if half:
             weight = weight / self._room
         self.half |= half

@@ -14,9 +14,9 @@ rounding. A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being t
 *Weighted.* Class weights, sample weights and focal losses give each row its own :math:`a_i = \lVert g_i\rVert / \lVert
 r_i\rVert`, and :math:`s = \sum_i a_i`. Two classes put every row on some line, so there all rows of a label need one a.
 
-*Soft.* Mixup and CutMix: q has two large entries. Away from the two lowest entries of g, and from the highest of p,
-:math:`g = a\,(p - f)` is a straight line, f being the floor :math:`\epsilon/K` that label smoothing adds; a is its slope, and
-:math:`q = p - g/a` less the floor are the soft labels.
+*Soft.* Mixup and CutMix: q has two large entries. Away from these, the two lowest entries of :math:`g - a\,p`,
+:math:`g = a\,(p - f)` is a straight line, f being the floor :math:`\epsilon/K` that label smoothing adds; a is its
+slope, and :math:`q = p - g/a` less the floor are the soft labels.
 
 *Log-probabilities.* If the model ends in ``log_softmax``, ``NLLLoss`` gives :math:`g = -a\,e_y`.
 
@@ -174,7 +174,7 @@ def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Ten
     return found
 
 
-def _line(p: Tensor, g: Tensor, weights: Tensor, floor: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Fit g = a (p - f) over entries of weight 1: a, f, and the rest's norm relative to that of g."""
     number = weights.sum() + TINY
     if floor is None:
@@ -185,22 +185,31 @@ def _line(p: Tensor, g: Tensor, weights: Tensor, floor: float | None) -> tuple[T
     else:
         centered = (p - floor) * weights
         slope = (centered * g).sum() / (centered.square().sum() + TINY)
-        shift = torch.full_like(slope, floor)
+        shift = torch.zeros_like(slope) + floor
     rest = torch.linalg.vector_norm((g - slope * (p - shift)) * weights)
     return slope, shift, rest
 
 
-def _others(p: Tensor, g: Tensor, live: Tensor) -> Tensor:
-    """1 at the entries that are neither of the two lowest of g nor the highest of p, else 0."""
-    out = torch.cat((g.topk(2, 1, largest=False).indices, p.argmax(1, keepdim=True)), 1)
-    return torch.ones_like(p).scatter_(1, out, 0.0).mul_(live[:, None])
+def _others(p: Tensor, g: Tensor, live: Tensor, floor: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """1 at all entries but the labels', else 0; and the slope of the line through them.
+
+    No entry of g/p is above a, and those without a share of q come close to it: a first guess. Of g - a p the two
+    lowest entries of a row are its labels; the line through the others is a better guess.
+    """
+    slope = (g / p.clamp(min=1e-3)).amax()
+    others = torch.zeros_like(p)
+    for _ in range(2):
+        labels = torch.addcmul(g, p, slope, value=-1.0).topk(2, 1, largest=False).indices
+        others = torch.ones_like(p).scatter_(1, labels, 0.0).mul_(live[:, None])
+        slope, _, _ = _line(p, g, others, floor)
+    return others, slope
 
 
 def _read_soft(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     p, classes, smoothing = torch.softmax(z, 1), z.shape[1], form.smoothing
-    others = _others(p, g, live)
+    others, _ = _others(p, g, live, smoothing / classes)
     slope, _, rest = _line(p, g, others, smoothing / classes)
     shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
@@ -245,7 +254,7 @@ class Evidence(NamedTuple):
     Attributes:
         total: the sum of absolute values.
         says: whether it tells forms apart: not all rows are certain.
-        hard, smoothed, soft, weighted, log: whether the gradient has the form.
+        hard, smoothed, soft, weighted, log: whether the gradient has the form; 2 for weights that fit every row.
         smoothing: of the smoothed form.
         floor: K times the floor of the soft form.
         slope: a, of the smoothed form.
@@ -293,7 +302,7 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     better = (smoothed < 0.3 * hard) & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING) & (slope > 0)
     soft, mixed, plausible = no, torch.zeros_like(whole), ~no
     if classes >= 5:
-        others = _others(p, g, live)
+        others, _ = _others(p, g, live, None)
         _, _, without = _line(p, g, others, 0.0)
         _, shift, rest = _line(p, g, others, None)
         found = (without > 2.0 * rest + 1e-5 * whole) & (shift * classes > MIN_SMOOTHING)
@@ -304,7 +313,8 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
         # A fitted model with mixed labels looks like one that is sure of the wrong class: soft labels hold both.
         unlikely = live & (p.gather(1, y[:, None])[:, 0] < 0.1 * p.amax(1))
         plausible = ~soft | (unlikely.sum() <= 0.5 * count)
-    weighted = read(Form("weighted"), z, g, live, count, 1.0, tolerance).fits & plausible
+    found = read(Form("weighted"), z, g, live, count, 1.0, tolerance)
+    weighted = (found.fits & plausible) * (1 + ((found.labels < classes) | ~live).all())
     log = read(Form("log"), z, g, live, count, 1.0, tolerance).fits
     hard_fits, smoothed_fits = (hard <= bound) & plausible, better & (smoothed <= bound) & plausible
     evidence = (size.sum(), says, hard_fits, smoothed_fits, smoothing, soft, mixed, weighted, log, slope)
@@ -342,7 +352,7 @@ def _are_shares(p: Tensor, g: Tensor, others: Tensor, live: Tensor, smoothing: T
     return (slope > 0) & (shares.amin() >= -5.0 * tolerance) & (others.sum() > 1)
 
 
-RANKS = 7
+RANKS = 8
 
 
 def candidate(evidence: Evidence, rank: int, former: Form | None, allows_negative: bool) -> Form | None:
@@ -355,6 +365,7 @@ def candidate(evidence: Evidence, rank: int, former: Form | None, allows_negativ
         (evidence.soft and former is not None and former.kind == "soft", Form("soft", evidence.floor)),
         (evidence.smoothed, Form("hard", evidence.smoothing)),
         (evidence.hard, Form("hard")),
+        (evidence.weighted == 2, Form("weighted")),
         (evidence.soft, Form("soft", evidence.floor)),
         (evidence.weighted, Form("weighted")),
         (evidence.log, Form("log")),

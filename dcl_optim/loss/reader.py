@@ -125,6 +125,18 @@ class LossReader:
         scale = None if self._scale is None else float(self._scale)
         return {"form": form, "scale": scale, "class_dim": self.class_dim}
 
+    def check_state(self, state: Any) -> None:
+        """Raise ValueError if a state does not fit, before anything is changed."""
+        try:
+            kind, _, smoothing = (state["form"] or "hard 0.0").partition(" ")
+            scale, class_dim = state["scale"], state["class_dim"]
+            known = kind in cross_entropy.READERS and 0.0 <= float(smoothing) < 1.0
+            fits = known and (scale is None or is_number(scale)) and (class_dim is None or isinstance(class_dim, int))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise ValueError(f"the state of the loss does not fit: {state!r}")
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state; an empty one is that before the first batch."""
         kind, _, smoothing = (state.get("form") or "").partition(" ")
@@ -222,10 +234,11 @@ class LossReader:
             if wants_labels:
                 raise RuntimeError(HIDDEN_LABELS)
             given, dim = own if given is None else given, 1 if dim is None else dim
+        may_sync = _sync.may_sync(forward.step, gradient)
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
-            return Loss(given, forward.targets, None, dim)
-        may_sync = _sync.may_sync(forward.step, gradient)
+            finite = not may_sync or math.isfinite(gradient.sum())
+            return Loss(given, forward.targets, None, dim, finite, finite)
         form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
             seen = _lay_out(forward, gradient, dim, form)
@@ -311,6 +324,8 @@ class LossReader:
             return None, None, known, 0.0
         vectors = [cross_entropy.examine(*one.rows(wants_labels)[:2], one.tolerance) for one in laid_out]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
+        if not 0 < found[0].total < math.inf:
+            return None, None, known, found[0].total
         for rank in range(cross_entropy.RANKS):
             for dim, evidence, one in zip(dims, found, laid_out, strict=True):
                 form = cross_entropy.candidate(evidence, rank, self._form, has_scale and wants_labels)
