@@ -182,6 +182,14 @@ FAULTS = [
         "algorithm_not_finite",
     ),
     Fault(
+        "not-finite-batch-learned-by-given-scale",
+        "loss/reader.py",
+        "finite = not may_sync or math.isfinite(gradient.sum())",
+        "finite = True",
+        "the same with a loss scale that is given, where nothing else looks at the gradient",
+        "algorithm_not_finite",
+    ),
+    Fault(
         "not-finite-unsaid",
         "algorithm.py",
         "if self.batches.not_finite and not self._warned_not_finite:",
@@ -549,7 +557,7 @@ FAULTS = [
         "counts = counts * (rate / (1.0 - self._alpha * self._known)) if rate else counts / (1.0 - self._known)",
         "pass",
         "the first mean does not become the prototype but a part of it",
-        "dcp_forms reference",
+        "prototypes reference",
     ),
     Fault(
         "unseen-prototypes-pull",
@@ -557,7 +565,7 @@ FAULTS = [
         "weights = None if self._all_known else self._known.index_select(0, labels)",
         "weights = None",
         "rows of a class not yet seen are held to a prototype of zero",
-        "dcp_forms",
+        "prototypes",
     ),
     Fault(
         "rows-without-label-pull",
@@ -565,7 +573,7 @@ FAULTS = [
         "self._rows[num_classes:] = torch.nan",
         "self._rows[num_classes:] = 0.0",
         "rows without a label are held to a prototype of zero",
-        "dcp_forms dcp",
+        "prototypes dcp",
     ),
     Fault(
         "ignored-rows-in-the-mean",
@@ -573,7 +581,7 @@ FAULTS = [
         "return labels, (labels < self.num_classes).sum().clamp(min=1)",
         "return labels, max(len(labels), 1)",
         "with given labels the penalty's mean counts rows that are ignored",
-        "dcp dcp_forms",
+        "prototypes dcp",
     ),
     Fault(
         "mixture-of-unseen",
@@ -581,7 +589,7 @@ FAULTS = [
         "unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).any(1)",
         "unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).all(1)",
         "soft labels are held to classes not yet seen",
-        "dcp dcp_forms",
+        "prototypes dcp",
     ),
     # ---- labels, loss scale, class dimension -------------------------------------------------------------------------
     Fault(
@@ -598,7 +606,7 @@ FAULTS = [
         "self.count = self.live.sum()",
         "self.count = torch.ones_like(self.live).sum()",
         "the loss scale and the penalty's mean count rows that the loss ignores",
-        "dcp dcp_forms",
+        "prototypes dcp summed_losses",
     ),
     Fault(
         "zero-gradient-has-a-factor",
@@ -632,7 +640,7 @@ FAULTS = [
         "p, smoothing = torch.softmax(z, 1), form.smoothing",
         "p, smoothing = torch.softmax(z, 1), 0.0",
         "hard labels with label smoothing are not read",
-        "device_values",
+        "loss_cross_entropy",
     ),
     Fault(
         "smoothed-label-is-lowest",
@@ -640,7 +648,7 @@ FAULTS = [
         "y = torch.addcmul(g, p, torch.as_tensor(last, dtype=g.dtype, device=g.device) / count, value=-0.5).argmin(1)",
         "y = g.argmin(1)",
         "with label smoothing rows that are too sure of their label get another one",
-        "device_values",
+        "loss_cross_entropy",
     ),
     Fault(
         "floor-kept",
@@ -648,7 +656,7 @@ FAULTS = [
         "shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)",
         "shares = torch.addcdiv(p, g, slope, value=-1.0)",
         "soft labels have a share in every class where the loss smooths mixed labels",
-        "dcp",
+        "loss_cross_entropy",
     ),
     Fault(
         "labels-of-few-rows",
@@ -656,7 +664,7 @@ FAULTS = [
         "READ_SHARE = 0.75",
         "READ_SHARE = 0.1",
         "another loss passes for a cross-entropy where a few rows fit",
-        "bad_input",
+        "loss_cross_entropy",
     ),
     Fault(
         "two-classes-ambiguous",
@@ -664,7 +672,7 @@ FAULTS = [
         "    if z.shape[1] == 2:\n        told = told &",
         "    if False:\n        told = told &",
         "mixed labels and focal losses of two classes pass for weighted hard labels",
-        "bad_input",
+        "loss_cross_entropy",
     ),
     Fault(
         "class-dim-not-laid-out",
@@ -747,7 +755,7 @@ FAULTS = [
         "            self._group.all_reduce_sum(counts[:-1])\n",
         "",
         "class means divide by one rank's rows",
-        "dcp_distributed",
+        "prototypes",
     ),
     Fault(
         "rank-left-waiting",
@@ -763,7 +771,7 @@ FAULTS = [
         "if self._counts is None and self._group.size > 1:  # the others wait",
         "if False:  # the others wait",
         "a rank whose batch is not finite leaves the others waiting for its class sums",
-        "dcp_distributed",
+        "prototypes",
     ),
     # ---- metrics, plots, demo ----------------------------------------------------------------------------------------
     Fault(
