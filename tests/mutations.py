@@ -82,7 +82,7 @@ FAULTS = [
         "regularized = _add_penalty(gradient, penalty, loss.scale, weight, loss.class_dim)",
         "regularized = _add_penalty(gradient, penalty, 1.0, weight, loss.class_dim)",
         "a scaled loss has an unscaled penalty",
-        "summed_losses algorithm",
+        "loss_reader",
     ),
     Fault(
         "loss-scale-squared",
@@ -90,7 +90,7 @@ FAULTS = [
         "regularized = _add_penalty(gradient, penalty, loss.scale, weight, loss.class_dim)",
         "regularized = _add_penalty(gradient, penalty, loss.scale * loss.scale, weight, loss.class_dim)",
         "the penalty carries the loss's factor twice",
-        "summed_losses algorithm",
+        "loss_reader",
     ),
     Fault(
         "weight-of-the-last-step",
@@ -312,7 +312,23 @@ FAULTS = [
         '"class_dim": self.class_dim}',
         '"class_dim": None}',
         "a resumed run looks for the class dimension anew",
-        "resume",
+        "loss_reader",
+    ),
+    Fault(
+        "form-not-saved",
+        "loss/reader.py",
+        'return {"form": form, "scale": scale,',
+        'return {"form": None, "scale": scale,',
+        "a resumed run reads its first batch as another form, if the batch does not tell",
+        "loss_reader",
+    ),
+    Fault(
+        "scale-not-saved",
+        "loss/reader.py",
+        'return {"form": form, "scale": scale,',
+        'return {"form": form, "scale": None,',
+        "after resuming, a batch whose factor cannot be read gets the factor 1",
+        "loss_reader",
     ),
     Fault(
         "companion-optimizer-not-loaded",
@@ -598,7 +614,7 @@ FAULTS = [
         "self.ahead = None if following is None else (None, following)",
         "self.ahead = following, following",
         "labels of one forward pass are taken for the next one's",
-        "labels",
+        "loss_reader",
     ),
     Fault(
         "all-rows-counted",
@@ -606,7 +622,7 @@ FAULTS = [
         "self.count = self.live.sum()",
         "self.count = torch.ones_like(self.live).sum()",
         "the loss scale and the penalty's mean count rows that the loss ignores",
-        "prototypes dcp summed_losses",
+        "loss_reader prototypes",
     ),
     Fault(
         "zero-gradient-has-a-factor",
@@ -616,7 +632,7 @@ FAULTS = [
         "        says = total < math.inf and not (wants_labels and reading is None)\n"
         "        scale = given\n        if scale is None:\n",
         "a batch whose loss was multiplied by 0 gets a penalty with the last factor, or with 1",
-        "companion_weighting",
+        "loss_reader",
     ),
     Fault(
         "zero-gradient-has-a-factor-unread",
@@ -624,7 +640,7 @@ FAULTS = [
         "                scale = scale * (count > 0)  # a gradient of zero",
         "                pass  # a gradient of zero",
         "the same on an accelerator, where no value is read",
-        "device_values",
+        "loss_reader",
     ),
     Fault(
         "last-scale-not-kept",
@@ -632,7 +648,7 @@ FAULTS = [
         "        self._scale = self._latest\n",
         "        pass\n",
         "a batch whose factor cannot be read gets the factor 1, and smoothed labels are read with it",
-        "algorithm_not_finite",
+        "loss_reader",
     ),
     Fault(
         "smoothing-ignored",
@@ -680,7 +696,7 @@ FAULTS = [
         "z, g = to_rows(z, dim), to_rows(g, dim)",
         "z, g = to_rows(z, 1), to_rows(g, 1)",
         "dense logits have dimension 1 for classes, whichever was found",
-        "scripts",
+        "loss_reader",
     ),
     Fault(
         "class-dim-first",
@@ -688,7 +704,7 @@ FAULTS = [
         "for d in range(1, gradient.ndim) if",
         "for d in range(1, 2) if",
         "the class dimension is always taken for 1",
-        "scripts",
+        "loss_reader",
     ),
     # ---- when values may be read -------------------------------------------------------------------------------------
     Fault(
@@ -705,7 +721,7 @@ FAULTS = [
         "return tensor.is_cpu or step % SYNC_INTERVAL == 0 or step & (step - 1) == 0",
         "return False",
         "a batch of another form, a lost companion and labels out of range are not found",
-        "companion_not_finite algorithm_not_finite",
+        "companion_not_finite loss_reader",
     ),
     # ---- several ranks -----------------------------------------------------------------------------------------------
     Fault(
