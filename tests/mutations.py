@@ -589,7 +589,7 @@ FAULTS = [
         "self._rows[num_classes:] = torch.nan",
         "self._rows[num_classes:] = 0.0",
         "rows without a label are held to a prototype of zero",
-        "prototypes dcp",
+        "loss_reader",
     ),
     Fault(
         "ignored-rows-in-the-mean",
