@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from dcl_optim.hooks.cross_entropy import read_cross_entropy
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import nn
 
@@ -15,7 +16,6 @@ from benchmarks.script import sgd
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.distributed import Ranks
 from dcl_optim.forecaster import ForwardRecord
-from dcl_optim.hooks.cross_entropy import read_cross_entropy
 from dcl_optim.prototypes import Prototypes
 
 BATCH = 128

@@ -37,7 +37,12 @@ NOT_FINITE = (
 
 
 class Algorithm:
-    r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass."""
+    r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass.
+
+    Args:
+        model, base, forecaster, loss, distance, weight, alpha, find_logits, count_eval: what
+            :class:`~dcl_optim.optimizer.ForecastOptimizer` was given, after its checks.
+    """
 
     def __init__(
         self,

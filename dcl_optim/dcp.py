@@ -20,8 +20,9 @@ from dcl_optim.schedules import Schedule
 class DCPOptimizer(ForecastOptimizer):
     r"""Train a model with Deep Companion Prototype by wrapping its optimizer.
 
-    Each class k has a prototype :math:`p^k \in \mathbb{R}^K` of its logits. A batch is held to the prototypes of its
-    labels, and the prototypes then move to the batch's class means (the paper's appendix, Equations 5 and 6):
+    Each class k has a prototype :math:`p^k \in \mathbb{R}^K` of its logits. The penalty pulls each row towards the
+    prototype of its label, and the prototypes then move to the batch's class means (the paper's appendix, Equations 5
+    and 6):
 
     .. math::
         \theta_{t+1} = \text{base step with }
@@ -34,10 +35,10 @@ class DCPOptimizer(ForecastOptimizer):
 
     **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits;
     :mod:`dcl_optim.loss.cross_entropy` says how, and for which forms: hard labels, label smoothing, ignored rows, class
-    weights, focal losses (of three classes or more), mixup and CutMix (of five or more). For other losses, and for a loss that a compiled
-    model computes itself, pass ``targets=`` (the model's keyword that holds them, or a function of the model's
-    arguments), or call :meth:`set_targets` before the forward pass; with ``loss_scale=`` the label of a row is its only
-    negative entry. Given labels are class indices, one for each row of logits, or soft labels of the logits' shape,
+    weights, focal losses (of three classes or more), mixup and CutMix (of five or more). For other losses, and for a
+    loss that a compiled model computes itself, pass ``targets=`` (the model's keyword that holds them, or a function of
+    the model's arguments), or call :meth:`set_targets` before the forward pass; with ``loss_scale=`` the label of a row
+    is its only negative entry. Given labels are class indices, one for each row, or soft labels of the logits' shape,
     whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives: distributions, without a share below 0, each row with
     sum 1. For models with sigmoid outputs (binary, multi-label) and for regression use
     :class:`~dcl_optim.DCLOptimizer`.

@@ -244,7 +244,15 @@ class Divergence(Distance):
 
 @dataclass(frozen=True)
 class MeanDistance(Distance):
-    """Any function (z, c) -> scalar that is a mean over rows, such as :func:`infonce`; autograd differentiates it."""
+    """Any function that is a mean over rows, such as :func:`infonce`; autograd differentiates it.
+
+    Args:
+        function: (z, c) -> scalar.
+
+    Examples:
+        >>> MeanDistance(mse).rows(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).slope
+        tensor([[1., 2.]])
+    """
 
     function: Function
     couples_rows = True

@@ -175,9 +175,10 @@ class Prototypes(Forecaster):
                 check_width(forward, z, self.num_classes)
             if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
                 labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
-                return labels, (labels < self.num_classes).sum()
+                return labels, (labels < self.num_classes).sum().clamp(min=1)
             return labels, loss.number
-        look = not self._has_checked_shares or _sync.may_sync(forward.step, z)
+        wants_check = isinstance(labels, Tensor) and labels.is_floating_point()
+        look = _sync.may_sync(forward.step, z) or (wants_check and not self._has_checked_shares)
         labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
         if labels.ndim == 2:
             self._has_checked_shares = True
@@ -241,7 +242,8 @@ class Prototypes(Forecaster):
             self._group.all_reduce_sum(self._sum_by_class())
         rate, numbers = 1.0 - self._alpha, counts
         if not self._all_known:  # the first mean becomes the prototype
-            counts = counts * (rate / (1.0 - self._alpha * self._known)) if rate else counts / (1.0 - self._known)
+            # In ranks and in resumed runs this may be known at another step, and must not show in the last bits.
+            counts = torch.where(self._known > 0, counts if rate else torch.inf, counts * (rate or 1.0))
             rate = rate or 1.0
             torch.maximum(self._known, (numbers > 1e-20).to(numbers), out=self._known)[-1:].zero_()
         if self._sums is not None:

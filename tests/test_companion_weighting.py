@@ -185,7 +185,7 @@ def companions_way(
     )
     x, y = torch.randn(rows, 32), torch.arange(rows) % classes
     with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-        loss = F.cross_entropy(model(x).float(), y)
+        loss = F.cross_entropy(model(x).float(), y) / 4096  # so small that its own gradient fits in float16
     (scale * loss).backward()
     optimizer.step()
     return flat(companion) - before
@@ -196,7 +196,7 @@ def companions_way(
 # loss is.
 @pytest.mark.parametrize(
     ("rows", "classes", "gap", "scale"),
-    [(16, 5, 0.1, 2.0**24), (256, 1000, 0.01, 2.0**16), (1024, 1000, 0.1, 2.0**24)],
+    [(256, 1000, 0.01, 2.0**16), (1024, 1000, 0.1, 2.0**24)],
 )
 def test_under_float16_autocast_the_companions_step_is_float32s(rows, classes, gap, scale):
     single = companions_way(rows, classes, gap)

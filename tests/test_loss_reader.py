@@ -1003,7 +1003,6 @@ def with_a_short_batch(count: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 SILENT = {name: SCRIPTS[name][:3] for name in SCRIPTS if name not in ("sum", "bfloat16", "(N, K, H, W), ignored")}
 SILENT["sum, a short batch"] = mlp, with_a_short_batch, lambda z, y: F.cross_entropy(z, y, reduction="sum") / 16
-SILENT["sum, label smoothing, a short batch"] = certain, with_a_short_batch, summed_and_smoothed
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

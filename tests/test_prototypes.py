@@ -173,6 +173,18 @@ def test_a_step_that_is_forgotten_leaves_nothing():
     assert not results[0][2].all()
 
 
+def test_labels_may_be_written_over_before_the_step():
+    model = Logits()
+    optimizer, labels = wrap(model, lr=0.0), torch.tensor([3, 5])
+    z = torch.randn(2, CLASSES).double()
+    optimizer.set_targets(labels)
+    model(z).sum().backward()
+    labels.fill_(0)  # a buffer that the script refills
+    optimizer.step()
+    assert_same(optimizer.prototypes[[3, 5]], z)
+    assert optimizer.forecaster.seen.nonzero().flatten().tolist() == [3, 5]
+
+
 def test_weight_zero_leaves_the_training_untouched_and_still_learns():
     model, plain = network(), network()
     optimizer = wrap(model, weight=0.0)
@@ -708,6 +720,20 @@ def test_an_earlier_state_takes_back_what_came_after_it():
     assert optimizer.forecaster.seen.sum() == 5
     train(model, optimizer, batches(1, seed=2))
     assert optimizer.forecaster.seen.sum() < 8
+
+
+def test_a_batch_whose_step_never_came_is_dropped_by_loading_a_state():
+    results = []
+    for with_batch in (False, True):
+        model, optimizer = trained(2)
+        state = copy.deepcopy(optimizer.state_dict())
+        if with_batch:
+            ((x, y),) = batches(1, seed=6)
+            F.cross_entropy(model(x), y).backward()
+        optimizer.load_state_dict(state)
+        train(model, optimizer, batches(1, seed=2))
+        results.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*results)
 
 
 def test_a_state_holds_all_prototypes_and_which_classes_were_seen():

@@ -25,26 +25,25 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)member
 
 FROZEN = """\
 dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
+        reduction='mean', temperature=None, targets=None, ignore_index=-100, process_group='auto',
+        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
+    .prototypes
+    .set_targets(self, targets)
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', temperature=None,
         companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0, companion_every=1,
-        process_group='auto', criterion=None, loss_scale='auto', logits=None, class_dim=None, strict=True,
-        count_eval=False)
+        process_group='auto', loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .companion
     .companion_optimizer
     .evaluating(self)
     .reset_companion(self)
-dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
-        reduction='mean', temperature=None, criterion=None, targets=None, ignore_index=None, process_group='auto',
-        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
-    .prototypes
-    .set_targets(self, targets)
 dcl_optim.schedules.RunningAverage()
     .__call__(self, step)
 dcl_optim.schedules.LinearWarmup(value, steps)
     .__call__(self, step)
 dcl_optim.schedules.CosineRamp(value, steps)
     .__call__(self, step)
-dcl_optim.hooks.outputs.find_logits(output)
+dcl_optim.loss.outputs.find_logits(output)
 dcl_optim.metrics.logit_drift(logits_before, logits_after)
 dcl_optim.metrics.non_target_distribution(logits, labels)
 dcl_optim.metrics.non_target_perplexity(logits, labels)
@@ -70,35 +69,95 @@ dcl_optim.metrics.streaming.LogitDrift(**kwargs)
     .update(self, logits_before, logits_after)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.demo.main(argv=None)
-dcl_optim.distances.to_rows(tensor, class_dim=1)
-dcl_optim.distances.from_rows(rows, shape, class_dim=1)
-dcl_optim.distances.difference(z, c)
 dcl_optim.distances.mse(z, c)
 dcl_optim.distances.l1(z, c)
 dcl_optim.distances.kl(z, c, temperature=4.0)
 dcl_optim.distances.infonce(z, c, temperature=0.1)
-dcl_optim.distances.resolve_distance(distance, temperature=None)
-dcl_optim.distances.depends_on_class_dim(distance)
-dcl_optim.distances.value_and_gradient(distance, z, c)
-dcl_optim.distances.squared(differences, terms)
+dcl_optim.distances.difference(z, c)
 dcl_optim.distances.companion_target(z, c, alpha)
-dcl_optim.distances.companion_gradient(distance, z, c, alpha)
-dcl_optim.hooks.loss_scale.LossScale(source)
-    .resolve(self, record, gradient, reading, backward, several)
-dcl_optim.hooks.cross_entropy.read_cross_entropy(z, gradient)
-dcl_optim.hooks.cross_entropy.Reading(scale, has_scale, labels, readable, all_labelled)
-    .all_labelled = _tuplegetter(4, 'Alias for field number 4')
-    .has_scale = _tuplegetter(1, 'Alias for field number 1')
-    .labels = _tuplegetter(2, 'Alias for field number 2')
-    .readable = _tuplegetter(3, 'Alias for field number 3')
+dcl_optim.distances.Rows(values, slope, factor, squared=False)
+    .distances
+    .factor = _tuplegetter(2, 'Alias for field number 2')
+    .slope = _tuplegetter(1, 'Alias for field number 1')
+    .squared = _tuplegetter(3, 'Alias for field number 3')
+    .values = _tuplegetter(0, 'Alias for field number 0')
+dcl_optim.distances.Distance()
+    .__call__(self, z, c)
+    .couples_rows = False
+    .depends_on_class_dim = True
+    .name = ''
+    .rows(self, z, c)
+    .towards_target(self, z, c, found, alpha)
+dcl_optim.distances.SquaredDistance()
+    .__call__(self, z, c)
+    .depends_on_class_dim = False
+    .name = 'mse'
+    .rows(self, z, c)
+    .towards_target(self, z, c, found, alpha)
+dcl_optim.distances.AbsoluteDistance()
+    .__call__(self, z, c)
+    .depends_on_class_dim = False
+    .name = 'l1'
+    .rows(self, z, c)
+dcl_optim.distances.Divergence(temperature=4.0)
+    .__call__(self, z, c)
+    .name = 'kl'
+    .rows(self, z, c)
+    .temperature = 4.0
+dcl_optim.distances.MeanDistance(function)
+    .__call__(self, z, c)
+    .couples_rows = True
+    .rows(self, z, c)
+dcl_optim.distances.resolve_distance(distance, temperature=None)
+dcl_optim.distances.to_rows(tensor, class_dim=1)
+dcl_optim.distances.from_rows(rows, shape, class_dim=1)
+dcl_optim.distances.wide(tensor)
+dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True)
+    .class_dim = _tuplegetter(3, 'Alias for field number 3')
+    .finite = _tuplegetter(4, 'Alias for field number 4')
+    .labels = _tuplegetter(1, 'Alias for field number 1')
+    .number = _tuplegetter(2, 'Alias for field number 2')
+    .says = _tuplegetter(5, 'Alias for field number 5')
     .scale = _tuplegetter(0, 'Alias for field number 0')
-dcl_optim.hooks.cross_entropy.find_class_dim(z, gradient)
+dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False, class_dim=None,
+        needs_class_dim=False)
+    .after_forward(self, forward, args, kwargs)
+    .before_forward(self)
+    .check_state(self, state)
+    .end_step(self)
+    .load_state(self, state)
+    .read(self, forward, gradient, several)
+    .set_targets(self, targets)
+    .state(self)
+    .watch_own_loss(self, forward, z, output, kwargs)
+dcl_optim.loss.cross_entropy.Form(kind, smoothing=0.0)
+    .kind = _tuplegetter(0, 'Alias for field number 0')
+    .smoothing = _tuplegetter(1, 'Alias for field number 1')
+dcl_optim.loss.cross_entropy.Reading(labels, scale, fits, tells_scale)
+    .fits = _tuplegetter(2, 'Alias for field number 2')
+    .labels = _tuplegetter(0, 'Alias for field number 0')
+    .scale = _tuplegetter(1, 'Alias for field number 1')
+    .tells_scale = _tuplegetter(3, 'Alias for field number 3')
+dcl_optim.loss.cross_entropy.read(form, z, g, live, count, last, tolerance=0.001, wants_labels=True)
+dcl_optim.loss.cross_entropy.Evidence(total, says, hard, smoothed, smoothing, soft, floor, weighted, log, slope)
+    .floor = _tuplegetter(6, 'Alias for field number 6')
+    .hard = _tuplegetter(2, 'Alias for field number 2')
+    .log = _tuplegetter(8, 'Alias for field number 8')
+    .says = _tuplegetter(1, 'Alias for field number 1')
+    .slope = _tuplegetter(9, 'Alias for field number 9')
+    .smoothed = _tuplegetter(3, 'Alias for field number 3')
+    .smoothing = _tuplegetter(4, 'Alias for field number 4')
+    .soft = _tuplegetter(5, 'Alias for field number 5')
+    .total = _tuplegetter(0, 'Alias for field number 0')
+    .weighted = _tuplegetter(7, 'Alias for field number 7')
+dcl_optim.loss.cross_entropy.examine(z, g, tolerance=0.001)
+dcl_optim.loss.outputs.find_loss(output)
 dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
         weight=1.0, alpha=0.6, learns=True)
 dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
         per_class=False)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance='mse', *, weight, alpha,
-        criterion=None, labels=None, loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
+        loss=None, logits=None, strict=True, count_eval=False)
     .add_param_group(self, param_group)
     .alpha
     .defaults
@@ -112,69 +171,98 @@ dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distanc
     .step(self, closure=None)
     .weight
     .zero_grad(self, set_to_none=True)
+dcl_optim.algorithm.Algorithm(model, base, forecaster, loss, distance, *, weight, alpha, find_logits, count_eval)
+    .after_forward(self, module, args, kwargs, output)
+    .attach(self)
+    .attached
+    .before_forward(self, module, args, kwargs)
+    .detach(self)
+    .end_step(self)
+    .forget(self)
+    .load_state(self, steps, loss)
+    .model_loaded(self, module, keys)
+    .on_gradient(self, forward, gradient)
+    .replaced(self)
+dcl_optim.batches.StepBatches(base)
+    .add(self, backward)
+    .are_gone(self, backward=-1)
+    .evaluates
+    .have_gradients(self)
+    .start(self)
+    .stepping(self, closure)
+    .were_cleared(self)
+dcl_optim.forward.Forward(logits, step)
+    .added_in = <member 'added_in' of 'Forward' objects>
+    .counted = <member 'counted' of 'Forward' objects>
+    .hides_gradient = <member 'hides_gradient' of 'Forward' objects>
+    .logits = <member 'logits' of 'Forward' objects>
+    .nodes = <member 'nodes' of 'Forward' objects>
+    .own_loss = <member 'own_loss' of 'Forward' objects>
+    .prediction = <member 'prediction' of 'Forward' objects>
+    .rows = <member 'rows' of 'Forward' objects>
+    .step = <member 'step' of 'Forward' objects>
+    .targets = <member 'targets' of 'Forward' objects>
 dcl_optim.forecaster.Forecaster()
-    .backward(self)
     .base_changed(self)
     .before_forward(self, args, kwargs, rng_state, step)
+    .before_step(self)
     .check_state(self, state)
     .create_state(self)
     .figures(self)
     .forget(self)
     .load_state_dict(self, state)
     .model_loaded(self)
-    .observe(self, record, distance, alpha, scale)
-    .penalty(self, record, distance)
-    .predict(self, args, kwargs, record, rng_state)
+    .observe(self, forward, loss, penalty, distance, alpha)
+    .penalty(self, forward, loss, distance)
+    .predict(self, args, kwargs, forward, rng_state)
     .replays_draws = True
     .set_mode(self, mode)
     .settings(self)
-    .skip(self, record, alpha)
+    .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
-dcl_optim.forecaster.ForwardRecord(logits, class_dim)
-    .add_loss_scale(self, exact, call, times, index, gradients)
-    .holds(self, tensor)
-    .lay_out(self, class_dim)
-    .link(self, exact)
-    .note_loss_scale(self, index, gradients)
-    .produced(self, tensor)
-    .rows(self, tensor)
-    .unrows(self, rows)
+dcl_optim.forecaster.Penalty(rows, number, weights=None)
+    .number = _tuplegetter(1, 'Alias for field number 1')
+    .rows = _tuplegetter(0, 'Alias for field number 0')
+    .value
+    .weights = _tuplegetter(2, 'Alias for field number 2')
 dcl_optim.forecaster.replayed(state)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
-dcl_optim.companion.Companion(model, base, find_logits, *, companion=None, companion_optimizer=None, lr_scale=1.0,
-        fraction=1.0, every=1, process_group='auto')
-    .backward(self)
+dcl_optim.companion.Companion(model, base, find_logits, options=CompanionOptions(companion=None, optimizer=None,
+        lr_scale=1.0, fraction=1.0, every=1, process_group='auto'))
     .base_changed(self)
     .before_forward(self, args, kwargs, rng_state, step)
+    .before_step(self)
     .check_state(self, state)
     .create_state(self)
     .forget(self)
     .load_state_dict(self, state)
     .model_loaded(self)
     .module
-    .observe(self, record, distance, alpha, scale)
+    .observe(self, forward, loss, penalty, distance, alpha)
     .optimizer
-    .predict(self, args, kwargs, record, rng_state)
+    .penalty(self, forward, loss, distance)
+    .predict(self, args, kwargs, forward, rng_state)
     .reset(self)
     .set_mode(self, mode)
     .settings(self)
-    .skip(self, record, alpha)
+    .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
-dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, ranks)
+dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, group)
     .before_forward(self, args, kwargs, rng_state, step)
     .check_state(self, state)
     .figures(self)
     .forget(self)
     .load_state_dict(self, state)
-    .observe(self, record, distance, alpha, scale)
-    .penalty(self, record, distance)
-    .predict(self, args, kwargs, record, rng_state)
+    .num_classes
+    .observe(self, forward, loss, penalty, distance, alpha)
+    .penalty(self, forward, loss, distance)
+    .predict(self, args, kwargs, forward, rng_state)
     .replays_draws = False
     .seen
     .settings(self)
-    .skip(self, record, alpha)
+    .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
     .values

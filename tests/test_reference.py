@@ -146,7 +146,9 @@ def test_two_dcp_steps_by_hand():
     """Class 0 is seen first at z = (2, 0), which becomes its prototype; the second batch is pulled to it."""
     model = torch.nn.Linear(2, 2, bias=False).double()
     model.weight.data.copy_(torch.tensor([[2.0, 0.0], [0.0, 0.0]]))
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, 2, alpha=0.25, weight=1.0, loss_scale=1.0)
+    optimizer = DCPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), model, 2, alpha=0.25, weight=1.0, loss_scale=1.0
+    )
     x = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     for shift in (1.0, 0.0):
         optimizer.set_targets(torch.tensor([0]))

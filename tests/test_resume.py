@@ -119,12 +119,14 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3, weight=1.0, alpha=0.6)
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
+    without_companion = {"dcl_optim.DCLOptimizer": dcl.state_dict()["dcl_optim.DCLOptimizer"] | {"forecaster": {}}}
     for state, message in (
         (BASES["sgd"](mlp().parameters()).state_dict(), r"no entry 'dcl_optim.DCLOptimizer'.*optimizer.base"),
         (dcp.state_dict(), r"no entry 'dcl_optim.DCLOptimizer'.*'dcl_optim.DCPOptimizer'"),
         (other_shape.state_dict(), r"state of the companion has shape"),
         (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": -1}}, r"\['steps'\]=-1"),
-        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": 1, "forecaster": {}}}, r"missing \["),
+        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": 1}}, r"state of the loss does not fit: None"),
+        (dcl.state_dict() | without_companion, r"missing \["),
     ):
         with pytest.raises(ValueError, match=message):
             dcl.load_state_dict(state)

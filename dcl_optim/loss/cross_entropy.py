@@ -127,6 +127,8 @@ def _read_hard(
     p, smoothing = torch.softmax(z, 1), form.smoothing
     if smoothing:
         y = torch.addcmul(g, p, torch.as_tensor(last, dtype=g.dtype, device=g.device) / count, value=-0.5).argmin(1)
+    elif wants_labels:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
+        y = torch.add(g, p, alpha=-TINY).argmin(1)
     else:
         y = g.argmin(1)
     r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")  # p - q
@@ -152,15 +154,17 @@ def _read_weighted(
     whole, lengths = torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(r, dim=1)
     slopes = whole / (lengths + TINY)
     rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), dim=1)
-    told = live & (rest <= tolerance * whole + ROUNDING * slopes)
-    clear = told & (lengths > SATURATED)
+    clear = live & (lengths > SATURATED) & (rest <= tolerance * whole)
+    number = clear.sum()
+    mean = torch.where(clear, slopes, 0.0).sum() / number
+    # A certain row has a label if its gradient is as small as rounding.
+    certain = live & (lengths <= SATURATED) & (whole <= SATURATED * torch.where(number > 0, mean, torch.inf))
+    told = clear | certain
     if z.shape[1] == 2:
         told = told & _is_one_slope_a_label(slopes, at_label, y, clear)
-    number = clear.sum()
     fits = (told.sum() >= READ_SHARE * live.sum()) & live.any() & torch.isfinite(whole.sum())
-    scale = torch.where(clear, slopes, 0.0).sum() / number * count  # certain rows count as the others on average
     labels = torch.where(told & fits, y, z.shape[1])
-    return Reading(labels, scale, fits, fits & (number >= READ_SHARE * live.sum()))
+    return Reading(labels, mean * count, fits, fits & (number >= READ_SHARE * live.sum()))  # certain ones as the others
 
 
 def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Tensor) -> Tensor:
@@ -215,7 +219,7 @@ def _read_soft(
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     bound = tolerance * torch.linalg.vector_norm(g * others) + ROUNDING * slope * math.sqrt(len(z))
     fits = (slope > 0) & (rest <= bound) & (shares * live[:, None] >= 0.0).all()
-    return Reading(shares * (live & fits)[:, None], slope * count, fits, fits)
+    return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
 
 def _read_log_probabilities(
@@ -295,9 +299,14 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     p, whole = p * live[:, None], torch.linalg.vector_norm(g)
     bound = tolerance * whole
     hard = _rest_of_hard(p, g, y, live, 0.0)
-    slope, floor = _two_lines(p, g, y, live)
-    smoothing = floor * classes
-    smoothed = _rest_of_hard(p, g, torch.addcmul(g, p, slope, value=-0.5).argmin(1), live, smoothing)
+    # With smoothing the label of a row that is certain is its likeliest class, not the lowest entry of its gradient.
+    slope, smoothing, smoothed = _fit_smoothed(p, g, y, live)
+    of_certain = _fit_smoothed(p, g, torch.where(p.amax(1) > CERTAIN_OF_TWO, p.argmax(1), y), live)
+    is_better = of_certain[2] < smoothed
+    slope, smoothing, smoothed = (
+        torch.where(is_better, ours, theirs)
+        for ours, theirs in zip(of_certain, (slope, smoothing, smoothed), strict=True)
+    )
     # Where predictions are close to uniform, hard labels fit smoothed ones too, with a factor that is too small.
     better = (smoothed < 0.3 * hard) & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING) & (slope > 0)
     soft, mixed, plausible = no, torch.zeros_like(whole), ~no
@@ -327,6 +336,14 @@ def _rest_of_hard(p: Tensor, g: Tensor, y: Tensor, live: Tensor, smoothing: Any)
     r = (p - smoothing / p.shape[1] - (1.0 - smoothing) * label).mul_(live[:, None])
     slope = torch.linalg.vector_norm(g) / torch.linalg.vector_norm(r)
     return torch.linalg.vector_norm(torch.addcmul(g, r, slope, value=-1.0))
+
+
+def _fit_smoothed(p: Tensor, g: Tensor, y: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slope and the smoothing that presumed labels y suggest, and the norm that these leave unexplained."""
+    slope, floor = _two_lines(p, g, y, live)
+    smoothing = floor * p.shape[1]
+    labels = torch.addcmul(g, p, slope, value=-0.5).argmin(1)
+    return slope, smoothing, _rest_of_hard(p, g, labels, live, smoothing)
 
 
 def _two_lines(p: Tensor, g: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -122,6 +122,14 @@ def find_loss(output: Any) -> Tensor | None:
     """Find the loss that a model computed itself: a scalar with a gradient.
 
     ``output.loss``, ``output["loss"]``, or the only one in a tuple or list.
+
+    Args:
+        output: what the model's forward returned.
+
+    Examples:
+        >>> loss = torch.ones((), requires_grad=True) * 2
+        >>> find_loss((loss, torch.zeros(2, 3))) is loss, find_loss(torch.zeros(2, 3))
+        (True, None)
     """
     if isinstance(output, (tuple, list)) and getattr(output, "loss", None) is None:
         found = [item for item in output if _is_loss(item)]

@@ -62,7 +62,7 @@ class Loss(NamedTuple):
         number: the number of rows that the loss is the mean of, if the labels were read; else None.
         class_dim: the dimension of the logits that holds the classes.
         finite: False if the gradient is known not to be finite.
-        says: False if the batch is to be skipped: it is not finite, its gradient is zero, or labels are missing.
+        says: False if the batch is to be skipped: it is not finite, or labels that are needed are missing.
     """
 
     scale: Scale
@@ -248,7 +248,7 @@ class LossReader:
             settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
         if settles:
             reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
-        says = 0 < total < math.inf and not (wants_labels and reading is None)
+        says = math.isfinite(total) and not (wants_labels and reading is None)
         scale = given
         if total == 0:
             scale = 0.0
