@@ -491,6 +491,20 @@ def test_smoothed_labels_are_read_also_where_the_target_is_overconfident(classes
 
 
 @pytest.mark.parametrize(
+    ("classes", "spread", "learned"),
+    cells(itertools.product([3, 4, 5], [1.0, 2.0], [0.0, 3.0]), (3, 2.0, 3.0), (4, 2.0, 0.0), (5, 2.0, 3.0)),
+)
+def test_smoothed_labels_of_few_classes_are_read_where_some_targets_are_overconfident(classes, spread, learned):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        y = torch.randint(classes, (64,))
+        z = (spread * torch.randn(64, classes) + learned * F.one_hot(y, classes)).requires_grad_()
+        form, reading = settle(z, gradient(F.cross_entropy(z, y, label_smoothing=0.1), z))
+        assert form is not None
+        assert torch.equal(labels_of(reading, classes), y)
+
+
+@pytest.mark.parametrize(
     ("classes", "spread"),
     cells(
         itertools.product([3, 10, 1000], [0.0, 0.02, 0.05, 0.1, 0.2, 0.5]),
