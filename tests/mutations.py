@@ -176,8 +176,8 @@ FAULTS = [
     Fault(
         "not-finite-batch-learned",
         "loss/reader.py",
-        "says = 0 < total < math.inf and",
-        "says = total != 0 and",
+        "says = math.isfinite(total) and",
+        "says =",
         "the forecaster learns from logits that are not finite",
         "algorithm_not_finite",
     ),
