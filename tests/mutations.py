@@ -128,8 +128,8 @@ FAULTS = [
         "penalty-in-half-precision",
         "algorithm.py",
         "    out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)\n",
-        "    slope, out = slope.to(gradient.dtype), None\n",
-        "the penalty's gradient underflows in float16",
+        "    slope, factor, out = (slope * factor).to(gradient.dtype), 1.0, None\n",
+        "the penalty's gradient underflows in float16, before it is multiplied by the loss scale",
         "amp",
     ),
     # ---- which forward and backward passes count ---------------------------------------------------------------------
