@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from dcl_optim.hooks.cross_entropy import read_cross_entropy
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import nn
 
@@ -14,8 +13,9 @@ from benchmarks import growth, networks
 from benchmarks.methods import METHODS, start
 from benchmarks.script import sgd
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim.distributed import Ranks
-from dcl_optim.forecaster import ForwardRecord
+from dcl_optim.distributed import DataParallelGroup
+from dcl_optim.forward import Forward
+from dcl_optim.loss.reader import Loss, LossReader
 from dcl_optim.prototypes import Prototypes
 
 BATCH = 128
@@ -27,15 +27,14 @@ ROUNDS = {"rounds": 20, "warmup_rounds": 2}
 def test_prototypes(benchmark: BenchmarkFixture, part: str, classes: int) -> None:
     """What DCP adds to a step: the penalty and class sums at the backward, the prototypes' move at the step."""
     logits, labels = torch.randn(BATCH, classes), torch.randint(classes, (BATCH,))
-    ranks = Ranks(nn.Identity(), process_group=None)
-    prototypes = Prototypes(classes, per_class=False, ignore_index=-100, like=logits, ranks=ranks)
-    record = ForwardRecord(logits, class_dim=1)
-    record.targets = labels
+    group = DataParallelGroup(nn.Identity(), process_group=None)
+    prototypes = Prototypes(classes, per_class=False, ignore_index=-100, like=logits, group=group)
+    forward, loss = Forward(logits, step=3), Loss(1.0, labels, None, class_dim=1)
     distance = distances.resolve_distance("mse")
 
     def once() -> None:
-        prototypes.penalty(record, distance)
-        prototypes.observe(record, distance, 0.6, 1.0)
+        penalty = prototypes.penalty(forward, loss, distance)
+        prototypes.observe(forward, loss, penalty, distance, 0.6)
         if part == "penalty":
             prototypes.forget()
         else:
@@ -54,9 +53,10 @@ def test_reading_the_loss_scale(benchmark: BenchmarkFixture, smoothing: float, c
     loss = nn.functional.cross_entropy(logits, torch.randint(classes, (BATCH,)), label_smoothing=smoothing)
     (gradient,) = torch.autograd.grad(8.0 * loss, logits)
     benchmark.group = f"loss scale, label smoothing {smoothing}"
-    scale, found, *_ = benchmark.pedantic(read_cross_entropy, (logits.detach(), gradient), **ROUNDS)
-    assert found
-    assert math.isclose(scale, 8.0, rel_tol=1e-2)
+    reader, forward = LossReader(), Forward(logits, step=3)
+    reader.read(forward, gradient, several=False)  # the form is chosen
+    found = benchmark.pedantic(reader.read, (forward, gradient, False), **ROUNDS)
+    assert math.isclose(found.scale, 8.0, rel_tol=1e-2)
 
 
 @pytest.mark.parametrize("wrapper", ["none", "DCLOptimizer", "DCPOptimizer"])

@@ -289,8 +289,8 @@ class ForecastOptimizer(OptimizerWrapper):
         steps = state.get("steps")
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"state_dict[{self._key!r}]['steps']={steps!r} must be a number of steps")
-        self.forecaster.check_state(state.get("forecaster", {}))
         self._algorithm.loss.check_state(state.get("loss"))
+        self.forecaster.check_state(state.get("forecaster", {}))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])

@@ -128,8 +128,8 @@ FAULTS = [
         "penalty-in-half-precision",
         "algorithm.py",
         "    out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)\n",
-        "    slope, out = slope.to(gradient.dtype), None\n",
-        "the penalty's gradient underflows in float16",
+        "    slope, factor, out = (slope * factor).to(gradient.dtype), 1.0, None\n",
+        "the penalty's gradient underflows in float16, before it is multiplied by the loss scale",
         "amp",
     ),
     # ---- which forward and backward passes count ---------------------------------------------------------------------
@@ -176,8 +176,8 @@ FAULTS = [
     Fault(
         "not-finite-batch-learned",
         "loss/reader.py",
-        "says = 0 < total < math.inf and",
-        "says = total != 0 and",
+        "says = math.isfinite(total) and not (",
+        "says = not (",
         "the forecaster learns from logits that are not finite",
         "algorithm_not_finite",
     ),
@@ -570,7 +570,7 @@ FAULTS = [
     Fault(
         "first-mean-shrunk",
         "prototypes.py",
-        "counts = counts * (rate / (1.0 - self._alpha * self._known)) if rate else counts / (1.0 - self._known)",
+        "counts = torch.where(self._known > 0, counts if rate else torch.inf, counts * (rate or 1.0))",
         "pass",
         "the first mean does not become the prototype but a part of it",
         "prototypes reference",
@@ -594,8 +594,8 @@ FAULTS = [
     Fault(
         "ignored-rows-in-the-mean",
         "prototypes.py",
-        "return labels, (labels < self.num_classes).sum().clamp(min=1)",
-        "return labels, max(len(labels), 1)",
+        "1)\n        return labels, (labels < self.num_classes).sum().clamp(min=1)\n",
+        "1)\n        return labels, max(len(labels), 1)\n",
         "with given labels the penalty's mean counts rows that are ignored",
         "prototypes dcp",
     ),
@@ -627,10 +627,8 @@ FAULTS = [
     Fault(
         "zero-gradient-has-a-factor",
         "loss/reader.py",
-        "        says = 0 < total < math.inf and not (wants_labels and reading is None)\n"
-        "        scale = given\n        if total == 0:\n            scale = 0.0\n        elif scale is None:\n",
-        "        says = total < math.inf and not (wants_labels and reading is None)\n"
-        "        scale = given\n        if scale is None:\n",
+        "        if total == 0:\n            scale = 0.0\n        elif scale is None:\n",
+        "        if scale is None:\n",
         "a batch whose loss was multiplied by 0 gets a penalty with the last factor, or with 1",
         "loss_reader",
     ),

@@ -72,7 +72,7 @@ def test_a_private_module_is_imported_by_one_test_file_at_most() -> None:
     """Public is what docs/api*.md have. So a change behind it changes one file of tests."""
     pages = "".join(page.read_text() for page in ROOT.glob("docs/api*.md"))
     documented = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
-    public = documented | {"dcl_optim"}
+    public = documented | {"dcl_optim", "dcl_optim._sync"}  # the one question that many tests force an answer to
     importers: dict[str, set[str]] = {}
     for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/test_*.py")]:
         for module, name in imports_of(path):

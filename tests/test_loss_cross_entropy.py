@@ -342,7 +342,7 @@ def test_random_losses_with_hard_labels(name, table):
             assert float(reading.scale) == pytest.approx(expected, rel=tolerance), (d, form)
     assert rows > 1500
     assert uncertain <= 40  # all rows are certain, or there is one row of two classes
-    assert refused <= (6 if name in WEIGHTED else 1)
+    assert refused <= (8 if name in WEIGHTED else 3)
     assert unread <= (0.05 * rows if name in WEIGHTED else 0)
 
 

@@ -233,7 +233,9 @@ class LossReader:
         if own is not None and forward.hides_gradient:
             if wants_labels:
                 raise RuntimeError(HIDDEN_LABELS)
-            given, dim = own if given is None else given, 1 if dim is None else dim
+            given = own if given is None else given
+            if dim is None:
+                dim = self._assume_class_dim(gradient)
         may_sync = _sync.may_sync(forward.step, gradient)
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
@@ -349,13 +351,18 @@ class LossReader:
             self._warned_labels = True
             warn(UNREADABLE_LABELS + "; those of former batches could. Such batches get no penalty." + FIX_LABELS)
         if class_dim is None:
-            self.class_dim = 1
-            if self._needs_class_dim:
-                warn(
-                    "class_dim was not given, and cannot be read from this loss's gradient: of the model's logits of "
-                    f"shape {tuple(gradient.shape)} the penalty takes dimension 1 for the classes, as F.cross_entropy "
-                    "does.\n  Fix: pass class_dim=-1 for (batch, time, classes), or class_dim=1"
-                )
+            self._assume_class_dim(gradient)
+
+    def _assume_class_dim(self, gradient: Tensor) -> int:
+        """Take dimension 1 for the classes, and say so if that matters."""
+        self.class_dim = 1
+        if self._needs_class_dim:
+            warn(
+                "class_dim was not given, and cannot be read from this loss's gradient: of the model's logits of shape "
+                f"{tuple(gradient.shape)} the penalty takes dimension 1 for the classes, as F.cross_entropy does.\n"
+                "  Fix: pass class_dim=-1 for (batch, time, classes), or class_dim=1"
+            )
+        return 1
 
 
 class _Seen:
