@@ -985,18 +985,6 @@ def no_synchronization(optimizer: Any) -> Iterator[None]:
         yield
 
 
-def summed_and_smoothed(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, y, label_smoothing=0.1, reduction="sum") / 16
-
-
-def certain() -> nn.Module:
-    """A model whose predictions are far apart."""
-    model = mlp()
-    with torch.no_grad():
-        model[2].weight *= 20.0
-    return model
-
-
 def with_short_batches(count: int = 12) -> list[tuple[Tensor, Tensor]]:
     return [(x[:3], y[:3]) if step > 4 else (x, y) for step, (x, y) in enumerate(vectors(count))]
 
