@@ -43,6 +43,7 @@ SATURATED = 2e-5  # a row whose |r| is smaller says nothing about its factor
 MIN_SMOOTHING = 2e-3  # a smaller one is rounding
 MAX_SMOOTHING = 0.5
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
+UNSURE = 0.8  # in rows whose highest probability is smaller the lowest entry of g is a smoothed label
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell a line from a point
 READ_SHARE = 0.75  # of the live rows must have a label, or it is another loss
@@ -300,9 +301,9 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     bound = tolerance * whole
     hard = _rest_of_hard(p, g, y, live, 0.0)
     # With smoothing the label of a row that is certain is its likeliest class, not the lowest entry of its gradient.
-    slope, smoothing, smoothed = _fit_smoothed(p, g, y, live)
-    of_certain = _fit_smoothed(p, g, torch.where(p.amax(1) > CERTAIN_OF_TWO, p.argmax(1), y), live)
-    is_better = of_certain[2] < smoothed
+    slope, smoothing, smoothed = _fit_smoothed(p, g, y, live, live & (p.amax(1) < UNSURE))
+    of_certain = _fit_smoothed(p, g, torch.where(p.amax(1) > CERTAIN_OF_TWO, p.argmax(1), y), live, live)
+    is_better = ~(smoothed <= of_certain[2])
     slope, smoothing, smoothed = (
         torch.where(is_better, ours, theirs)
         for ours, theirs in zip(of_certain, (slope, smoothing, smoothed), strict=True)
@@ -338,9 +339,9 @@ def _rest_of_hard(p: Tensor, g: Tensor, y: Tensor, live: Tensor, smoothing: Any)
     return torch.linalg.vector_norm(torch.addcmul(g, r, slope, value=-1.0))
 
 
-def _fit_smoothed(p: Tensor, g: Tensor, y: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slope and the smoothing that presumed labels y suggest, and the norm that these leave unexplained."""
-    slope, floor = _two_lines(p, g, y, live)
+def _fit_smoothed(p: Tensor, g: Tensor, y: Tensor, live: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slope and the smoothing that presumed labels y of some rows suggest, and the norm left unexplained in all."""
+    slope, floor = _two_lines(p, g, y, rows)
     smoothing = floor * p.shape[1]
     labels = torch.addcmul(g, p, slope, value=-0.5).argmin(1)
     return slope, smoothing, _rest_of_hard(p, g, labels, live, smoothing)
