@@ -175,7 +175,7 @@ class Prototypes(Forecaster):
                 check_width(forward, z, self.num_classes)
             if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
                 labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
-                return labels, (labels < self.num_classes).sum().clamp(min=1)
+                return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
             return labels, loss.number
         wants_check = isinstance(labels, Tensor) and labels.is_floating_point()
         look = _sync.may_sync(forward.step, z) or (wants_check and not self._has_checked_shares)
@@ -183,7 +183,7 @@ class Prototypes(Forecaster):
         if labels.ndim == 2:
             self._has_checked_shares = True
             return labels, max(len(labels), 1)
-        return labels, (labels < self.num_classes).sum().clamp(min=1)
+        return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
 
     def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The classes that soft labels are about, (M,), and each row's shares in them, (N, M); all where that is not

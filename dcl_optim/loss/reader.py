@@ -380,7 +380,7 @@ class _Seen:
         self.tolerance = cross_entropy.HALF_TOLERANCE if half else cross_entropy.TOLERANCE
         self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
         self.live = self.size > 0
-        self.count = self.live.sum()
+        self.count = self.live.sum(dtype=torch.promote_types(g.dtype, torch.float32))
 
     def rows(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Logits and gradient in float32 or wider, and which rows are live; at most ``MAX_ROWS`` of the largest."""

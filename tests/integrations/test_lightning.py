@@ -65,7 +65,7 @@ def test_automatic_optimisation_is_the_papers_algorithm():
     bases = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for m in (model, companion)]
     torch.manual_seed(3)
     for x, y in [*loader()] * 2:
-        dcl_step(model, companion, *bases, x, y, nn.CrossEntropyLoss(), resolve_distance("mse", "mean", None))
+        dcl_step(model, companion, *bases, x, y, nn.CrossEntropyLoss(), resolve_distance("mse"))
     assert_same(module.net, model, rtol=1e-9, atol=1e-12)
     assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-12)
 

@@ -66,13 +66,15 @@ def test_prototypes_take_mixed_labels_that_are_given() -> None:
         assert_same(optimizer.prototypes, expected, atol=1e-12)
 
 
-def test_mixed_labels_are_refused_where_they_are_not_given() -> None:
+def test_mixed_labels_are_read_where_they_are_not_given() -> None:
     model, criterion = create(), timm.loss.SoftTargetCrossEntropy()
     optimizer = DCPOptimizer(adamw(model), model, weight=1.0)
-    _, (x, y) = mixed(2, smoothing=0.1)  # the first draw mixes nothing, and is read
-    with pytest.raises(RuntimeError, match=r"mixed labels as of mixup.*set_targets"):
+    for x, y in mixed(2, smoothing=0.1):
+        optimizer.zero_grad()
         criterion(model(x), y).backward()
-    assert not optimizer.forecaster.seen.any()
+        optimizer.step()
+        assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-3)
+    assert optimizer.forecaster.seen.any()
 
 
 @pytest.mark.parametrize(

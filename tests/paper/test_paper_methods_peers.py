@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -422,58 +420,3 @@ def test_a_second_backward_through_one_forward_adds_the_penalty_to_the_same_comp
     loss.backward()
     for parameter, gradient in zip(net.parameters(), once, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=0, atol=1e-12)
-
-
-def test_prototypes_beside_a_companion_say_that_they_run_away() -> None:
-    """A model that gives its input, and prototypes that are the last step's logits."""
-
-    class Given(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.zero = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.zero
-
-    model, y = Given(), torch.arange(2)
-    base = torch.optim.SGD(model.parameters(), lr=1e-9)
-    optimizer = CompanionPrototypeOptimizer(base, model, 2, dcl_weight=0.0, dcp_weight=0.0, dcp_alpha=0.0)
-    said = []
-    for step in range(1, 201):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model((1.0 if step <= 100 else 99.0) * torch.eye(2)), y).backward()
-            optimizer.step()
-        said += [(step, str(warning.message).partition(":")[0]) for warning in caught]
-    assert said == [(200, "the prototypes run away")]
-
-
-def test_the_companion_of_both_has_its_own_architecture_and_pace() -> None:
-    options = {"companion": functools.partial(network, 3, dropout=0.0), "companion_lr_scale": 2.0}
-    single = started("dcl", setting(normed), weight=0.5, **options)
-    both = started("dcl-dcp", setting(normed), dcl_weight=0.5, dcp_weight=0.0, **options)
-    train(single), train(both)
-    assert both.networks()["companion"][0].out_features == 3
-    for name, net in single.networks().items():
-        assert_close(net, both.networks()[name])
-
-
-def test_schedules_of_both_are_of_the_step() -> None:
-    """The prototypes stay after the first epoch; the companion's weight begins in the second."""
-    method = started(
-        "dcl-dcp",
-        by_hand(),
-        dcp_alpha=lambda step: 0.5 if step <= STEPS else 1.0,
-        dcp_weight=0.0,
-        dcl_weight=lambda step: float(step > STEPS),
-    )
-    plain, seen = started("plain", by_hand()), []
-    for batch in batches():
-        advance(method, batch), advance(plain, batch)
-        seen.append(method.main.optimizer.forecaster.prototypes.values)
-        if len(seen) == STEPS:
-            assert_close(method.networks()["model"], plain.networks()["model"])
-    assert not torch.equal(seen[0], seen[STEPS - 1])
-    assert all(torch.equal(seen[STEPS - 1], later) for later in seen[STEPS:])
-    assert not torch.equal(method.main.network[0].weight, plain.main.network[0].weight)
