@@ -594,7 +594,7 @@ FAULTS = [
     Fault(
         "ignored-rows-in-the-mean",
         "prototypes.py",
-        "1)\n        return labels, (labels < self.num_classes).sum().clamp(min=1)\n",
+        "1)\n        return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)\n",
         "1)\n        return labels, max(len(labels), 1)\n",
         "with given labels the penalty's mean counts rows that are ignored",
         "prototypes dcp",
@@ -619,8 +619,8 @@ FAULTS = [
     Fault(
         "all-rows-counted",
         "loss/reader.py",
-        "self.count = self.live.sum()",
-        "self.count = torch.ones_like(self.live).sum()",
+        "self.count = self.live.sum(",
+        "self.count = torch.ones_like(self.live).sum(",
         "the loss scale and the penalty's mean count rows that the loss ignores",
         "loss_reader prototypes",
     ),
