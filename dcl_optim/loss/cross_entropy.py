@@ -179,43 +179,43 @@ def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Ten
     return found
 
 
-def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit g = a (p - f) over entries of weight 1: a, f, and the rest's norm relative to that of g."""
-    number = weights.sum() + TINY
-    if floor is None:
-        mean_p, mean_g = (p * weights).sum() / number, (g * weights).sum() / number
-        centered = (p - mean_p) * weights
-        slope = (centered * g).sum() / (centered.square().sum() + TINY)
-        shift = mean_p - mean_g / (slope + TINY)
-    else:
+def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, Any]:
+    """Fit g = a (p - f) over entries of weight 1: a, and f, which is the floor if there is one."""
+    if floor is not None:
         centered = (p - floor) * weights
-        slope = (centered * g).sum() / (centered.square().sum() + TINY)
-        shift = torch.zeros_like(slope) + floor
-    rest = torch.linalg.vector_norm((g - slope * (p - shift)) * weights)
-    return slope, shift, rest
+        return (centered * g).sum() / (centered.square().sum() + TINY), floor
+    number = weights.sum() + TINY
+    mean_p, mean_g = (p * weights).sum() / number, (g * weights).sum() / number
+    slope, _ = _line(p, g, weights, mean_p)
+    return slope, mean_p - mean_g / (slope + TINY)
 
 
-def _others(p: Tensor, g: Tensor, live: Tensor, floor: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """1 at all entries but the labels', else 0; and the slope of the line through them.
+def _rest_of_line(p: Tensor, g: Tensor, weights: Tensor, line: tuple[Tensor, Any]) -> Tensor:
+    """The norm that a line leaves unexplained over entries of weight 1."""
+    slope, floor = line
+    return torch.linalg.vector_norm((g - slope * (p - floor)) * weights)
+
+
+def _others(p: Tensor, g: Tensor, live: Tensor, floor: float | None) -> tuple[Tensor, tuple[Tensor, Any]]:
+    """1 at all entries but the labels', else 0; and the line through them.
 
     No entry of g/p is above a, and those without a share of q come close to it: a first guess. Of g - a p the two
     lowest entries of a row are its labels; the line through the others is a better guess.
     """
-    slope = (g / p.clamp(min=1e-3)).amax()
-    others = torch.zeros_like(p)
+    line, others = ((g / p.clamp(min=1e-3)).amax(), floor), p
     for _ in range(2):
-        labels = torch.addcmul(g, p, slope, value=-1.0).topk(2, 1, largest=False).indices
+        labels = torch.addcmul(g, p, line[0], value=-1.0).topk(2, 1, largest=False).indices
         others = torch.ones_like(p).scatter_(1, labels, 0.0).mul_(live[:, None])
-        slope, _, _ = _line(p, g, others, floor)
-    return others, slope
+        line = _line(p, g, others, floor)
+    return others, line
 
 
 def _read_soft(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     p, classes, smoothing = torch.softmax(z, 1), z.shape[1], form.smoothing
-    others, _ = _others(p, g, live, smoothing / classes)
-    slope, _, rest = _line(p, g, others, smoothing / classes)
+    others, line = _others(p, g, live, smoothing / classes)
+    slope, rest = line[0], _rest_of_line(p, g, others, line)
     shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     bound = tolerance * torch.linalg.vector_norm(g * others) + ROUNDING * slope * math.sqrt(len(z))
@@ -312,9 +312,9 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     better = (smoothed < 0.3 * hard) & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING) & (slope > 0)
     soft, mixed, plausible = no, torch.zeros_like(whole), ~no
     if classes >= 5:
-        others, _ = _others(p, g, live, None)
-        _, _, without = _line(p, g, others, 0.0)
-        _, shift, rest = _line(p, g, others, None)
+        others, line = _others(p, g, live, None)
+        shift, rest = line[1], _rest_of_line(p, g, others, line)
+        without = _rest_of_line(p, g, others, _line(p, g, others, 0.0))
         found = (without > 2.0 * rest + 1e-5 * whole) & (shift * classes > MIN_SMOOTHING)
         mixed = torch.where(found, shift * classes, 0.0)
         straight = torch.where(found, rest, without) <= tolerance * torch.linalg.vector_norm(g * others)
@@ -364,8 +364,7 @@ def _two_lines(p: Tensor, g: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, T
 def _are_shares(p: Tensor, g: Tensor, others: Tensor, live: Tensor, smoothing: Tensor, tolerance: float) -> Tensor:
     """Whether p - g/a less the floor is nowhere below 0."""
     floor = smoothing / p.shape[1]
-    centered = (p - floor) * others
-    slope = (centered * g).sum() / (centered.square().sum() + TINY)
+    slope, _ = _line(p, g, others, floor)
     shares = ((p - g / slope) - floor) * live[:, None]
     return (slope > 0) & (shares.amin() >= -5.0 * tolerance) & (others.sum() > 1)
 
