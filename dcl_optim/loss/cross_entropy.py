@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,7 +87,7 @@ class Reading(NamedTuple):
 
 def tolerance_of(*dtypes: torch.dtype) -> float:
     """The share of a gradient that rounding may leave unexplained."""
-    return HALF_TOLERANCE if any(dtype.itemsize < 4 for dtype in dtypes) else TOLERANCE
+    return HALF_TOLERANCE if min(map(attrgetter("itemsize"), dtypes)) < 4 else TOLERANCE
 
 
 def read(

@@ -376,8 +376,7 @@ class _Seen:
 
     def __init__(self, z: Tensor, g: Tensor, form: Form | None) -> None:
         self.z, self.g = z, g
-        half = z.dtype.itemsize < 4 or g.dtype.itemsize < 4
-        self.tolerance = cross_entropy.HALF_TOLERANCE if half else cross_entropy.TOLERANCE
+        self.tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
         self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
         self.live = self.size > 0
         self.count = self.live.sum(dtype=torch.promote_types(g.dtype, torch.float32))
