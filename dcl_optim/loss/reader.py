@@ -309,7 +309,7 @@ class LossReader:
     def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool, last: Scale | None) -> Reading:
         z, g, live = seen.rows(wants_labels or form.kind == "weighted")
         last = 1.0 if last is None else last
-        return cross_entropy.READERS[form.kind](form, z, g, live, seen.count, last, seen.tolerance, wants_labels)
+        return cross_entropy.read(form, z, g, live, seen.count, last, seen.tolerance, wants_labels)
 
     def _settle(
         self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
