@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcl_optim.loss import cross_entropy
-from dcl_optim.loss.cross_entropy import Evidence, Form, Reading, candidate, examine, read, tolerance_of
+from dcl_optim.loss.cross_entropy import Evidence, Form, Reading, candidates, examine, read, tolerance_of
 from tests.helpers import assert_same, cells
 
 
@@ -34,8 +34,7 @@ def settle(z: Tensor, g: Tensor, former: Form | None = None) -> tuple[Form | Non
     if not evidence.says:
         raise Uncertain
     live = g.abs().amax(1) > 0
-    for rank in range(cross_entropy.RANKS):
-        form = candidate(evidence, rank, former, allows_negative=False)
+    for form in candidates(evidence, former, allows_negative=False):
         if form is not None:
             reading = read(form, z, g, live, live.sum(), evidence.slope * live.sum(), tolerance)
             if reading.fits:

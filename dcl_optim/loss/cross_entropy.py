@@ -370,11 +370,8 @@ def _are_shares(p: Tensor, g: Tensor, others: Tensor, live: Tensor, smoothing: T
     return (slope > 0) & (shares.amin() >= -5.0 * tolerance) & (others.sum() > 1)
 
 
-RANKS = 8
-
-
-def candidate(evidence: Evidence, rank: int, former: Form | None, allows_negative: bool) -> Form | None:
-    """The form of a rank, 0 the first to try; None if the evidence is against it.
+def candidates(evidence: Evidence, former: Form | None, allows_negative: bool) -> list[Form | None]:
+    """The forms in the order in which they are tried; None for one that the evidence is against.
 
     Of the forms that fit the simplest is taken, but a script that mixed labels before goes on with soft labels, which
     contain hard ones.
@@ -389,5 +386,4 @@ def candidate(evidence: Evidence, rank: int, former: Form | None, allows_negativ
         (evidence.log, Form("log")),
         (allows_negative, Form("negative")),
     )
-    applies, form = forms[rank]
-    return form if applies else None
+    return [form if applies else None for applies, form in forms]

@@ -328,9 +328,9 @@ class LossReader:
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
         if not 0 < found[0].total < math.inf:
             return None, None, known, found[0].total
-        for rank in range(cross_entropy.RANKS):
-            for dim, evidence, one in zip(dims, found, laid_out, strict=True):
-                form = cross_entropy.candidate(evidence, rank, self._form, has_scale and wants_labels)
+        allows_negative = has_scale and wants_labels
+        for forms in zip(*(cross_entropy.candidates(one, self._form, allows_negative) for one in found), strict=True):
+            for dim, evidence, one, form in zip(dims, found, laid_out, forms, strict=True):
                 if form is None or not evidence.says:
                     continue
                 reading = self._read_rows(form, one, wants_labels, evidence.slope * one.count)
