@@ -129,9 +129,8 @@ class Prototypes(Forecaster):
             self._follow_model(z)
         z = z.to(self._rows.dtype)
         labels, count = self._labels_of(forward, loss, z)
-        if not self._all_known and _sync.may_sync(
-            forward.step - 1, z
-        ):  # not in the step in which the reader synchronizes
+        # In another step than the one in which the reader synchronizes:
+        if not self._all_known and _sync.may_sync(forward.step - 1, z):
             self._all_known = bool(self._known[:-1].all())
         if labels.ndim == 1:
             c = self._rows.index_select(0, labels)
