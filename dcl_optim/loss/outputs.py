@@ -31,17 +31,7 @@ def find_logits(output: Any) -> Tensor:
         >>> find_logits((torch.tensor(0.7), torch.zeros(2, 3))).shape
         torch.Size([2, 3])
     """
-    found = output
-    if not isinstance(output, Tensor):
-        if getattr(output, "logits", None) is not None:
-            found = output.logits
-        elif isinstance(output, Mapping):
-            found = output.get("logits", output.get("out"))
-        elif isinstance(output, (tuple, list)):
-            found = _first(output)
-    if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
-        return found
-    raise _no_logits(found, output)
+    return LogitsFinder(None)(output)
 
 
 class LogitsFinder:
@@ -54,10 +44,10 @@ class LogitsFinder:
         self._given, self._warned = given, given is not None
 
     def __call__(self, output: Any) -> Tensor:
-        if self._given is None:
-            is_plain = isinstance(output, Tensor) and output.is_floating_point() and output.ndim > 0
-            return output if is_plain else find_logits(output)
-        found = self._given(output)
+        if self._given is not None:
+            found = self._given(output)
+        else:
+            found = output if isinstance(output, Tensor) else _inside(output)
         if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
             return found
         raise _no_logits(found, output)
@@ -73,6 +63,14 @@ class LogitsFinder:
                 f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty "
                 f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
             )
+
+
+def _inside(output: Any) -> Any:
+    if getattr(output, "logits", None) is not None:
+        return output.logits
+    if isinstance(output, Mapping):
+        return output.get("logits", output.get("out"))
+    return _first(output) if isinstance(output, (tuple, list)) else None
 
 
 def _first(output: tuple[Any, ...] | list[Any]) -> Any:
