@@ -61,16 +61,12 @@ def _figures(row: Row, times: Mapping[str, list[float]], trainings: Mapping[str,
         "reference": row.reference,
         "milliseconds": timing.quartiles([1e3 * seconds for seconds in times[row.name]]),
         "ratio_to_plain": timing.ratios(times[row.name], times[row.reference]),
-        "ratio_to_handwritten": _ratio_to("handwritten", row, times),
+        "ratio_to_handwritten": timing.ratios(times[row.name], times[row.by_hand]) if row.by_hand in times else None,
         "parameters_added": own.parameters_added(),
         "state_bytes": own.state_bytes(),
         "state_bytes_added": own.state_bytes() - plain.state_bytes(),
         "rounds_milliseconds": [1e3 * seconds for seconds in times[row.name]],
     }
-
-
-def _ratio_to(other: str, row: Row, times: Mapping[str, list[float]]) -> dict[str, float] | None:
-    return timing.ratios(times[row.name], times[other]) if other in times else None
 
 
 def add_memory(figures: Figures, model: str, setting: Setting, threads: int, known: dict[str, Figures]) -> None:

@@ -1,4 +1,4 @@
-"""The methods that are compared: plain training, Deep Companion Learning in three forms, and its neighbours.
+"""The methods that are compared: plain training, DCL and DCP by hand and by the wrapper, and their neighbors.
 
 All train the very same model on the same batches with the same SGD, but for Schedule-Free, which is an SGD of its own.
 """
@@ -6,13 +6,14 @@ All train the very same model on the same batches with the same SGD, but for Sch
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -33,44 +34,92 @@ def plain(script: Script) -> Training:
     return Training(script.loop(optimizer), script.model, [optimizer])
 
 
-def handwritten(script: Script) -> Training:
+def companion_by_hand(script: Script) -> Training:
     """Deep Companion Learning written into the loop by someone who knows it: what the wrapper must not exceed."""
     model, setting = script.model, script.setting
     companion = setting.compile(copy.deepcopy(model))
     optimizer, companion_optimizer = sgd(model.parameters()), sgd(companion.parameters())
-    endless = itertools.cycle(script.batches)
+    steps = script.steps()
 
     def step() -> None:
-        x, y = next(endless)
-        with setting.autocast():
-            z, c = model(x), companion(x)
-            loss = F.cross_entropy(z, y) + WEIGHT * F.mse_loss(z, c.detach())
-            learning = F.mse_loss(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach())
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
         companion_optimizer.zero_grad()
-        learning.backward()
+        for x, y in next(steps):
+            with setting.autocast():
+                z, c = model(x), companion(x)
+                loss = script.criterion(z, y) + WEIGHT * F.mse_loss(z, c.detach())
+                learning = F.mse_loss(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach())
+            script.backward(loss)
+            script.backward(learning)
+        optimizer.step()
         companion_optimizer.step()
 
     return Training(step, model, [optimizer, companion_optimizer], companion)
 
 
+class PrototypesByHand:
+    """Class prototypes as a careful script would keep them: no synchronization, no more than a batch's rows touched.
+
+    It does not ask which classes were seen: an unseen class pulls to zero, where the package leaves it out.
+    """
+
+    def __init__(self, classes: int, device: torch.device) -> None:
+        self.rows = torch.zeros(classes, classes, device=device)
+
+    def of(self, y: Tensor) -> Tensor:
+        """What each row is held to, by its class or its shares of all classes."""
+        return self.rows[y] if y.ndim == 1 else y.to(self.rows.dtype) @ self.rows
+
+    def learn(self, z: Tensor, y: Tensor, alpha: float) -> None:
+        """Move to the class means."""
+        if y.ndim == 1:
+            numbers = self.rows.new_zeros(len(self.rows)).index_add_(0, y, self.rows.new_ones(len(y)))
+            self.rows.index_add_(0, y, (z - self.rows[y]) / numbers[y][:, None], alpha=1 - alpha)
+        else:
+            shares = y.to(z.dtype)
+            numbers = shares.sum(0)[:, None]
+            self.rows.add_((shares.T @ z - numbers * self.rows) / numbers.clamp(min=1e-6), alpha=1 - alpha)
+
+
+def prototypes_by_hand(script: Script) -> Training:
+    """Deep Companion Prototype written into the loop."""
+    model, setting = script.model, script.setting
+    optimizer = sgd(model.parameters())
+    prototypes = PrototypesByHand(script.work.classes, script.batches[0][0].device)
+    steps = script.steps()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits, labels = [], []
+        for x, y in next(steps):
+            with setting.autocast():
+                z = model(x)
+                loss = script.criterion(z, y) + WEIGHT * F.mse_loss(z.float(), prototypes.of(y))
+            script.backward(loss)
+            logits.append(z.detach().float())
+            labels.append(y)
+        optimizer.step()
+        z, y = (logits[0], labels[0]) if len(logits) == 1 else (torch.cat(logits), torch.cat(labels))
+        prototypes.learn(z, y, ALPHA)
+
+    return Training(step, model, [optimizer], others=lambda: [prototypes.rows])
+
+
 def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | None = None, **options: Any) -> Training:
     """The same by wrapping the optimizer; ``finish`` is what a script does to the wrapper before it trains."""
     base = sgd(trained(script.model))
-    optimizer = DCLOptimizer(base, script.model, **{"weight": 1.0} | options)
+    optimizer = DCLOptimizer(base, script.model, **{"weight": WEIGHT} | options)
     if finish is not None:
         finish(optimizer)
     state = [optimizer.base, optimizer.companion_optimizer]
     return Training(script.loop(optimizer), script.model, state, optimizer.companion)
 
 
-def companion_prototype(script: Script) -> Training:
-    """Class prototypes in the companion's place."""
-    optimizer = DCPOptimizer(sgd(trained(script.model)), script.model, weight=1.0, alpha=0.6)
+def companion_prototype(script: Script, gives_targets: bool = False) -> Training:
+    """Class prototypes in the companion's place, the labels read or given."""
+    optimizer = DCPOptimizer(sgd(trained(script.model)), script.model, weight=WEIGHT, alpha=ALPHA)
     return Training(
-        script.loop(optimizer),
+        script.loop(optimizer, targets=optimizer.set_targets) if gives_targets else script.loop(optimizer),
         script.model,
         [optimizer.base],
         others=lambda: tensors_in(optimizer.forecaster.state_dict()),
@@ -83,10 +132,10 @@ def sharpness_aware(script: Script) -> Training:
 
     like = sgd(trained(script.model)).defaults
     optimizer = SAM(trained(script.model), SGD, rho=0.05, **{k: like[k] for k in ("lr", "momentum", "weight_decay")})
-    endless = itertools.cycle(script.batches)
+    steps = script.steps()
 
     def step() -> None:
-        x, y = next(endless)
+        ((x, y),) = next(steps)
 
         def closure() -> Any:
             optimizer.zero_grad()
@@ -136,6 +185,7 @@ class Row:
         variant: what the script itself does to its model; the row is divided by plain training that does it too.
         package: the optional package it needs.
         period: the steps after which its costs repeat.
+        by_hand: the name of the row that is the same method written into the loop.
     """
 
     name: str
@@ -143,6 +193,7 @@ class Row:
     variant: str = ""
     package: str = ""
     period: int = 1
+    by_hand: str = ""
 
     @property
     def reference(self) -> str:
@@ -159,9 +210,10 @@ METHODS: dict[str, Row] = {
     row.name: row
     for row in (
         plain_row(),
-        Row("handwritten", handwritten),
-        Row("DCLOptimizer", companion_learning),
-        Row("DCPOptimizer", companion_prototype),
+        Row("handwritten DCL", companion_by_hand),
+        Row("DCLOptimizer", companion_learning, by_hand="handwritten DCL"),
+        Row("handwritten DCP", prototypes_by_hand),
+        Row("DCPOptimizer", companion_prototype, by_hand="handwritten DCP"),
         Row("SAM", sharpness_aware, package="pytorch_optimizer"),
         Row("Lookahead", lookahead, package="pytorch_optimizer", period=LOOKAHEAD_STEPS),
         Row("EMA of the weights", weight_average),

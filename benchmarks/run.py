@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import growth, knobs, measure, plot, table
+from benchmarks import growth, knobs, measure, plot, report, table
 from benchmarks.allocator import freed_memory_kept
-from benchmarks.machine import machine, versions
 from benchmarks.measure import say
 from benchmarks.methods import METHODS, Row, missing
 from benchmarks.setting import PRECISIONS, Setting
@@ -62,8 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
     made.add_argument("--precision", choices=PRECISIONS, default="float32", help=" or ".join(PRECISIONS))
     made.add_argument("--compile", action="store_true", help="compile the networks")
-    made.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the files")
-    made.add_argument("--name", help="the files' name without its suffix (default: the date and the threads)")
+    report.add_options(made, "run")
     return made
 
 
@@ -135,22 +129,10 @@ def main(arguments: list[str]) -> None:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     setting = Setting(options.device, options.precision, options.compile)
-    begin = datetime.datetime.now(datetime.timezone.utc)
-    name = options.name or f"{begin:%Y-%m-%d}-{options.threads}-threads"
-    options.out.mkdir(parents=True, exist_ok=True)
-    results = {
-        "date": begin.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
-        "machine": machine(options.device),
-        "versions": versions(),
-        "setting": asdict(setting),
-        "rounds": options.rounds,
-        **_measure_all(options, setting),
-    }
-    results["minutes"] = round((datetime.datetime.now(datetime.timezone.utc) - begin).total_seconds() / 60, 1)
-    path = options.out / f"{name}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    say(f"wrote {path} after {results['minutes']} minutes")
+    measured = _measure_all(options, setting)
+    head = report.results(options, arguments, options.device)
+    results = head | {"setting": asdict(setting), "rounds": options.rounds} | measured
+    path = report.write(options, results)
     try:
         say(" ".join(["drew", *map(str, plot.draw(results, path))]))
     except ImportError as error:

@@ -17,30 +17,57 @@ from benchmarks.workloads import Batches, Workload
 
 @dataclass(frozen=True)
 class Script:
-    """A model, its batches, the workload they were made for and the setting they run in."""
+    """A model, its batches, the workload they were made for and the setting they run in.
+
+    Attributes:
+        criterion: the loss of logits and targets.
+        micro_batches: backward passes in each step.
+    """
 
     model: nn.Module
     batches: Batches
     work: Workload
     setting: Setting = field(default_factory=Setting)
+    criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    micro_batches: int = 1
+
+    def steps(self) -> Iterator[Batches]:
+        """The micro-batches of one step after the other, without end."""
+        endless = itertools.cycle(self.batches)
+        while True:
+            yield list(itertools.islice(endless, self.micro_batches))
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Forward and loss, in the setting's precision."""
         with self.setting.autocast():
-            return F.cross_entropy(self.model(x), y)
+            return self.criterion(self.model(x), y)
 
-    def loop(self, optimizer: Optimizer, after: Callable[[], Any] | None = None) -> Callable[[], None]:
-        """One step of the loop of any script; ``after`` is what a method wants called after the optimizer's step."""
-        endless = itertools.cycle(self.batches)
+    def backward(self, loss: Tensor) -> None:
+        """Backward through a micro-batch's share of the loss."""
+        (loss / self.micro_batches if self.micro_batches > 1 else loss).backward()
+
+    def loop(
+        self,
+        optimizer: Optimizer,
+        after: Callable[[], Any] = lambda: None,
+        targets: Callable[[Tensor], Any] = lambda y: None,
+    ) -> Callable[[], None]:
+        """One step of the loop of any script.
+
+        Args:
+            optimizer: what the script steps.
+            after: called after the optimizer's step.
+            targets: called with the labels before the forward pass.
+        """
+        steps = self.steps()
 
         def step() -> None:
-            x, y = next(endless)
             optimizer.zero_grad()
-            loss = self.loss(x, y)
-            loss.backward()
+            for x, y in next(steps):
+                targets(y)
+                self.backward(self.loss(x, y))
             optimizer.step()
-            if after is not None:
-                after()
+            after()
 
         return step
 

@@ -67,7 +67,7 @@ def methods(results: Figures) -> list[str]:
             row["name"],
             f"{row['milliseconds']['median']:.2f}",
             "1" if row["name"] == row["reference"] else spread(row["ratio_to_plain"]),
-            "1" if row["name"] == "handwritten" else spread(row["ratio_to_handwritten"]),
+            spread(row["ratio_to_handwritten"]),
             *_memory(row),
             f"{row['parameters_added']:,}",
             size(row["state_bytes_added"]),
@@ -194,24 +194,18 @@ def wide(results: Figures) -> list[str]:
 def source(results: Figures) -> str:
     """Where the figures come from."""
     machine, versions, setting = results["machine"], results["versions"], results.get("setting")
-    if setting is None:
-        parts = [machine["cpu"], f"{machine['cores']} cores, {machine['threads']} threads", machine["os"]]
-        rounds = (
-            f"Medians of {results['rounds']} interleaved rounds (quartiles in brackets); "
-            if "rounds" in results
-            else ""
-        )
-        return (
-            f"{rounds}{', '.join(parts)}; Python {versions['python']}, torch {versions['torch']}, dcl_optim "
-            f"{versions['dcl_optim']}; {results['date'][:10]}; `{results['command']}`, {results['minutes']} minutes."
-        )
-    peers = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python")
-    device = [machine["device"]] if "device" in machine else []
-    how = [setting["precision"], *(["compiled"] if setting["compiled"] else [])]
-    place = [*device, machine["cpu"], f"{machine['cores']} cores, {machine['threads']} threads", *how, machine["os"]]
-    return (
+    rounds = (
         f"Medians of {results['rounds']} interleaved rounds (quartiles in brackets; a ratio or a difference is taken "
-        f"within each round); {', '.join(place)}; Python {versions['python']}, {peers}; {results['date'][:10]}; "
+        "within each round); "
+        if "rounds" in results
+        else ""
+    )
+    how = [setting["precision"], *(["compiled"] if setting["compiled"] else [])] if setting else []
+    device = [machine["device"]] if "device" in machine else []
+    place = [*device, machine["cpu"], f"{machine['cores']} cores, {machine['threads']} threads", *how, machine["os"]]
+    peers = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python")
+    return (
+        f"{rounds}{', '.join(place)}; Python {versions['python']}, {peers}; {results['date'][:10]}; "
         f"`{results['command']}`, {results['minutes']} minutes."
     )
 

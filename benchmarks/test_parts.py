@@ -81,7 +81,7 @@ def test_the_hooks_on_a_linear_layer(benchmark: BenchmarkFixture, wrapper: str) 
     benchmark.pedantic(step, rounds=50, iterations=20, warmup_rounds=2)
 
 
-@pytest.mark.parametrize("method", ["plain", "handwritten", "DCLOptimizer", "DCPOptimizer"])
+@pytest.mark.parametrize("method", ["plain", "handwritten DCL", "DCLOptimizer", "DCPOptimizer"])
 def test_many_small_layers(benchmark: BenchmarkFixture, method: str) -> None:
     """A step of 256 layers of 16 units: what the wrapper does for each module and each parameter."""
     training = start(METHODS[method], growth.SERIES["layers"].workload(256))

@@ -12,16 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import memory, report, table, timing
-from benchmarks.kernels import PrototypesByHand
 from benchmarks.measure import say
-from benchmarks.methods import ALPHA, METHODS, WEIGHT, Row, start
+from benchmarks.methods import METHODS, start
 from benchmarks.networks import Network, perceptron
 from benchmarks.run import positive
-from benchmarks.script import Script, Training, sgd
 from benchmarks.setting import Setting
 from benchmarks.workloads import Workload
 
@@ -51,33 +48,7 @@ PRECISIONS = {
 }
 
 
-def prototypes_by_hand(script: Script) -> Training:
-    """Deep Companion Prototype written into the loop."""
-    model, setting = script.model, script.setting
-    optimizer, prototypes = sgd(model.parameters()), PrototypesByHand(script.work.classes, torch.device(setting.device))
-    endless = itertools.cycle(script.batches)
-
-    def step() -> None:
-        x, y = next(endless)
-        optimizer.zero_grad()
-        with setting.autocast():
-            z = model(x)
-            loss = F.cross_entropy(z, y) + WEIGHT * F.mse_loss(z.float(), prototypes.of(y))
-        loss.backward()
-        optimizer.step()
-        prototypes.learn(z.detach().float(), y, ALPHA)
-
-    return Training(step, model, [optimizer], others=lambda: [prototypes.rows])
-
-
-BY_HAND = {"DCLOptimizer": "handwritten DCL", "DCPOptimizer": "handwritten DCP"}
-ROWS_OF_TABLE: dict[str, Row] = {
-    "plain": METHODS["plain"],
-    "handwritten DCL": METHODS["handwritten"],
-    "DCLOptimizer": METHODS["DCLOptimizer"],
-    "handwritten DCP": Row("handwritten DCP", prototypes_by_hand),
-    "DCPOptimizer": METHODS["DCPOptimizer"],
-}
+METHODS_TIMED = ("plain", "handwritten DCL", "DCLOptimizer", "handwritten DCP", "DCPOptimizer")
 
 
 def workload(classes: int, rows: int, precision: str) -> tuple[Workload, Setting]:
@@ -89,13 +60,13 @@ def workload(classes: int, rows: int, precision: str) -> tuple[Workload, Setting
 
 def names(classes: int) -> list[str]:
     """The methods that so many classes allow."""
-    return [name for name in ROWS_OF_TABLE if "DCP" not in name or 4 * classes**2 <= MOST_BYTES]
+    return [name for name in METHODS_TIMED if "DCP" not in name or 4 * classes**2 <= MOST_BYTES]
 
 
 def times(classes: int, precision: str, rounds: int, slot_seconds: float) -> dict[str, Any]:
     """Time the methods against each other at one number of classes."""
     work, setting = workload(classes, ROWS, precision)
-    steps = {name: start(ROWS_OF_TABLE[name], work, setting).step for name in names(classes)}
+    steps = {name: start(METHODS[name], work, setting).step for name in names(classes)}
     count = timing.steps_per_slot(steps, slot_seconds)
     say(f"{classes:,} classes, {precision}: {rounds} rounds of {len(steps)} methods, {count} steps each")
     found = timing.interleaved(steps, rounds, count)
@@ -104,7 +75,9 @@ def times(classes: int, precision: str, rounds: int, slot_seconds: float) -> dic
             "name": name,
             "milliseconds": timing.quartiles([1e3 * seconds for seconds in found[name]]),
             "ratio_to_plain": timing.ratios(found[name], found["plain"]),
-            "ratio_to_handwritten": timing.ratios(found[name], found[BY_HAND[name]]) if name in BY_HAND else None,
+            "ratio_to_handwritten": timing.ratios(found[name], found[METHODS[name].by_hand])
+            if METHODS[name].by_hand
+            else None,
         }
         for name in steps
     ]
@@ -128,13 +101,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=positive(int), default=7, help="rounds over all methods (default 7)")
     parser.add_argument("--slot", type=positive(float), default=0.5, help="seconds a method and round (default 0.5)")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory out")
-    parser.add_argument("--weigh", choices=ROWS_OF_TABLE, metavar="NAME", help="print one method's memory, no more")
+    parser.add_argument("--weigh", choices=METHODS_TIMED, metavar="NAME", help="print one method's memory, no more")
     parser.add_argument("--rows", type=positive(int), default=ROWS, help="rows of the batch that is weighed")
     report.add_options(parser, "wide")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if options.weigh:
-        row = ROWS_OF_TABLE[options.weigh]
+        row = METHODS[options.weigh]
         work, setting = workload(options.classes[0], options.rows, options.precision[0])
         memory.import_everything(row, "")
         print(json.dumps(memory.used_by(lambda: start(row, work, setting, memory.STEPS))))
@@ -150,6 +123,6 @@ def main(arguments: list[str]) -> None:
         for name in names(classes)
     ]
     figures = {"batch": ROWS, "rounds": options.rounds, "wide": points, "wide_memory": weighed}
-    results = report.results(options, "wide", arguments) | figures
+    results = report.results(options, ["wide", *arguments]) | figures
     report.write(options, results)
     print(table.markdown(results))

@@ -70,6 +70,13 @@ _resnet18 = partial(
 )  # fmt: skip
 
 ON_CPU = {
+    "mlp-small": Workload(
+        "MLP 64-256-256-10",
+        partial(networks.perceptron, (64, 256, 256, CLASSES)),
+        (64,),
+        128,
+        small=partial(networks.perceptron, (64, 128, 128, CLASSES)),
+    ),
     "mlp": Workload("MLP 784-512-512-10", networks.mlp, (1, 28, 28), 128, small=partial(networks.mlp, 0.5)),
     "cnn": Workload("CNN 28x28", networks.cnn, (1, 28, 28), 128, small=partial(networks.cnn, 0.5), convolutional=True),
     "resnet18": _resnet18(32),

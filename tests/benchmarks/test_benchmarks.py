@@ -95,7 +95,7 @@ def test_the_other_part_is_there(results):
     assert [point["size"] for point in series["points"]] == [1, 4, 16, 64, 256]
     assert [row["name"] for row in series["points"][0]["rows"]] == [
         "plain",
-        "handwritten",
+        "handwritten DCL",
         "DCLOptimizer",
         "DCPOptimizer",
     ]
@@ -186,7 +186,7 @@ def test_what_is_no_results_file(name, content, tmp_path, capsys):
 
 def test_without_choices_every_part_has_its_networks():
     options = run.parse([])
-    assert options.of_part["methods"] == list(ON_CPU) == ["mlp", "cnn", "resnet18", "shufflenet", "vit"]
+    assert options.of_part["methods"] == list(ON_CPU) == ["mlp-small", "mlp", "cnn", "resnet18", "shufflenet", "vit"]
     assert set(options.parts) == {"methods", "knobs", "memory", "growth"}
     assert all(model in WORKLOADS for models in run.DEFAULT_MODELS["cuda"].values() for model in models)
 

@@ -119,18 +119,18 @@ def clock(seconds: dict[str, list[float]]):
 def test_what_the_wrapper_adds_is_taken_from_the_loop_that_does_the_same_work(monkeypatch):
     seconds = {
         "plain": [0.010, 0.020, 0.010],
-        "handwritten": [0.020, 0.040, 0.020],
+        "handwritten DCL": [0.020, 0.040, 0.020],
         "DCLOptimizer": [0.021, 0.041, 0.021],
         "DCPOptimizer": [0.0105, 0.0205, 0.0105],
     }
     monkeypatch.setattr(timing, "interleaved", clock(seconds))
     point = growth.measure_size(growth.SERIES["layers"], 4, Setting(), rounds=3, slot_seconds=0.001)
     added = {row["name"]: row["microseconds_added"] for row in point["rows"]}
-    assert added["plain"] is added["handwritten"] is None
+    assert added["plain"] is added["handwritten DCL"] is None
     assert added["DCLOptimizer"]["median"] == pytest.approx(1000)
     assert added["DCPOptimizer"]["median"] == pytest.approx(500)
     assert {row["name"]: row["ratio_to_plain"]["median"] for row in point["rows"]} == pytest.approx(
-        {"plain": 1, "handwritten": 2, "DCLOptimizer": 2.1, "DCPOptimizer": 1.05}
+        {"plain": 1, "handwritten DCL": 2, "DCLOptimizer": 2.1, "DCPOptimizer": 1.05}
     )
     assert point["parameters"] == 3 * (16 * 16 + 16) + 16 * 10 + 10
 

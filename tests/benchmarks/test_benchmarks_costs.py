@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kernels, memory, table, wide
+from benchmarks import kernels, memory, methods, table, wide
 from benchmarks.methods import start
 from tests.on_device import needs_device
 
@@ -51,7 +51,7 @@ def test_a_refusal_is_told_as_one() -> None:
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_prototypes_by_hand_move_to_the_class_means(soft: bool) -> None:
-    prototypes = kernels.PrototypesByHand(3, torch.device("cpu"))
+    prototypes = methods.PrototypesByHand(3, torch.device("cpu"))
     prototypes.rows[0] = torch.tensor([1.0, 0.0, 0.0])
     z, y = torch.tensor([[3.0, 0.0, 0.0], [5.0, 2.0, 0.0], [0.0, 8.0, 0.0]]), torch.tensor([0, 0, 1])
     prototypes.learn(z, torch.nn.functional.one_hot(y, 3).float() if soft else y, alpha=0.75)
@@ -63,7 +63,7 @@ def test_wide_divides_by_plain_and_by_hand(tmp_path: Path) -> None:
     words = ("--classes", "10", "20000", "--rounds", "2", "--slot", "0.001", "--precision", "float32", "--no-memory")
     results, printed = run(tmp_path, "wide", *words)
     few, many = results["wide"]
-    assert [row["name"] for row in few["rows"]] == list(wide.ROWS_OF_TABLE)
+    assert [row["name"] for row in few["rows"]] == list(wide.METHODS_TIMED)
     assert [row["name"] for row in many["rows"]] == ["plain", "handwritten DCL", "DCLOptimizer"]  # K² is too large
     assert few["rows"][0]["ratio_to_plain"]["median"] == 1.0
     assert "### Many classes" in printed
@@ -78,7 +78,7 @@ def test_wide_weighs_a_method_in_a_process() -> None:
 @pytest.mark.parametrize("precision", wide.PRECISIONS)
 def test_autocast_is_where_the_precision_says(precision: str) -> None:
     work, setting = wide.workload(10, 4, precision)
-    training = start(wide.ROWS_OF_TABLE["handwritten DCP"], work, setting, warm_up=1)
+    training = start(methods.METHODS["handwritten DCP"], work, setting, warm_up=1)
     with setting.autocast():
         z = training.model(torch.ones(4, 64))
     assert z.dtype == (torch.float32 if precision == wide.FLOAT32 else torch.bfloat16)

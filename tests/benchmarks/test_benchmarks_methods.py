@@ -57,7 +57,7 @@ def gradient(model: nn.Module, batch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("workload", ["mlp", "cnn"])
 def test_the_wrapper_trains_what_the_handwritten_loop_trains(workload):
     """Otherwise their times could not be compared."""
-    wrapped, written, plain = (trained(METHODS[n], 5, workload) for n in ("DCLOptimizer", "handwritten", "plain"))
+    wrapped, written, plain = (trained(METHODS[n], 5, workload) for n in ("DCLOptimizer", "handwritten DCL", "plain"))
     for ours, theirs in ((wrapped.model, written.model), (wrapped.second, written.second)):
         for name, tensor in ours.state_dict().items():
             torch.testing.assert_close(tensor, theirs.state_dict()[name], rtol=1e-12, atol=1e-12)
@@ -103,8 +103,9 @@ def test_state_is_counted_exactly():
     prototypes_and_seen = 4 * 10 * 10 + 10
     expected = {
         "plain": (0, copy_bytes),
-        "handwritten": (MLP_PARAMETERS, 3 * copy_bytes),
+        "handwritten DCL": (MLP_PARAMETERS, 3 * copy_bytes),
         "DCLOptimizer": (MLP_PARAMETERS, 3 * copy_bytes),
+        "handwritten DCP": (0, copy_bytes + 4 * 10 * 10),
         "DCPOptimizer": (0, copy_bytes + prototypes_and_seen),
         "SAM": (0, copy_bytes),  # its copy of the weights is gone after the step
         "Lookahead": (0, 2 * copy_bytes),

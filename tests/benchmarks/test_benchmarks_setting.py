@@ -14,7 +14,7 @@ from benchmarks.setting import Setting
 from benchmarks.workloads import WORKLOADS
 
 
-@pytest.mark.parametrize("method", ["plain", "handwritten", "DCLOptimizer", "DCPOptimizer", "SAM"])
+@pytest.mark.parametrize("method", ["plain", "handwritten DCL", "DCLOptimizer", "DCPOptimizer", "SAM"])
 def test_bfloat16_and_channels_last_reach_model_and_companion(method):
     setting = Setting(precision="bf16-channels-last")
     training = start(METHODS[method], dataclasses.replace(WORKLOADS["cnn"], batch_size=4), setting, warm_up=1)
@@ -34,11 +34,11 @@ def test_bfloat16_and_channels_last_reach_model_and_companion(method):
 def test_in_bfloat16_too_the_wrapper_trains_what_the_handwritten_loop_trains():
     setting = Setting(precision="bf16-channels-last")
     small = dataclasses.replace(WORKLOADS["mlp"], batch_size=16)
-    wrapped, written = (start(METHODS[name], small, setting, 4) for name in ("DCLOptimizer", "handwritten"))
+    wrapped, written = (start(METHODS[name], small, setting, 4) for name in ("DCLOptimizer", "handwritten DCL"))
     torch.testing.assert_close(flat(wrapped.model.parameters()), flat(written.model.parameters()), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("method", "networks"), [("plain", 1), ("handwritten", 2), ("EMA of the weights", 1)])
+@pytest.mark.parametrize(("method", "networks"), [("plain", 1), ("handwritten DCL", 2), ("EMA of the weights", 1)])
 def test_compiled_networks_are_compiled(method, networks, monkeypatch):
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
