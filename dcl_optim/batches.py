@@ -33,6 +33,7 @@ class StepBatches:
     def __init__(self, base: Optimizer) -> None:
         self._base = base
         self.forwards = self.backwards = 0
+        self.penalties: list[Tensor] | None = None
         self.start()
 
     def start(self) -> None:
@@ -40,7 +41,6 @@ class StepBatches:
         self.count, self.backward = 0, -1
         self.observing, self._stepping = True, False
         self.called = self.cleared = self.not_finite = False
-        self.penalties: list[Tensor] | None = None
 
     def add(self, backward: int) -> None:
         """Count a backward pass."""
@@ -78,10 +78,9 @@ class StepBatches:
 
     def __exit__(self, kind: Any, *exception: object) -> None:
         """Begin anew, or go on as before if the step has raised."""
+        self.observing, self._stepping, self.penalties = True, False, None
         if kind is None:
             self.start()
-        else:
-            self.observing, self._stepping, self.penalties = True, False, None
 
     @property
     def evaluates(self) -> bool:

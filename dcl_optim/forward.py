@@ -29,20 +29,6 @@ class Forward:
         prediction: what the forecaster keeps for the backward pass. Written by the forecaster.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "added_in",
-        "counted",
-        "hides_gradient",
-        "logits",
-        "nodes",
-        "own_loss",
-        "prediction",
-        "rows",
-        "step",
-        "targets",
-    )
-
     def __init__(self, logits: Tensor, step: int) -> None:
         self.logits, self.step = logits.detach().clone(), step
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions

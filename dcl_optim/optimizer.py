@@ -114,17 +114,18 @@ class ForecastOptimizer(OptimizerWrapper):
                 another optimizer has wrapped the model since.
             TypeError: a closure that is not callable.
         """
-        algorithm = self._algorithm
-        if closure is not None or not algorithm.batches.count:
-            self._check_step(closure)
-            if closure is None and self._is_state_initialization():
-                self.forecaster.create_state()
-                return self.base.step()
-        elif algorithm.batches.were_cleared():
-            algorithm.forget()
         if closure is not None:
             return self._step_with(closure)
-        with algorithm.batches.stepping(closure):
+        algorithm, batches = self._algorithm, self._algorithm.batches
+        if batches.were_cleared():
+            algorithm.forget()
+        elif not batches.count:
+            self._refuse_superseded()
+            if self._is_state_initialization():
+                self.forecaster.before_step(creates_state=True)
+                return self.base.step()
+            self._require_forward()
+        with batches.stepping(closure):
             self.forecaster.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
             self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
@@ -133,6 +134,9 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times."""
+        if not callable(closure):
+            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
+        self._refuse_superseded()
         algorithm, batches = self._algorithm, self._algorithm.batches
         losses: list[Any] = []
         observed = batches.count > 0 and batches.have_gradients()
@@ -168,28 +172,22 @@ class ForecastOptimizer(OptimizerWrapper):
             loss.backward()
         return loss
 
-    def _check_step(self, closure: Any) -> None:
-        """Refuse a step before anything changes; one whose closure is to bring the gradients is checked there."""
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
+    def _refuse_superseded(self) -> None:
         if self._algorithm.superseded:
             raise RuntimeError(
                 f"another optimizer has wrapped the model since this {self._name} did: step that one, or call "
                 "detach() on this one to go on with its base optimizer alone"
             )
-        if closure is None and not self._is_state_initialization():
-            self._require_forward()
 
     def _is_state_initialization(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
-        algorithm = self._algorithm
-        if algorithm.batches.count or not algorithm.attached or not algorithm.batches.have_gradients():
+        if not self._algorithm.hooks.attached or not self._algorithm.batches.have_gradients():
             return False
         return not any(float(group.get("lr", 1.0)) for group in self.param_groups)
 
     def _require_forward(self) -> None:
         algorithm, batches = self._algorithm, self._algorithm.batches
-        if batches.count or not batches.have_gradients() or not (self._strict and algorithm.attached):
+        if batches.count or not batches.have_gradients() or not (self._strict and algorithm.hooks.attached):
             return
         if algorithm.steps and not batches.called and not batches.cleared:
             raise RuntimeError(
@@ -213,7 +211,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _switch(self, mode: str) -> None:
         super()._switch(mode)
-        self.forecaster.set_mode(mode)
+        self.forecaster.follow(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer; the forecaster follows.
@@ -223,7 +221,7 @@ class ForecastOptimizer(OptimizerWrapper):
         """
         super().add_param_group(param_group)
         try:
-            self.forecaster.base_changed()
+            self.forecaster.follow("added")
         except RuntimeError:
             self.base.param_groups.pop()
             raise
