@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 # and a forward hook that it runs inside a backward pass (activation checkpointing recomputes there).
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-
 # Whether the node that runs now may run another backward pass: no `inputs` were named for this one, and none is asked
 # for by `autograd.grad`. Torch's reentrant checkpoints ask the same.
 fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
@@ -35,18 +34,12 @@ _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> bool:
     """Whether the backward pass that runs now brings gradients through these nodes to parameters of an optimizer.
 
-    Not, for example, one that an attack asks for the gradient of the inputs. A pass that fills all leaves does, without
-    a look at the parameters: those inside reentrant checkpoints have passes of their own.
+    Asked about a pass that does not fill all leaves; an attack's, for the gradient of the inputs, does not.
     """
     if nodes is None or current_backward() == -1:  # compiled autograd
         return True
-    for node, _ in nodes:
-        if node is not None and _gets_gradient(node):
-            break
-    else:
+    if not any(node is not None and _gets_gradient(node) for node, _ in nodes):
         return False
-    if fills_all_leaves():
-        return True
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
 
@@ -98,8 +91,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 
-    Some modules of torch want another answer than scripts do, and have no other way to say so: torch.utils.checkpoint,
-    torch.distributed.checkpoint.state_dict, a compiled call.
+    The only way to know that torch.utils.checkpoint, torch.distributed.checkpoint or a compiled call is calling.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -149,11 +141,6 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
         module._forward_hooks_always_called,
     ):
         notes.pop(key, None)
-
-
-def inner_module(model: nn.Module) -> nn.Module | None:
-    """The module that torch.compile(model) wraps; None for any other model."""
-    return model._modules.get("_orig_mod")
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -207,14 +194,9 @@ def running_ddp() -> nn.Module | None:
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
 
 
-def flattened(tensors: list[Tensor]) -> Tensor:
-    """One tensor that holds the values of all, so that one reduction does for all."""
-    return torch._utils._flatten_dense_tensors(tensors)
-
-
-def unflattened(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The parts of a flattened tensor, as views."""
-    return list(torch._utils._unflatten_dense_tensors(flat, like))
+# One tensor that holds the values of many, so that one reduction does for all; and its parts, as views.
+flattened: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
 # ---- torch.optim -----------------------------------------------------------------------------------------------------
@@ -230,23 +212,14 @@ class OptimizerInternals(Optimizer):
         """Create the hook tables and patch ``step``, as torch.optim does, without groups of our own."""
         super().__setstate__({})
 
-    def _run_state_dict_pre_hooks(self) -> None:
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+    def _run_hooks(self, when: str) -> None:
+        for hook in getattr(self, f"_optimizer_{when}_hooks").values():
             hook(self)
 
-    def _run_state_dict_post_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
-        for hook in self._optimizer_state_dict_post_hooks.values():
+    def _passed_through_hooks(self, when: str, state: dict[str, Any]) -> dict[str, Any]:
+        for hook in getattr(self, f"_optimizer_{when}_hooks").values():
             state = hook(self, state) or state
         return state
-
-    def _run_load_state_dict_pre_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state = hook(self, state) or state
-        return state
-
-    def _run_load_state_dict_post_hooks(self) -> None:
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler replaces `step` on the instance; hooks are closures over other objects. torch.optim drops both.

@@ -59,9 +59,9 @@ def check_labels(targets: Any) -> None:
 
 
 DIFFERENTIAL_PRIVACY = (
-    "its parameters have per-sample gradients (grad_sample), as opacus' PrivacyEngine gives them. opacus clips each "
-    "record's gradient and adds noise, but what one record teaches the companion or the prototypes is neither clipped "
-    "nor noised and reaches the gradients of all later records, so the privacy accounting would not hold"
+    "its parameters have per-sample gradients (grad_sample), as opacus' PrivacyEngine gives them. opacus clips the "
+    "gradient of each sample and adds noise. The companion and the prototypes learn from each sample without both, and "
+    "the penalty brings this into the gradients of later samples, so the privacy accounting would not hold"
 )
 
 

@@ -67,7 +67,7 @@ class StepBatches:
         return self.count > 0 and not self.have_gradients()
 
     def stepping(self, closure: Any) -> StepBatches:
-        """The base optimizer is about to step. Without a closure the first evaluation of its own (GSAM) is observed."""
+        """The base optimizer is about to step. Without a closure its first evaluation (GSAM) is observed."""
         self._stepping = closure is None
         self.observing = closure is not None or not self.count
         return self
