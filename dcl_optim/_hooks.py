@@ -14,8 +14,6 @@ from torch import nn
 
 from dcl_optim import _torch
 
-CALLED = ("before_forward", "after_forward", "model_loaded")
-
 
 class _Hook:
     """A hook that calls a method of a listener, as long as there is one."""
@@ -28,10 +26,7 @@ class _Hook:
         listener = self.listener()
         return None if listener is None else getattr(listener, self._method)(*arguments)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(_no_listener, self._method)
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # in copies and pickles
         return _Hook, (_no_listener, self._method)
 
 
@@ -69,11 +64,10 @@ class ModuleHooks:
         self._handles = []
         if self.attached and "training" in vars(self._model):  # not a copy of a model that holds its optimizer
             _replace_others(self._model)
-            before, after, loaded = (_Hook(self._listener, name) for name in CALLED)
             self._handles = [
-                self._model.register_forward_pre_hook(before, with_kwargs=True),
-                self._model.register_forward_hook(after, with_kwargs=True),
-                self._own.register_load_state_dict_post_hook(loaded),
+                self._model.register_forward_pre_hook(_Hook(self._listener, "before_forward"), with_kwargs=True),
+                self._model.register_forward_hook(_Hook(self._listener, "after_forward"), with_kwargs=True),
+                self._own.register_load_state_dict_post_hook(_Hook(self._listener, "model_loaded")),
             ]
 
 
@@ -83,10 +77,7 @@ def is_ours(hook: Any) -> bool:
 
 
 def _replace_others(model: nn.Module) -> None:
-    """Tell the optimizers that have their hooks on the model, or on a module inside it, that another one wraps it.
-
-    Hooks that a copy of a model has got from another one are removed.
-    """
+    """Call ``replaced`` of the optimizers that have hooks on the model or on a module inside it."""
     for module in model.modules():
         for table, key, hook in list(_torch.hooks_of(module, _torch.OUR_HOOKS)):
             if is_ours(hook):

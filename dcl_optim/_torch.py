@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
-
 # The number of the backward pass that runs in this thread, -1 outside of one. Tells a hook two backward passes apart,
 # and a forward hook that it runs inside a backward pass (activation checkpointing recomputes there).
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -85,9 +83,6 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
         return list(map(version_of, tensors))
 
 
-# ---- the stack -------------------------------------------------------------------------------------------------------
-
-
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 
@@ -109,8 +104,6 @@ def warn(message: str) -> None:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
 
-
-# ---- modules and their hooks -----------------------------------------------------------------------------------------
 
 # Keeps the hooks out of compiled graphs, as torch.optim keeps its own methods out.
 outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
@@ -142,8 +135,6 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
     ):
         notes.pop(key, None)
 
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 Context = Callable[[Callable[..., Any]], Callable[..., Any]]  # what torch.compile applies: backend, mode, options
 
@@ -186,9 +177,6 @@ def _guarding_hooks(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return compiled(*args, **kwargs)
 
 
-# ---- torch.distributed -----------------------------------------------------------------------------------------------
-
-
 def running_ddp() -> nn.Module | None:
     """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
@@ -197,9 +185,6 @@ def running_ddp() -> nn.Module | None:
 # One tensor that holds the values of many, so that one reduction does for all; and its parts, as views.
 flattened: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
 unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
-
-
-# ---- torch.optim -----------------------------------------------------------------------------------------------------
 
 
 class OptimizerInternals(Optimizer):

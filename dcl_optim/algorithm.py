@@ -126,7 +126,7 @@ class Algorithm:
         weight = self.weight(self.steps + 1) if self.weight.constant is None else self.weight.constant
         alpha = self.alpha(self.steps + 1) if self.alpha.constant is None else self.alpha.constant
         loss = self.loss.read(forward, gradient, several=batches.count > 0)
-        batches.add(backward)
+        batches.count, batches.backward, batches.cleared = batches.count + 1, backward, False
         first, forward.counted = batches.observing and not forward.counted, True
         self.last = {"penalty": math.nan, "weight": weight, "alpha": alpha, "loss_scale": loss.scale}
         if not loss.says:
@@ -161,8 +161,8 @@ class Algorithm:
             )
 
     def forget(self) -> None:
-        """Drop the batches of the step; if the base optimizer is in its step, they were learned from already."""
-        if self.batches.evaluates:
+        """Drop the batches of the step; if the base optimizer evaluates the model in it, they were learned from."""
+        if self.batches.stepping and self.batches.observing:
             self.batches.observing = False  # the gradients of its first evaluation: the next one is elsewhere
         else:
             self.forecaster.forget()

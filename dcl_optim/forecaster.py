@@ -1,7 +1,4 @@
-"""The extension point: a forecaster predicts logits for each training forward pass, and learns from the model's.
-
-``replayed``, ``RngState`` and ``check_tensors`` are here too, for forecasters outside the package.
-"""
+"""The extension point: a forecaster, and what one outside the package imports."""
 
 from __future__ import annotations
 
@@ -69,8 +66,8 @@ class Forecaster(ABC):
     3. :meth:`penalty` at each backward pass through its logits;
     4. :meth:`observe` at the first of them, or :meth:`skip`.
 
-    :meth:`step` follows after each step of the base optimizer. If gradients were cleared without a step (a gradient
-    scaler skipped it), :meth:`forget` comes instead.
+    :meth:`step` follows each step of the base optimizer. If gradients were cleared without a step (a gradient scaler
+    skipped it), :meth:`forget` comes instead.
 
     Attributes:
         replays_draws: whether the random draws of the model are to be replayed; the RNG state is then captured before
@@ -100,11 +97,11 @@ class Forecaster(ABC):
         """
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
-        r"""The penalty :math:`\Delta(z, c)` of a forward pass. It stays as it is: a further backward pass asks again.
+        r"""The penalty :math:`\Delta(z, c)` of a forward pass, which a further backward pass asks for again.
 
         Args:
-            forward: the forward pass.
-            loss: what its gradient says.
+            forward: the forward pass; its ``logits`` and ``rows`` must not change.
+            loss: the loss scale, labels and class dimension that the gradient shows.
             distance: the distance, row by row.
         """
         c = to_rows(forward.prediction.detach(), loss.class_dim)
@@ -116,18 +113,14 @@ class Forecaster(ABC):
 
         Args:
             forward, loss, distance: as in :meth:`penalty`.
-            penalty: what :meth:`penalty` gave; it has been added, and may be overwritten.
+            penalty: what :meth:`penalty` gave; it was added to the gradient already, and may be overwritten.
             alpha: the value of this step, in [0, 1].
         """
 
     def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
-        """Take note of a forward pass that is not observed, since the loss is not finite.
+        """Take note of a forward pass that is not observed, since its gradient is zero, not finite or has no labels.
 
         Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then.
-
-        Args:
-            forward: the forward pass.
-            alpha: the value of this step, in [0, 1].
         """
 
     def figures(self) -> dict[str, Any]:

@@ -38,12 +38,10 @@ class ForecastOptimizer(OptimizerWrapper):
     optimizer that did, whose ``step`` then raises. As a context manager it leaves the model as it was.
 
     Args:
-        base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
+        base_optimizer, model, weight, alpha, distance, logits, strict, count_eval: as in
+            :class:`~dcl_optim.DCLOptimizer`; weight and alpha without a default.
         forecaster: builds the forecaster, once the other arguments have been checked.
-        distance: as in DCLOptimizer. Default ``"mse"``.
         loss: reads loss scale and labels. None (default) for one that reads the scale.
-        weight, alpha: as in DCLOptimizer, without a default.
-        logits, strict, count_eval: as in DCLOptimizer.
 
     Raises:
         ValueError, TypeError, RuntimeError: as DCLOptimizer.
@@ -92,10 +90,7 @@ class ForecastOptimizer(OptimizerWrapper):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the model as it was: :meth:`detach`."""
         self.detach()
-
-    # ---- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
@@ -125,7 +120,7 @@ class ForecastOptimizer(OptimizerWrapper):
                 self.forecaster.before_step(creates_state=True)
                 return self.base.step()
             self._require_forward()
-        with batches.stepping(closure):
+        with batches:
             self.forecaster.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
             self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
@@ -155,7 +150,8 @@ class ForecastOptimizer(OptimizerWrapper):
                 return (loss.detach() if isinstance(loss, Tensor) else loss) + sum(penalties)
             return loss
 
-        with batches.stepping(closure):
+        with batches:
+            batches.stepping, batches.observing = False, True
             self.base.step(evaluate)
             self.forecaster.step()
             algorithm.end_step()
@@ -252,7 +248,7 @@ class ForecastOptimizer(OptimizerWrapper):
         return self.logs()["penalty"]
 
     def logs(self, prefix: str = "") -> dict[str, float]:
-        """Return the current values as floats. The keys never change. Synchronizes.
+        """Return the current values as floats, nan for what is not known yet. The keys never change. Synchronizes.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
         the last backward pass; with DCP ``prototype_norm``, the mean length of the prototypes, and
@@ -260,9 +256,6 @@ class ForecastOptimizer(OptimizerWrapper):
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
-
-        Returns:
-            Floats by their names; nan for what is not known yet.
         """
         last = dict.fromkeys(FIGURES, math.nan) | self._algorithm.last
         last["penalty"] = getattr(last["penalty"], "value", last["penalty"])

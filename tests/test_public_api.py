@@ -156,12 +156,9 @@ dcl_optim.algorithm.Algorithm(model, base, forecaster, loss, distance, *, weight
     .on_gradient(self, forward, gradient)
     .replaced(self)
 dcl_optim.batches.StepBatches(base)
-    .add(self, backward)
     .are_gone(self, backward=-1)
-    .evaluates
     .have_gradients(self)
     .start(self)
-    .stepping(self, closure)
     .were_cleared(self)
 dcl_optim.forward.Forward(logits, step)
 dcl_optim.forecaster.Forecaster()
