@@ -140,12 +140,11 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     def _take_own_state(self, state_dict: dict[str, Any]) -> Any:
         """Remove our part from a state, which may be changed on its top level only, and return it."""
         groups = state_dict.get("param_groups")
-        if self._key not in state_dict and groups and self._key in groups[0]:
-            first = dict(groups[0])
-            own = first.pop(self._key)
-            state_dict["param_groups"] = [first, *groups[1:]]
-            return own
-        return state_dict.pop(self._key, None)
+        if self._key in state_dict or not groups:
+            return state_dict.pop(self._key, None)
+        first = dict(groups[0])
+        state_dict["param_groups"] = [first, *groups[1:]]
+        return first.pop(self._key, None)
 
     @property
     def _key(self) -> str:

@@ -19,7 +19,7 @@ from dcl_optim._hooks import ModuleHooks
 from dcl_optim._optim import parameters_of
 from dcl_optim._rng import RngState
 from dcl_optim._torch import current_backward, fills_all_leaves, is_recorded, reaches_parameters, warn
-from dcl_optim._validation import DIFFERENTIAL_PRIVACY, uses_differential_privacy
+from dcl_optim._validation import refuse_differential_privacy
 from dcl_optim.batches import StepBatches
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import unwrapped
@@ -67,7 +67,7 @@ class Algorithm:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model: forget a step that was skipped; note the RNG state that the model draws from."""
-        self._rng_state, self.batches.called = None, True
+        self._rng_state = None
         if self.loss.ahead is not None:
             self.loss.before_forward()
         if not (module.training or self._count_eval) or not torch.is_grad_enabled() or is_recorded():
@@ -76,8 +76,8 @@ class Algorithm:
         trained = next(filter(_requires_grad, parameters_of(self._base)), None)
         if trained is None or (backward != -1 and backward == self.batches.backward):
             return
-        if not self.batches.forwards and uses_differential_privacy(self._base):
-            raise RuntimeError(f"the wrapped optimizer was made private, which is refused: {DIFFERENTIAL_PRIVACY}")
+        if not self.batches.forwards:
+            refuse_differential_privacy(self._base)
         if self.batches.count and self.batches.are_gone():
             self.forget()
         self.batches.cleared = False

@@ -23,7 +23,6 @@ class StepBatches:
         count: backward passes through the logits of training forward passes.
         observing: whether the forecaster observes forward passes; not evaluations inside the base optimizer's step.
         stepping: whether the base optimizer is in its step, and no closure evaluates the model for it.
-        called: whether the model was called, in either mode.
         cleared: whether ``zero_grad`` ran since the last of these backward passes.
         backward: the last backward pass that brought a gradient to logits, counted or not, by autograd's number.
         penalties: weighted ones of the evaluation that runs, if LBFGS needs their value.
@@ -41,7 +40,7 @@ class StepBatches:
         """Begin with no batch."""
         self.count, self.backward = 0, -1
         self.observing, self.stepping = True, False
-        self.called = self.cleared = self.not_finite = False
+        self.cleared = self.not_finite = False
 
     def have_gradients(self) -> bool:
         """Whether any parameter that the base optimizer trains has a gradient."""

@@ -182,22 +182,18 @@ class ForecastOptimizer(OptimizerWrapper):
         return not any(float(group.get("lr", 1.0)) for group in self.param_groups)
 
     def _require_forward(self) -> None:
-        algorithm, batches = self._algorithm, self._algorithm.batches
-        if batches.count or not batches.have_gradients() or not (self._strict and algorithm.hooks.attached):
+        batches = self._algorithm.batches
+        if batches.count or not batches.have_gradients() or not (self._strict and self._algorithm.hooks.attached):
             return
-        if algorithm.steps and not batches.called and not batches.cleared:
-            raise RuntimeError(
-                f"{self._name}.step was called again, with the gradients of the last step still there: the wrapped "
-                "model was not called since. Call step once for each backward; pass strict=False to allow such steps"
-            )
         raise RuntimeError(
-            f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
-            "model since the last step, so nothing was regularized. Usual reasons: the model was in eval mode (pass "
-            "count_eval=True to train it there) or under no_grad; another object (a copy, an inner module) was called; "
-            "model.forward was called, or the model's class overrides __call__, so that its hooks did not run; the "
-            "model was compiled, and it or its like called, before it was wrapped (wrap the compiled module); the loss "
-            "is not made of the logits that were found in the model's output (pass logits=); backward ran with "
-            "create_graph=True, or torch.func took the gradient. Pass strict=False to allow such steps"
+            f"{self._name}.step found gradients, but no backward through a training forward of the wrapped model since "
+            "the last step, so nothing was regularized. Usual reasons: step was called twice for one backward; the "
+            "model was in eval mode (pass count_eval=True to train it there) or under no_grad; another object (a copy, "
+            "an inner module) was called; model.forward was called, or the model's class overrides __call__, so that "
+            "its hooks did not run; the model was compiled, and it or its like called, before it was wrapped (wrap the "
+            "compiled module); the loss is not made of the logits that were found in the output (pass logits=); "
+            "backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to allow such "
+            "steps"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         "strict-check-gone",
         "optimizer.py",
-        "if batches.count or not batches.have_gradients() or not (self._strict and algorithm.hooks.attached):",
+        "if batches.count or not batches.have_gradients() or not (self._strict and self._algorithm.hooks.attached):",
         "if True:",
         "a step without a training forward pass passes silently",
         "algorithm optimizer",
