@@ -62,7 +62,7 @@ class ModuleHooks:
         self._listener = weakref.ref(state["listener"], lambda _: self.remove())
         self._model, self._own, self.attached = state["model"], state["own"], state["attached"]
         self._handles = []
-        if self.attached and "training" in vars(self._model):  # not a copy of a model that holds its optimizer
+        if self.attached and vars(self._model):  # empty in the copy of a model that holds its optimizer
             _replace_others(self._model)
             self._handles = [
                 self._model.register_forward_pre_hook(_Hook(self._listener, "before_forward"), with_kwargs=True),
