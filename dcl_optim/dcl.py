@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
 from dcl_optim.companion.companion import CompanionOptions
-from dcl_optim.companion.copying import evaluating
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
 from dcl_optim.loss.outputs import LogitsFinder
@@ -171,8 +170,14 @@ class DCLOptimizer(ForecastOptimizer):
             ...     companion(torch.ones(2, 4)).shape
             torch.Size([2, 3])
         """
-        with evaluating(self.companion):
-            yield self.companion
+        companion = self.companion
+        modes = {module: module.training for module in companion.modules()}
+        companion.eval()
+        try:
+            yield companion
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
     def reset_companion(self) -> None:
         """Start the companion anew: a copy of the model as it is when its next training forward pass begins.

@@ -39,7 +39,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def refuse_flat_shards(model: nn.Module) -> None:
     """Raise ValueError for a model whose parameters FullyShardedDataParallel keeps in flat shards."""
-    if any(isinstance(module, _fsdp("FullyShardedDataParallel")) for module in model.modules()):
+    if any(isinstance(module, _fully_sharded()) for module in model.modules()):
         raise ValueError(
             "model is sharded by FullyShardedDataParallel, whose flat shards no companion can follow; shard it by "
             "torch.distributed.fsdp.fully_shard, or take DCPOptimizer"
@@ -48,12 +48,12 @@ def refuse_flat_shards(model: nn.Module) -> None:
 
 def is_fully_sharded(model: nn.Module) -> bool:
     """Whether a module of the model was given to ``fully_shard`` (FSDP2)."""
-    return any(isinstance(module, _fsdp("FSDPModule")) for module in model.modules())
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
-def _fsdp(name: str) -> tuple[type[nn.Module], ...]:
-    """A class of torch.distributed.fsdp; nothing as long as that is not imported."""
-    found = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+def _fully_sharded() -> tuple[type[nn.Module], ...]:
+    found = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return () if found is None else (found,)
 
 
@@ -121,7 +121,7 @@ def _group_of_model(model: nn.Module) -> Any:
 
 def _group_of(module: nn.Module | None) -> Any:
     """The group of a module that wraps another for data parallelism; None for any other."""
-    is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")))
+    is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, *_fully_sharded()))
     return getattr(module, "process_group", None) if is_wrapper else None
 
 
