@@ -168,13 +168,13 @@ def compile_with(module: nn.Module, context: Context, guard_hooks: bool) -> None
     torch tells two graphs apart by their hooks only when it is asked to: where the two modules' differ.
     """
     compiled = context(module._call_impl)
-    module._compiled_call_impl = functools.partial(_guarding_hooks, compiled) if guard_hooks else compiled
 
+    def guarding_hooks(*args: Any, **kwargs: Any) -> Any:
+        config: Any = sys.modules["torch._dynamo.config"]
+        with config.patch(skip_nnmodule_hook_guards=False):
+            return compiled(*args, **kwargs)
 
-def _guarding_hooks(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    config: Any = sys.modules["torch._dynamo.config"]
-    with config.patch(skip_nnmodule_hook_guards=False):
-        return compiled(*args, **kwargs)
+    module._compiled_call_impl = guarding_hooks if guard_hooks else compiled
 
 
 def running_ddp() -> nn.Module | None:

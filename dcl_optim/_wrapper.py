@@ -104,8 +104,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         self._run_hooks("state_dict_pre")
         state = self.base.state_dict()
         # torch.distributed.checkpoint drops top-level keys that it does not know, and keeps the entries of groups. In
-        # other states these are no place for ours: a plain optimizer that loads one would carry our part on, and save
-        # it, long after it has become stale.
+        # other states a plain optimizer that loads one would keep such an entry, and save it when it is stale.
         in_group = any(_torch.frames_of("torch.distributed.checkpoint.state_dict"))
         (state["param_groups"][0] if in_group else state)[self._key] = self._own_state()
         return self._passed_through_hooks("state_dict_post", state)

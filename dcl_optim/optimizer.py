@@ -218,8 +218,6 @@ class ForecastOptimizer(OptimizerWrapper):
             self.base.param_groups.pop()
             raise
 
-    # ---- figures and state -------------------------------------------------------------------------------------------
-
     @property
     def weight(self) -> float | Schedule:
         r""":math:`\lambda` as it was given; may be set at any time. Not in ``state_dict``."""
