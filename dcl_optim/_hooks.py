@@ -8,33 +8,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from dcl_optim import _torch
 
 
-class HookListener(Protocol):
-    """What the hooks report to."""
-
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called."""
-
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The model has returned; give what its caller is to get."""
-
-    def model_loaded(self, module: nn.Module, keys: Any) -> None:
-        """A state was loaded into the model."""
-
-    def replaced(self) -> None:
-        """Another optimizer wraps the model."""
-
-
 class _Hook:
     """A hook that calls a method of a listener, as long as there is one."""
 
-    def __init__(self, listener: Callable[[], HookListener | None], method: str) -> None:
+    def __init__(self, listener: Callable[[], Any], method: str) -> None:
         self.listener, self._method = listener, method
 
     @_torch.outside_compiled_graphs
@@ -42,10 +26,7 @@ class _Hook:
         listener = self.listener()
         return None if listener is None else getattr(listener, self._method)(*arguments)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(_no_listener, self._method)
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # in copies and pickles
         return _Hook, (_no_listener, self._method)
 
 
@@ -54,28 +35,40 @@ def _no_listener() -> None:
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model, and on the user's ``own`` module in it; :meth:`remove` takes them off.
+    """The hooks of one optimizer on a model, and on the user's ``own`` module in it.
 
-    A model that is being copied together with its optimizer is not there yet: None, and no hooks.
+    The listener's ``before_forward``, ``after_forward`` and ``model_loaded`` are called; its ``replaced`` when another
+    optimizer wraps the model. A copy or pickle of both has hooks where these have.
+
+    Attributes:
+        attached: whether the hooks are on the model.
     """
 
-    def __init__(self, listener: HookListener, model: nn.Module | None, own: nn.Module | None) -> None:
-        reference = weakref.ref(listener, lambda _: self.remove())
-        before, after, loaded = (_Hook(reference, name) for name in ("before_forward", "after_forward", "model_loaded"))
-        self._handles: list[Any] = []
-        if model is None or own is None:
-            return
-        self._handles = [
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after, with_kwargs=True),
-            own.register_load_state_dict_post_hook(loaded),
-        ]
+    _handles: list[Any]
+
+    def __init__(self, listener: Any, model: nn.Module, own: nn.Module) -> None:
+        self.__setstate__({"listener": listener, "model": model, "own": own, "attached": True})
 
     def remove(self) -> None:
         """Take the hooks off; the model is as it was."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
+        self._handles, self.attached = [], False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"listener": self._listener(), "model": self._model, "own": self._own, "attached": self.attached}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._listener = weakref.ref(state["listener"], lambda _: self.remove())
+        self._model, self._own, self.attached = state["model"], state["own"], state["attached"]
+        self._handles = []
+        if self.attached and vars(self._model):  # empty in the copy of a model that holds its optimizer
+            _replace_others(self._model)
+            self._handles = [
+                self._model.register_forward_pre_hook(_Hook(self._listener, "before_forward"), with_kwargs=True),
+                self._model.register_forward_hook(_Hook(self._listener, "after_forward"), with_kwargs=True),
+                self._own.register_load_state_dict_post_hook(_Hook(self._listener, "model_loaded")),
+            ]
 
 
 def is_ours(hook: Any) -> bool:
@@ -83,11 +76,8 @@ def is_ours(hook: Any) -> bool:
     return isinstance(hook, _Hook)
 
 
-def replace_others(model: nn.Module) -> None:
-    """Tell the optimizers that have their hooks on the model, or on a module inside it, that another one wraps it.
-
-    Hooks that a copy of a model has got from another one are removed.
-    """
+def _replace_others(model: nn.Module) -> None:
+    """Call ``replaced`` of the optimizers that have hooks on the model or on a module inside it."""
     for module in model.modules():
         for table, key, hook in list(_torch.hooks_of(module, _torch.OUR_HOOKS)):
             if is_ours(hook):

@@ -26,12 +26,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The gradients of those that have one."""
+    """The gradients of the parameters that have one."""
     return filter(_exists, map(_gradient, chain.from_iterable(map(_parameters, optimizer.param_groups))))
 
 
 def without_gradient(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that have none."""
+    """The parameters that have no gradient."""
     missing = map(is_, map(_gradient, parameters_of(optimizer)), repeat(None))
     return list(compress(parameters_of(optimizer), missing))
 

@@ -16,12 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
-
 # The number of the backward pass that runs in this thread, -1 outside of one. Tells a hook two backward passes apart,
 # and a forward hook that it runs inside a backward pass (activation checkpointing recomputes there).
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
-
 
 # Whether the node that runs now may run another backward pass: no `inputs` were named for this one, and none is asked
 # for by `autograd.grad`. Torch's reentrant checkpoints ask the same.
@@ -35,18 +32,12 @@ _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> bool:
     """Whether the backward pass that runs now brings gradients through these nodes to parameters of an optimizer.
 
-    Not, for example, one that an attack asks for the gradient of the inputs. A pass that fills all leaves does, without
-    a look at the parameters: those inside reentrant checkpoints have passes of their own.
+    Asked about a pass that does not fill all leaves; an attack's, for the gradient of the inputs, does not.
     """
     if nodes is None or current_backward() == -1:  # compiled autograd
         return True
-    for node, _ in nodes:
-        if node is not None and _gets_gradient(node):
-            break
-    else:
+    if not any(node is not None and _gets_gradient(node) for node, _ in nodes):
         return False
-    if fills_all_leaves():
-        return True
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
 
@@ -92,14 +83,10 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
         return list(map(version_of, tensors))
 
 
-# ---- the stack -------------------------------------------------------------------------------------------------------
-
-
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 
-    Some modules of torch want another answer than scripts do, and have no other way to say so: torch.utils.checkpoint,
-    torch.distributed.checkpoint.state_dict, a compiled call.
+    The only way to know that torch.utils.checkpoint, torch.distributed.checkpoint or a compiled call is calling.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -117,8 +104,6 @@ def warn(message: str) -> None:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
 
-
-# ---- modules and their hooks -----------------------------------------------------------------------------------------
 
 # Keeps the hooks out of compiled graphs, as torch.optim keeps its own methods out.
 outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
@@ -150,13 +135,6 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
     ):
         notes.pop(key, None)
 
-
-def inner_module(model: nn.Module) -> nn.Module | None:
-    """The module that torch.compile(model) wraps; None for any other model."""
-    return model._modules.get("_orig_mod")
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 Context = Callable[[Callable[..., Any]], Callable[..., Any]]  # what torch.compile applies: backend, mode, options
 
@@ -190,16 +168,13 @@ def compile_with(module: nn.Module, context: Context, guard_hooks: bool) -> None
     torch tells two graphs apart by their hooks only when it is asked to: where the two modules' differ.
     """
     compiled = context(module._call_impl)
-    module._compiled_call_impl = functools.partial(_guarding_hooks, compiled) if guard_hooks else compiled
 
+    def guarding_hooks(*args: Any, **kwargs: Any) -> Any:
+        config: Any = sys.modules["torch._dynamo.config"]
+        with config.patch(skip_nnmodule_hook_guards=False):
+            return compiled(*args, **kwargs)
 
-def _guarding_hooks(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    config: Any = sys.modules["torch._dynamo.config"]
-    with config.patch(skip_nnmodule_hook_guards=False):
-        return compiled(*args, **kwargs)
-
-
-# ---- torch.distributed -----------------------------------------------------------------------------------------------
+    module._compiled_call_impl = guarding_hooks if guard_hooks else compiled
 
 
 def running_ddp() -> nn.Module | None:
@@ -207,17 +182,9 @@ def running_ddp() -> nn.Module | None:
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
 
 
-def flattened(tensors: list[Tensor]) -> Tensor:
-    """One tensor that holds the values of all, so that one reduction does for all."""
-    return torch._utils._flatten_dense_tensors(tensors)
-
-
-def unflattened(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The parts of a flattened tensor, as views."""
-    return list(torch._utils._unflatten_dense_tensors(flat, like))
-
-
-# ---- torch.optim -----------------------------------------------------------------------------------------------------
+# One tensor that holds the values of many, so that one reduction does for all; and its parts, as views.
+flattened: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
 class OptimizerInternals(Optimizer):
@@ -230,23 +197,14 @@ class OptimizerInternals(Optimizer):
         """Create the hook tables and patch ``step``, as torch.optim does, without groups of our own."""
         super().__setstate__({})
 
-    def _run_state_dict_pre_hooks(self) -> None:
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+    def _run_hooks(self, when: str) -> None:
+        for hook in getattr(self, f"_optimizer_{when}_hooks").values():
             hook(self)
 
-    def _run_state_dict_post_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
-        for hook in self._optimizer_state_dict_post_hooks.values():
+    def _passed_through_hooks(self, when: str, state: dict[str, Any]) -> dict[str, Any]:
+        for hook in getattr(self, f"_optimizer_{when}_hooks").values():
             state = hook(self, state) or state
         return state
-
-    def _run_load_state_dict_pre_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state = hook(self, state) or state
-        return state
-
-    def _run_load_state_dict_post_hooks(self) -> None:
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler replaces `step` on the instance; hooks are closures over other objects. torch.optim drops both.

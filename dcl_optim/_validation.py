@@ -58,16 +58,15 @@ def check_labels(targets: Any) -> None:
         raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
 
 
-DIFFERENTIAL_PRIVACY = (
-    "its parameters have per-sample gradients (grad_sample), as opacus' PrivacyEngine gives them. opacus clips each "
-    "record's gradient and adds noise, but what one record teaches the companion or the prototypes is neither clipped "
-    "nor noised and reaches the gradients of all later records, so the privacy accounting would not hold"
-)
-
-
-def uses_differential_privacy(base: Optimizer) -> bool:
-    """Whether an optimizer trains with differential privacy, as opacus marks the parameters for."""
-    return any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base))
+def refuse_differential_privacy(base: Optimizer) -> None:
+    """Raise ValueError for an optimizer that trains with differential privacy, as opacus marks the parameters for."""
+    if any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
+        raise ValueError(
+            "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus' "
+            "PrivacyEngine gives them. opacus clips the gradient of each sample and adds noise. The companion and the "
+            "prototypes learn from each sample without both, and the penalty brings this into the gradients of later "
+            "samples, so the privacy accounting would not hold"
+        )
 
 
 def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
@@ -80,8 +79,7 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
         )
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
-    if uses_differential_privacy(base):
-        raise ValueError(f"base_optimizer is refused: {DIFFERENTIAL_PRIVACY}")
+    refuse_differential_privacy(base)
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
 

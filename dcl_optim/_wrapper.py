@@ -32,13 +32,6 @@ NO_OPTIMIZER = (
 )
 
 
-REMOVED_CRITERION = (
-    "criterion= was removed: leave it out. Labels and the loss scale are read from the loss's gradient. For a loss "
-    "whose labels cannot be read call set_targets(labels) before the forward pass or pass targets=; for one whose "
-    "scale cannot be read pass loss_scale="
-)
-
-
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
 
@@ -59,13 +52,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         self._set_up_hooks()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Look at the first argument before Python finds the others missing: torch.optim's classes take parameters.
-
-        Raises:
-            TypeError: it is not an optimizer, or the removed argument ``criterion`` is there.
-        """
-        if "criterion" in kwargs:
-            raise TypeError(REMOVED_CRITERION)
+        """Check the first argument before Python finds the others missing: torch.optim's classes take parameters."""
         if args and not isinstance(args[0], Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
         return super().__new__(cls)
@@ -109,27 +96,18 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """Switch the base between training and evaluation, ``mode`` being the method that does it."""
         getattr(self.base, mode)()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, as in torch.optim."""
-        self.base.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the base optimizer, as in torch.optim."""
-        self.base.add_param_group(param_group)
-
     def state_dict(self) -> dict[str, Any]:
         """The base optimizer's state_dict and, under the class's own key, all that a bit-exact resumption needs.
 
-        Everything loads with ``torch.load(weights_only=True)``. The plain base optimizer reads its part of it too.
+        Everything loads with ``torch.load(weights_only=True)``, and its part also into the plain base optimizer.
         """
-        self._run_state_dict_pre_hooks()
+        self._run_hooks("state_dict_pre")
         state = self.base.state_dict()
         # torch.distributed.checkpoint drops top-level keys that it does not know, and keeps the entries of groups. In
-        # other states these are no place for ours: a plain optimizer that loads one would carry our part on, and save
-        # it, long after it has become stale.
+        # other states a plain optimizer that loads one would keep such an entry, and save it when it is stale.
         in_group = any(_torch.frames_of("torch.distributed.checkpoint.state_dict"))
         (state["param_groups"][0] if in_group else state)[self._key] = self._own_state()
-        return self._run_state_dict_post_hooks(state)
+        return self._passed_through_hooks("state_dict_post", state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that :meth:`state_dict` gave.
@@ -141,7 +119,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
-        state_dict = self._run_load_state_dict_pre_hooks(dict(state_dict))
+        state_dict = self._passed_through_hooks("load_state_dict_pre", dict(state_dict))
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
@@ -156,17 +134,16 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
                 self._load_own_state(own)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"state_dict could not be loaded, and nothing has changed: {error!r}") from error
-        self._run_load_state_dict_post_hooks()
+        self._run_hooks("load_state_dict_post")
 
     def _take_own_state(self, state_dict: dict[str, Any]) -> Any:
         """Remove our part from a state, which may be changed on its top level only, and return it."""
         groups = state_dict.get("param_groups")
-        if self._key not in state_dict and groups and self._key in groups[0]:
-            first = dict(groups[0])
-            own = first.pop(self._key)
-            state_dict["param_groups"] = [first, *groups[1:]]
-            return own
-        return state_dict.pop(self._key, None)
+        if self._key in state_dict or not groups:
+            return state_dict.pop(self._key, None)
+        first = dict(groups[0])
+        state_dict["param_groups"] = [first, *groups[1:]]
+        return first.pop(self._key, None)
 
     @property
     def _key(self) -> str:

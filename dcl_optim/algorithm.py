@@ -15,25 +15,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import _rng
-from dcl_optim._hooks import ModuleHooks, replace_others
+from dcl_optim._hooks import ModuleHooks
 from dcl_optim._optim import parameters_of
 from dcl_optim._rng import RngState
 from dcl_optim._torch import current_backward, fills_all_leaves, is_recorded, reaches_parameters, warn
-from dcl_optim._validation import DIFFERENTIAL_PRIVACY, uses_differential_privacy
+from dcl_optim._validation import refuse_differential_privacy
 from dcl_optim.batches import StepBatches
-from dcl_optim.distances import Distance, from_rows
+from dcl_optim.distances import Distance
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, Penalty
+from dcl_optim.forecaster import Forecaster
 from dcl_optim.forward import Forward
 from dcl_optim.loss.outputs import LogitsFinder, conversion_source
-from dcl_optim.loss.reader import LossReader, Scale
+from dcl_optim.loss.reader import LossReader
 from dcl_optim.schedules import Checked
 
 _requires_grad = attrgetter("requires_grad")
-NOT_FINITE = (
-    "non-finite logits or loss: a batch whose gradient of the logits is not finite gets no penalty, and neither the "
-    "companion nor the prototypes learn from it"
-)
 
 
 class Algorithm:
@@ -65,13 +61,13 @@ class Algorithm:
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = self._warned_not_finite = False
         self._rng_state: RngState | None = None  # before the training forward pass that runs
-        self.attach()
+        self.hooks = ModuleHooks(self, model, unwrapped(model))
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model: forget a step that was skipped; note the RNG state that the model draws from."""
-        self._rng_state, self.batches.called = None, True
+        self._rng_state = None
         if self.loss.ahead is not None:
             self.loss.before_forward()
         if not (module.training or self._count_eval) or not torch.is_grad_enabled() or is_recorded():
@@ -80,8 +76,8 @@ class Algorithm:
         trained = next(filter(_requires_grad, parameters_of(self._base)), None)
         if trained is None or (backward != -1 and backward == self.batches.backward):
             return
-        if not self.batches.forwards and uses_differential_privacy(self._base):
-            raise RuntimeError(f"the wrapped optimizer was made private, which is refused: {DIFFERENTIAL_PRIVACY}")
+        if not self.batches.forwards:
+            refuse_differential_privacy(self._base)
         if self.batches.count and self.batches.are_gone():
             self.forget()
         self.batches.cleared = False
@@ -116,7 +112,7 @@ class Algorithm:
     def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
         backward, batches = current_backward(), self.batches
-        if gradient is None or self._hooks is None or forward.added_in == backward:
+        if gradient is None or not self.hooks.attached or forward.added_in == backward:
             return None
         if not (fills_all_leaves() or reaches_parameters(forward.nodes, self._base)):  # an attack asks for its inputs
             batches.backward = backward
@@ -130,20 +126,19 @@ class Algorithm:
         weight = self.weight(self.steps + 1) if self.weight.constant is None else self.weight.constant
         alpha = self.alpha(self.steps + 1) if self.alpha.constant is None else self.alpha.constant
         loss = self.loss.read(forward, gradient, several=batches.count > 0)
-        batches.add(backward)
+        batches.count, batches.backward, batches.cleared = batches.count + 1, backward, False
         first, forward.counted = batches.observing and not forward.counted, True
+        self.last = {"penalty": math.nan, "weight": weight, "alpha": alpha, "loss_scale": loss.scale}
         if not loss.says:
-            self.last = {"penalty": math.nan, "weight": weight, "alpha": alpha, "loss_scale": loss.scale}
             batches.not_finite |= not loss.finite
             if first:
                 self.forecaster.skip(forward, alpha)
             return None
         penalty = self.forecaster.penalty(forward, loss, self.distance)
-        figure = penalty._replace(rows=penalty.rows._replace(slope=penalty.rows.values))  # of less memory
-        self.last = {"penalty": figure, "weight": weight, "alpha": alpha, "loss_scale": loss.scale}
+        self.last["penalty"] = figure = penalty._replace(rows=penalty.rows._replace(slope=penalty.rows.values))
         if batches.penalties is not None:
             batches.penalties.append(figure.value * (loss.scale * weight))
-        regularized = _add_penalty(gradient, penalty, loss.scale, weight, loss.class_dim) if weight else None
+        regularized = penalty.added_to(gradient, loss.scale, weight, loss.class_dim) if weight else None
         if first:
             self.forecaster.observe(forward, loss, penalty, self.distance, alpha)
         return regularized
@@ -160,43 +155,33 @@ class Algorithm:
         self.loss.end_step()
         if self.batches.not_finite and not self._warned_not_finite:
             self._warned_not_finite = True
-            warn(NOT_FINITE)
+            warn(
+                "non-finite logits or loss: a batch whose gradient of the logits is not finite gets no penalty, and "
+                "neither the companion nor the prototypes learn from it"
+            )
 
     def forget(self) -> None:
-        """Drop the batches of the step; if the base optimizer is in its step, they were learned from already."""
-        if self.batches.evaluates:
+        """Drop the batches of the step; if the base optimizer evaluates the model in it, they were learned from."""
+        if self.batches.stepping and self.batches.observing:
             self.batches.observing = False  # the gradients of its first evaluation: the next one is elsewhere
         else:
-            penalties = self.batches.penalties
             self.forecaster.forget()
             self.batches.start()
-            self.batches.penalties = penalties
 
     # ---- hooks, copies and state -------------------------------------------------------------------------------------
 
-    def attach(self) -> None:
-        """Put the hooks on the model; an optimizer that had its own there is superseded."""
-        replace_others(self.model)
-        self._hooks: ModuleHooks | None = ModuleHooks(self, self.model, unwrapped(self.model))
-
     def detach(self) -> None:
         """Take the hooks off; the model is as it was."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks, self.superseded = None, False
-
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are on the model."""
-        return self._hooks is not None
+        self.hooks.remove()
+        self.superseded = False
 
     def model_loaded(self, module: nn.Module, keys: Any) -> None:
-        """A state was loaded into the model."""
-        self.forecaster.model_loaded()
+        """Called when a state was loaded into the model."""
+        self.forecaster.follow("loaded")
 
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
-        self.detach()
+        self.hooks.remove()
         self.forecaster.forget()
         self.batches.start()
         self.superseded = True
@@ -205,33 +190,7 @@ class Algorithm:
         """Go on from a number of steps, as after loading a state."""
         self.loss.load_state(loss)
         self.batches.start()
-        self.steps, self.last, self._rng_state = steps, {}, None
+        self.steps, self.last = steps, {}
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in ("_rng_state", "last")}
-        return state | {"_hooks": self._hooks is not None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"_rng_state": None, "last": {}, "_hooks": None})
-        if state["_hooks"] and "training" in vars(self.model):
-            self.attach()
-        elif state["_hooks"]:  # the model holds us and is being copied
-            self._hooks = ModuleHooks(self, None, None)
-
-
-def _add_penalty(gradient: Tensor, penalty: Penalty, scale: Scale, weight: float, class_dim: int) -> Tensor:
-    """gradient + s λ ∂Δ/∂z, computed in the wider of their dtypes, in the dtype of the gradient."""
-    rows, number, weights = penalty
-    slope, factor = rows.slope, weight * rows.factor
-    if isinstance(number, Tensor):
-        scale = scale / number
-    else:
-        factor /= number
-    if weights is not None:
-        slope, scale = slope * (weights * scale)[:, None], 1.0
-    if gradient.ndim != 2 or class_dim != 1:
-        slope = from_rows(slope, gradient.shape, class_dim)
-    out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)
-    if isinstance(scale, Tensor):
-        return torch.addcmul(gradient, slope, scale, value=factor, out=out)
-    return torch.add(gradient, slope, alpha=factor * scale, out=out)
+        return self.__dict__ | {"last": {}}

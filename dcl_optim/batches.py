@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,30 +22,25 @@ class StepBatches:
     Attributes:
         count: backward passes through the logits of training forward passes.
         observing: whether the forecaster observes forward passes; not evaluations inside the base optimizer's step.
-        called: whether the model was called, in either mode.
+        stepping: whether the base optimizer is in its step, and no closure evaluates the model for it.
         cleared: whether ``zero_grad`` ran since the last of these backward passes.
         backward: the last backward pass that brought a gradient to logits, counted or not, by autograd's number.
         penalties: weighted ones of the evaluation that runs, if LBFGS needs their value.
         not_finite: whether a batch was skipped, since its gradient was not finite.
-        forwards: training forward passes so far, of all steps.
-        backwards: backward passes through their logits so far, of all steps.
+        forwards, backwards: training forward passes, and backward passes through their logits, of all steps.
     """
 
     def __init__(self, base: Optimizer) -> None:
         self._base = base
         self.forwards = self.backwards = 0
+        self.penalties: list[Tensor] | None = None
         self.start()
 
     def start(self) -> None:
         """Begin with no batch."""
         self.count, self.backward = 0, -1
-        self.observing, self._stepping = True, False
-        self.called = self.cleared = self.not_finite = False
-        self.penalties: list[Tensor] | None = None
-
-    def add(self, backward: int) -> None:
-        """Count a backward pass."""
-        self.count, self.backward, self.cleared = self.count + 1, backward, False
+        self.observing, self.stepping = True, False
+        self.cleared = self.not_finite = False
 
     def have_gradients(self) -> bool:
         """Whether any parameter that the base optimizer trains has a gradient."""
@@ -62,28 +58,17 @@ class StepBatches:
 
     def were_cleared(self) -> bool:
         """As :meth:`are_gone`, before a step: gradients that are there after ``zero_grad`` the script has put there."""
-        if self.cleared:
-            return self.count > 0 and not any(bool(gradient.any()) for gradient in gradients_of(self._base))
-        return self.count > 0 and not self.have_gradients()
+        if not self.count:
+            return False
+        gradients = gradients_of(self._base)
+        return not any(map(torch.any, gradients)) if self.cleared else next(gradients, None) is None
 
-    def stepping(self, closure: Any) -> StepBatches:
-        """The base optimizer is about to step. Without a closure the first evaluation of its own (GSAM) is observed."""
-        self._stepping = closure is None
-        self.observing = closure is not None or not self.count
-        return self
-
-    def __enter__(self) -> StepBatches:
-        """The base optimizer steps."""
-        return self
+    def __enter__(self) -> None:
+        """The base optimizer steps. If there is no batch, its first evaluation (GSAM) is observed."""
+        self.stepping, self.observing = True, not self.count
 
     def __exit__(self, kind: Any, *exception: object) -> None:
         """Begin anew, or go on as before if the step has raised."""
+        self.observing, self.stepping, self.penalties = True, False, None
         if kind is None:
             self.start()
-        else:
-            self.observing, self._stepping, self.penalties = True, False, None
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether the base optimizer evaluates the model in its step."""
-        return self._stepping and self.observing

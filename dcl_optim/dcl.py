@@ -31,20 +31,19 @@ class DCLOptimizer(ForecastOptimizer):
         \omega_{t+1} = \text{companion step with }
         \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
 
-    one forward and backward of each network (Algorithm 1, Equations 2 and 4). The companion is a copy of the model,
-    made when its first training forward begins (earlier by :attr:`companion` or ``load_state_dict``). It has its own
-    batch-norm statistics; it sees the same input in the same mode and replays the same random draws (dropout), and
-    leaves the RNG state as if it had not run.
+    one forward and backward pass of each network (Algorithm 1, Equations 2 and 4). The companion is a copy of the
+    model, made when its first training forward pass begins (earlier by :attr:`companion` or ``load_state_dict``). It
+    has its own batch-norm statistics, sees the same input in the same mode, replays the same random draws (dropout),
+    and leaves the RNG state as if it had not run.
 
     Args:
         base_optimizer: the optimizer that the script used so far.
         model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper's value is 1,
             which lost to plain training in our measurements.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, as in the paper. It shapes the
-            companion's target and nothing else: with mse it scales the companion's gradient by :math:`1-\alpha`. Under
-            Adam and similar optimizers (Adagrad, RMSprop, Lion, Muon), which divide a constant factor of the gradient
-            out, a constant alpha below 1 with mse has no effect beyond that of their eps; use ``companion_lr_scale``.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step, for the companion's target. Default 0.6, as in the
+            paper. With mse it scales the companion's gradient by :math:`1-\alpha`, a factor that Adam and similar
+            optimizers (Adagrad, RMSprop, Lion, Muon) divide out: use ``companion_lr_scale`` there.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
@@ -53,42 +52,39 @@ class DCLOptimizer(ForecastOptimizer):
             output shape, which stays on the device where it is; or a callable without arguments that builds one, at
             once.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
-            at every step; an optimizer over the given companion's parameters; or a callable that builds one from
-            parameters. An optimizer that you pass is not modified.
-        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1. The companion's pace
-            under Adam and similar optimizers, where ``alpha`` does not set it.
-        companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. The
-            penalty covers the whole batch. Default 1. Below it the companion runs on two parts of the batch, so batch
-            norm sees the parts and dropout masks differ from the model's. Each input tensor whose first dimension is as
-            long as the batch is cut.
-        companion_every: the companion learns once in this many steps, at least 1 (default); its forecast holds the
-            model at every step.
-        process_group: the ranks whose companions are one, over which their gradients are averaged: ``"auto"`` (default)
-            for the model's own group when DistributedDataParallel wraps it, before or after this optimizer does, all
-            ranks when FSDP shards it, and none otherwise, as for independent models on each rank; a
-            ``torch.distributed.ProcessGroup``, for a script that averages the gradients itself; or None for none.
+            at every step; an optimizer over the given companion's parameters, which is not modified; or a callable that
+            builds one from parameters.
+        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
+        companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. Default
+            1. The penalty covers the whole batch. Below 1 the companion runs on two parts of the batch, so batch norm
+            sees the parts and dropout masks differ from the model's; each input tensor whose first dimension is as long
+            as the batch is cut.
+        companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
+        process_group: the ranks over which the companion's gradients are averaged: ``"auto"`` (default) for the model's
+            own group when DistributedDataParallel wraps it, before or after this optimizer does, all ranks when FSDP
+            shards it, and none otherwise; a ``torch.distributed.ProcessGroup``, for a script that averages the
+            gradients itself; or None for none.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.loss.reader`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
-            :func:`~dcl_optim.loss.outputs.find_logits` says. A tuple or list with several tensors that may be the
-            logits (features, another head) gets a warning that says which was taken.
+            :func:`~dcl_optim.loss.outputs.find_logits` says.
         class_dim: the dimension of the logits that holds the classes: 1 as in ``F.cross_entropy``, -1 for (batch, time,
-            classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's; where
-            there is none, 1, which kl, infonce and distances of your own say at the first step.
-        strict: raise when a step finds gradients that no training forward led to. Default True.
-        count_eval: count the model's forwards in eval mode too, where gradients are on, for fine-tuning in eval mode.
-            The companion is in the model's mode. Default False.
+            classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's, or else
+            1, with a warning if the distance depends on it (kl, infonce, callables).
+        strict: raise when a step finds gradients that no training forward pass led to. Default True.
+        count_eval: count the model's forward passes in eval mode too, where gradients are on, for fine-tuning in eval
+            mode. The companion is in the model's mode. Default False.
 
     Raises:
         ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
             ``maximize=True``.
         TypeError: an argument of the wrong type.
-        RuntimeError: the model cannot be copied (mostly at its first training forward); in ``step``: see ``strict``.
+        RuntimeError: the model cannot be copied (mostly at its first training forward pass); in ``step``: see
+            ``strict``.
 
     Warns:
-        UserWarning: at the first training forward: hooks of the model that the companion does not get, and a forecast
-            that is not the model's; weights that were loaded in the run; a companion that is not finite; see also
-            ``logits``, ``class_dim``.
+        UserWarning: hooks of the model that the companion does not get; a first prediction that is not the model's;
+            several tensors that may be the logits; weights that were loaded in the run; a companion that is not finite.
 
     Examples:
         >>> import torch
@@ -164,7 +160,7 @@ class DCLOptimizer(ForecastOptimizer):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Give the companion in eval mode, for as long as a ``with`` block lasts; then each module is as it was.
+        """Give the companion in eval mode inside a ``with`` block; afterwards each module is in its own mode again.
 
         Examples:
             >>> import torch
@@ -184,10 +180,10 @@ class DCLOptimizer(ForecastOptimizer):
                 module.training = training
 
     def reset_companion(self) -> None:
-        """Start the companion anew: a copy of the model as it is when its next training forward begins.
+        """Start the companion anew: a copy of the model as it is when its next training forward pass begins.
 
-        For weights that are loaded into the model in the middle of a run. Its optimizer's state is new, too; what the
-        companion was to learn from this step is dropped. A ``companion=`` callable is called again.
+        Call it after loading weights into the model in the middle of a run. Its optimizer starts anew too, and the
+        batches since the last step are forgotten. A ``companion=`` callable is called again.
 
         Raises:
             RuntimeError: ``companion`` was given as a module.

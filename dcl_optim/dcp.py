@@ -34,42 +34,33 @@ class DCPOptimizer(ForecastOptimizer):
     its prototype; the paper does not say.
 
     **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits;
-    :mod:`dcl_optim.loss.cross_entropy` says how, and for which forms: hard labels, label smoothing, ignored rows, class
-    weights, focal losses (of three classes or more), mixup and CutMix (of five or more). For other losses, and for a
-    loss that a compiled model computes itself, pass ``targets=`` (the model's keyword that holds them, or a function of
-    the model's arguments), or call :meth:`set_targets` before the forward pass; with ``loss_scale=`` the label of a row
-    is its only negative entry. Given labels are class indices, one for each row, or soft labels of the logits' shape,
-    whose meaning :class:`~dcl_optim.prototypes.Prototypes` gives: distributions, without a share below 0, each row with
-    sum 1. For models with sigmoid outputs (binary, multi-label) and for regression use
-    :class:`~dcl_optim.DCLOptimizer`.
+    :mod:`dcl_optim.loss.cross_entropy` says how, and for which forms. For other losses, and for a loss that a compiled
+    model computes itself, pass ``targets=``, or call :meth:`set_targets` before the forward pass; with ``loss_scale=``
+    the label of a row is its only negative entry. Given labels are class indices, one for each row, or soft labels of
+    the logits' shape (:class:`~dcl_optim.prototypes.Prototypes`): distributions, without a share below 0, each row with
+    sum 1. For sigmoid outputs (binary, multi-label) and for regression use :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
-        base_optimizer: the optimizer that the script used so far.
-        model: the model that it trains.
+        base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
         num_classes: K, the number of classes and of logits, at least 1; the prototypes take K² numbers, at most 1 GiB.
             None (default) for the length of the first logits' class dimension.
         weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1. The paper names no value for DCP; its
             experiments with DCL use 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
             logits and prototypes grow without end in long training with few rows of a class in a batch.
-        distance: as in :class:`~dcl_optim.DCLOptimizer`. ``"infonce"`` and callables synchronize a GPU at each step:
-            they get the rows that have a prototype, and to find these reads the device.
+        distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
         reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
-            class, summed over the batch's classes. Equation 5's :math:`1/|B_t^k|` outside the sum over k can be read
-            either way. ``"per_class"`` synchronizes a GPU.
-        temperature: as in DCLOptimizer.
-        targets: a keyword of the model's forward, or a callable ``(args, kwargs) -> labels``.
+            class, summed over the batch's classes, which synchronizes a GPU. Equation 5 can be read either way.
+        targets: the model's keyword that holds the labels, or a callable ``(args, kwargs) -> labels``.
         ignore_index: the label to leave out. Default -100, as in torch. Rows that the loss ignores are left out anyway
             where the labels are read.
         process_group: as in DCLOptimizer; class sums are added up over its ranks.
         loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
     Raises:
-        ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
-            ``maximize=True``; in backward: labels out of range or of the wrong number, soft labels that are not
-            distributions (on a GPU not in every step, since a check synchronizes).
-        TypeError: an argument of the wrong type; labels of the wrong type.
-        RuntimeError: in backward: labels that were not given and cannot be read; in ``step``: see ``strict``.
+        ValueError, TypeError, RuntimeError: as DCLOptimizer; in backward also for labels out of range, of the wrong
+            number or type, soft labels that are not distributions (on a GPU not in every step, since a check
+            synchronizes), and labels that were not given and cannot be read.
 
     Warns:
         UserWarning: the labels of a later batch cannot be read; such batches get no penalty.
@@ -134,20 +125,17 @@ class DCPOptimizer(ForecastOptimizer):
 
     @property
     def prototypes(self) -> Tensor:
-        """A copy of all prototypes, (K, K), row k for class k; zero for a class not yet seen.
+        """A copy of all prototypes, (K, K), row k for class k; zero for a class not yet seen (``forecaster.seen``).
 
-        (0, 0) before the first backward, unless ``num_classes`` was given.
-
-        Which were seen is ``forecaster.seen``, (K,) bool.
+        (0, 0) before the first backward pass, unless ``num_classes`` was given.
         """
         return self.forecaster.values
 
     def set_targets(self, targets: Tensor) -> None:
-        """Give the labels of the batch whose training forward comes next.
+        """Give the labels of the batch whose training forward pass comes next.
 
-        They belong to the model's very next forward: one in eval mode or under ``no_grad`` drops them, and so does
-        ``load_state_dict``. With ``step(closure)`` call this inside the closure, before the model: some optimizers
-        evaluate the closure several times.
+        They belong to the model's very next forward pass: one in eval mode or under ``no_grad`` drops them, and so does
+        ``load_state_dict``. With ``step(closure)`` call this inside the closure, before the model.
 
         Raises:
             TypeError: no tensor.

@@ -21,9 +21,8 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
     inner: nn.Module | None = model
     while isinstance(inner, nn.Module):
         yield inner
-        parallel = isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        held: Any = inner.module if parallel else _torch.inner_module(inner)
-        inner = held
+        is_parallel = isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        inner = dict(inner.named_children()).get("module" if is_parallel else "_orig_mod")  # of torch.compile
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

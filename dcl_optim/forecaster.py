@@ -1,20 +1,18 @@
-"""The extension point: a forecaster predicts logits for each training forward pass, and learns from the model's.
-
-``replayed``, ``RngState`` and ``check_tensors`` are here too, for forecasters outside the package.
-"""
+"""The extension point: a forecaster, and what one outside the package imports."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dcl_optim._rng import RngState, replayed
 from dcl_optim._validation import check_tensors
-from dcl_optim.distances import Distance, Rows, to_rows
+from dcl_optim.distances import Distance, Rows, from_rows, to_rows
 from dcl_optim.forward import Forward
-from dcl_optim.loss.reader import Loss
+from dcl_optim.loss.reader import Loss, Scale
 
 __all__ = ["Forecaster", "Forward", "Loss", "Penalty", "RngState", "check_tensors", "replayed"]
 
@@ -38,6 +36,25 @@ class Penalty(NamedTuple):
         distances = self.rows.distances
         return (distances if self.weights is None else distances * self.weights).sum() / self.number
 
+    def added_to(self, gradient: Tensor, scale: Scale, weight: float, class_dim: int) -> Tensor:
+        r"""Add :math:`s\lambda\,\partial\Delta/\partial z` to a gradient of the logits.
+
+        The sum is computed in the wider of the two dtypes, and has the dtype of the gradient.
+        """
+        slope, factor = self.rows.slope, weight * self.rows.factor
+        if isinstance(self.number, Tensor):
+            scale = scale / self.number
+        else:
+            factor /= self.number
+        if self.weights is not None:
+            slope, scale = slope * (self.weights * scale)[:, None], 1.0
+        if gradient.ndim != 2 or class_dim != 1:
+            slope = from_rows(slope, gradient.shape, class_dim)
+        out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)
+        if isinstance(scale, Tensor):
+            return torch.addcmul(gradient, slope, scale, value=factor, out=out)
+        return torch.add(gradient, slope, alpha=factor * scale, out=out)
+
 
 class Forecaster(ABC):
     r"""Predicts the logits c that the model is pulled towards, and learns from the model's logits z.
@@ -49,8 +66,8 @@ class Forecaster(ABC):
     3. :meth:`penalty` at each backward pass through its logits;
     4. :meth:`observe` at the first of them, or :meth:`skip`.
 
-    :meth:`step` follows after each step of the base optimizer. If gradients were cleared without a step (a gradient
-    scaler skipped it), :meth:`forget` comes instead.
+    :meth:`step` follows each step of the base optimizer. If gradients were cleared without a step (a gradient scaler
+    skipped it), :meth:`forget` comes instead.
 
     Attributes:
         replays_draws: whether the random draws of the model are to be replayed; the RNG state is then captured before
@@ -80,11 +97,11 @@ class Forecaster(ABC):
         """
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
-        r"""The penalty :math:`\Delta(z, c)` of a forward pass. It stays as it is: a further backward pass asks again.
+        r"""The penalty :math:`\Delta(z, c)` of a forward pass, which a further backward pass asks for again.
 
         Args:
-            forward: the forward pass.
-            loss: what its gradient says.
+            forward: the forward pass; its ``logits`` and ``rows`` must not change.
+            loss: the loss scale, labels and class dimension that the gradient shows.
             distance: the distance, row by row.
         """
         c = to_rows(forward.prediction.detach(), loss.class_dim)
@@ -96,18 +113,14 @@ class Forecaster(ABC):
 
         Args:
             forward, loss, distance: as in :meth:`penalty`.
-            penalty: what :meth:`penalty` gave; it has been added, and may be overwritten.
+            penalty: what :meth:`penalty` gave; it was added to the gradient already, and may be overwritten.
             alpha: the value of this step, in [0, 1].
         """
 
     def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
-        """Take note of a forward pass that is not observed, since the loss is not finite.
+        """Take note of a forward pass that is not observed, since its gradient is zero, not finite or has no labels.
 
         Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then.
-
-        Args:
-            forward: the forward pass.
-            alpha: the value of this step, in [0, 1].
         """
 
     def figures(self) -> dict[str, Any]:
@@ -118,8 +131,13 @@ class Forecaster(ABC):
         """What the optimizer's repr shows. Default: nothing."""
         return {}
 
-    def before_step(self) -> None:  # noqa: B027
-        """Prepare before the base optimizer steps. Default: nothing."""
+    def before_step(self, creates_state: bool = False) -> None:  # noqa: B027
+        """Prepare before the base optimizer steps. Default: nothing.
+
+        Args:
+            creates_state: whether this is no training step, but one by which torch.distributed.checkpoint makes an
+                optimizer create the state that it loads into; the forecaster creates its own too.
+        """
 
     @abstractmethod
     def step(self) -> None:
@@ -129,25 +147,24 @@ class Forecaster(ABC):
     def forget(self) -> None:
         """Drop what was observed since the last step."""
 
-    def model_loaded(self) -> None:  # noqa: B027
-        """Take note that a state was loaded into the model. Default: nothing."""
+    def follow(self, change: str) -> None:  # noqa: B027
+        """Follow a change that the script has made. Default: nothing.
 
-    def base_changed(self) -> None:  # noqa: B027
-        """Follow a change of the base optimizer's parameter groups. Default: nothing."""
+        Args:
+            change: ``"loaded"``: a state was loaded into the model; ``"added"``: parameters were added to the base
+                optimizer; ``"train"`` or ``"eval"``: the base optimizer, if it has modes, was switched to this one.
 
-    def set_mode(self, mode: str) -> None:  # noqa: B027
-        """Follow the base optimizer to its "train" or "eval" mode (Schedule-Free). Default: nothing."""
-
-    def create_state(self) -> None:  # noqa: B027
-        """Create the optimizer state that the first step would, for a checkpoint to load into. Default: nothing."""
+        Raises:
+            RuntimeError: the forecaster cannot follow parameters that were added; they are taken out again.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resumption needs, in types that ``torch.load(weights_only=True)`` reads."""
 
-    @abstractmethod
     def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if a state does not fit, before anything is changed."""
+        """Raise ValueError if a state does not fit, before anything is changed. Default: as :func:`check_tensors`."""
+        check_tensors(state, self.state_dict(), type(self).__name__)
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,32 +16,15 @@ class Forward:
 
     Attributes:
         logits: z, a detached copy that in-place edits by the script do not reach.
-        step: the number of the optimizer step.
-        nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a parameter. Written
-            by the algorithm.
-        counted: whether a backward pass has come. Written by the algorithm.
-        added_in: the number of the backward pass that the penalty was added to last. Written by the algorithm.
-        targets: the labels that the script gave, or None. Written by the loss reader.
+        nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a parameter.
+        counted: whether a backward pass has come.
+        added_in: the number of the backward pass that the penalty was added to last. The algorithm writes these three.
+        targets: the labels that the script gave, or None.
         own_loss: the number of a backward pass, and the gradient that arrived in it at a loss that the model computed.
-            Written by the loss reader.
-        hides_gradient: whether the model's own loss sends no gradient to the logits. Written by the loss reader.
-        rows: z as rows (N, K), once the class dimension is known. Written by the loss reader.
-        prediction: what the forecaster keeps for the backward pass. Written by the forecaster.
+        hides_gradient: whether the model's own loss sends no gradient to the logits.
+        rows: z as rows (N, K), once the class dimension is known. The loss reader writes these four.
+        prediction: what the forecaster keeps for the backward pass, which only it writes.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "added_in",
-        "counted",
-        "hides_gradient",
-        "logits",
-        "nodes",
-        "own_loss",
-        "prediction",
-        "rows",
-        "step",
-        "targets",
-    )
 
     def __init__(self, logits: Tensor, step: int) -> None:
         self.logits, self.step = logits.detach().clone(), step

@@ -38,12 +38,10 @@ class ForecastOptimizer(OptimizerWrapper):
     optimizer that did, whose ``step`` then raises. As a context manager it leaves the model as it was.
 
     Args:
-        base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
+        base_optimizer, model, weight, alpha, distance, logits, strict, count_eval: as in
+            :class:`~dcl_optim.DCLOptimizer`; weight and alpha without a default.
         forecaster: builds the forecaster, once the other arguments have been checked.
-        distance: as in DCLOptimizer. Default ``"mse"``.
         loss: reads loss scale and labels. None (default) for one that reads the scale.
-        weight, alpha: as in DCLOptimizer, without a default.
-        logits, strict, count_eval: as in DCLOptimizer.
 
     Raises:
         ValueError, TypeError, RuntimeError: as DCLOptimizer.
@@ -92,10 +90,7 @@ class ForecastOptimizer(OptimizerWrapper):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the model as it was: :meth:`detach`."""
         self.detach()
-
-    # ---- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
@@ -114,17 +109,18 @@ class ForecastOptimizer(OptimizerWrapper):
                 another optimizer has wrapped the model since.
             TypeError: a closure that is not callable.
         """
-        algorithm = self._algorithm
-        if closure is not None or not algorithm.batches.count:
-            self._check_step(closure)
-            if closure is None and self._is_state_initialization():
-                self.forecaster.create_state()
-                return self.base.step()
-        elif algorithm.batches.were_cleared():
-            algorithm.forget()
         if closure is not None:
             return self._step_with(closure)
-        with algorithm.batches.stepping(closure):
+        algorithm, batches = self._algorithm, self._algorithm.batches
+        if batches.were_cleared():
+            algorithm.forget()
+        elif not batches.count:
+            self._refuse_superseded()
+            if self._is_state_initialization():
+                self.forecaster.before_step(creates_state=True)
+                return self.base.step()
+            self._require_forward()
+        with batches:
             self.forecaster.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
             self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
@@ -133,6 +129,9 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times."""
+        if not callable(closure):
+            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
+        self._refuse_superseded()
         algorithm, batches = self._algorithm, self._algorithm.batches
         losses: list[Any] = []
         observed = batches.count > 0 and batches.have_gradients()
@@ -151,7 +150,8 @@ class ForecastOptimizer(OptimizerWrapper):
                 return (loss.detach() if isinstance(loss, Tensor) else loss) + sum(penalties)
             return loss
 
-        with batches.stepping(closure):
+        with batches:
+            batches.stepping, batches.observing = False, True
             self.base.step(evaluate)
             self.forecaster.step()
             algorithm.end_step()
@@ -168,42 +168,32 @@ class ForecastOptimizer(OptimizerWrapper):
             loss.backward()
         return loss
 
-    def _check_step(self, closure: Any) -> None:
-        """Refuse a step before anything changes; one whose closure is to bring the gradients is checked there."""
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
+    def _refuse_superseded(self) -> None:
         if self._algorithm.superseded:
             raise RuntimeError(
                 f"another optimizer has wrapped the model since this {self._name} did: step that one, or call "
                 "detach() on this one to go on with its base optimizer alone"
             )
-        if closure is None and not self._is_state_initialization():
-            self._require_forward()
 
     def _is_state_initialization(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
-        algorithm = self._algorithm
-        if algorithm.batches.count or not algorithm.attached or not algorithm.batches.have_gradients():
+        if not self._algorithm.hooks.attached or not self._algorithm.batches.have_gradients():
             return False
         return not any(float(group.get("lr", 1.0)) for group in self.param_groups)
 
     def _require_forward(self) -> None:
-        algorithm, batches = self._algorithm, self._algorithm.batches
-        if batches.count or not batches.have_gradients() or not (self._strict and algorithm.attached):
+        batches = self._algorithm.batches
+        if batches.count or not batches.have_gradients() or not (self._strict and self._algorithm.hooks.attached):
             return
-        if algorithm.steps and not batches.called and not batches.cleared:
-            raise RuntimeError(
-                f"{self._name}.step was called again, with the gradients of the last step still there: the wrapped "
-                "model was not called since. Call step once for each backward; pass strict=False to allow such steps"
-            )
         raise RuntimeError(
-            f"{self._name}.step found gradients, but no backward through a training forward of the wrapped "
-            "model since the last step, so nothing was regularized. Usual reasons: the model was in eval mode (pass "
-            "count_eval=True to train it there) or under no_grad; another object (a copy, an inner module) was called; "
-            "model.forward was called, or the model's class overrides __call__, so that its hooks did not run; the "
-            "model was compiled, and it or its like called, before it was wrapped (wrap the compiled module); the loss "
-            "is not made of the logits that were found in the model's output (pass logits=); backward ran with "
-            "create_graph=True, or torch.func took the gradient. Pass strict=False to allow such steps"
+            f"{self._name}.step found gradients, but no backward through a training forward of the wrapped model since "
+            "the last step, so nothing was regularized. Usual reasons: step was called twice for one backward; the "
+            "model was in eval mode (pass count_eval=True to train it there) or under no_grad; another object (a copy, "
+            "an inner module) was called; model.forward was called, or the model's class overrides __call__, so that "
+            "its hooks did not run; the model was compiled, and it or its like called, before it was wrapped (wrap the "
+            "compiled module); the loss is not made of the logits that were found in the output (pass logits=); "
+            "backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to allow such "
+            "steps"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -213,7 +203,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _switch(self, mode: str) -> None:
         super()._switch(mode)
-        self.forecaster.set_mode(mode)
+        self.forecaster.follow(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer; the forecaster follows.
@@ -223,12 +213,10 @@ class ForecastOptimizer(OptimizerWrapper):
         """
         super().add_param_group(param_group)
         try:
-            self.forecaster.base_changed()
+            self.forecaster.follow("added")
         except RuntimeError:
             self.base.param_groups.pop()
             raise
-
-    # ---- figures and state -------------------------------------------------------------------------------------------
 
     @property
     def weight(self) -> float | Schedule:
@@ -254,7 +242,7 @@ class ForecastOptimizer(OptimizerWrapper):
         return self.logs()["penalty"]
 
     def logs(self, prefix: str = "") -> dict[str, float]:
-        """Return the current values as floats. The keys never change. Synchronizes.
+        """Return the current values as floats, nan for what is not known yet. The keys never change. Synchronizes.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
         the last backward pass; with DCP ``prototype_norm``, the mean length of the prototypes, and
@@ -262,9 +250,6 @@ class ForecastOptimizer(OptimizerWrapper):
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
-
-        Returns:
-            Floats by their names; nan for what is not known yet.
         """
         last = dict.fromkeys(FIGURES, math.nan) | self._algorithm.last
         last["penalty"] = getattr(last["penalty"], "value", last["penalty"])

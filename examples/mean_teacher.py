@@ -13,7 +13,7 @@ from torch import nn
 from dcl_optim.companion.copying import copy_model
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty, RngState, check_tensors, replayed
+from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty, RngState, replayed
 from dcl_optim.loss.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
 
@@ -51,9 +51,6 @@ class WeightAverage(Forecaster):
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value.clone() for name, value in self.module.state_dict().items()}
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        check_tensors(state, self.module.state_dict(), "weights' average")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state)

@@ -105,6 +105,16 @@ def test_the_companion_is_compiled_too_and_nothing_is_compiled_again(order):
     assert backend.runs == 6 * runs
 
 
+def test_a_copy_with_a_compiled_model_is_regularized():
+    optimizer, call = compiled("outer module wrapped", backend="aot_eager")
+    train(call, optimizer, batches(2))
+    twin_call, twin = copy.deepcopy((call, optimizer))
+    for model, trained_by in ((call, optimizer), (twin_call, twin)):
+        train(model, trained_by, batches(3, seed=2))
+    assert_same(network_of(twin_call), network_of(call), rtol=1e-10, atol=1e-12)
+    assert twin.penalty == pytest.approx(optimizer.penalty)
+
+
 def test_a_copy_of_the_optimizer_compiles_its_companion_again():
     backend = Backend()
     optimizer, _ = compiled("compiled in place", backend=backend)

@@ -124,6 +124,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
     before = copy.deepcopy(optimizer.teacher.state_dict())
     state = optimizer.state_dict()
     state["dcl_optim.MeanTeacherOptimizer"]["forecaster"] = wide.state_dict()
-    with pytest.raises(ValueError, match="the state of the weights' average does not fit"):
+    with pytest.raises(ValueError, match="the state of the WeightAverage does not fit"):
         optimizer.load_state_dict(state)
     assert_same(optimizer.teacher.state_dict(), before)

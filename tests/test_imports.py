@@ -1,12 +1,20 @@
-"""Who imports what: the order of docs/architecture.md, what is private in torch or CPython, what is private here."""
+"""Who imports what (layers, and what is private in torch, CPython or here), and how much is where."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import torch
+
+from dcl_optim import DCPOptimizer
+from dcl_optim.forecaster import Forecaster
+from dcl_optim.forward import Forward
+from tests.helpers import CLASSES, mlp, one, sgd, train
 
 ROOT = Path(__file__).parent.parent
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "dcl_optim").rglob("*.py")}
@@ -80,3 +88,27 @@ def test_a_private_module_is_imported_by_one_test_file_at_most() -> None:
                 importers.setdefault(module, set()).add(str(path.relative_to(ROOT)))
     assert importers, "none would mean that they are not found"
     assert {module: files for module, files in importers.items() if len(files) > 1} == {}
+
+
+# ---- how much is where -----------------------------------------------------------------------------------------------
+
+
+def test_the_algorithm_is_as_short_as_the_papers_box_allows() -> None:
+    assert len(FILES["dcl_optim.algorithm"].read_text().splitlines()) <= 200
+
+
+def test_a_forecaster_has_to_define_six_methods_and_may_define_eight() -> None:
+    methods = {name for name, value in vars(Forecaster).items() if inspect.isfunction(value)}
+    required = Forecaster.__abstractmethods__
+    assert len(required) <= 6
+    assert len(methods - required) <= 8
+
+
+def test_objects_have_few_attributes() -> None:
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model, CLASSES)
+    train(model, optimizer, [one()])
+    algorithm = optimizer._algorithm
+    for found in (algorithm, algorithm.loss, algorithm.batches, algorithm.hooks):
+        assert len(vars(found)) <= 16, type(found)
+    assert len(vars(Forward(torch.zeros(2, 3), 1))) <= 10

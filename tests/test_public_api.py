@@ -147,8 +147,6 @@ dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distanc
     .zero_grad(self, set_to_none=True)
 dcl_optim.algorithm.Algorithm(model, base, forecaster, loss, distance, *, weight, alpha, find_logits, count_eval)
     .after_forward(self, module, args, kwargs, output)
-    .attach(self)
-    .attached
     .before_forward(self, module, args, kwargs)
     .detach(self)
     .end_step(self)
@@ -158,64 +156,46 @@ dcl_optim.algorithm.Algorithm(model, base, forecaster, loss, distance, *, weight
     .on_gradient(self, forward, gradient)
     .replaced(self)
 dcl_optim.batches.StepBatches(base)
-    .add(self, backward)
     .are_gone(self, backward=-1)
-    .evaluates
     .have_gradients(self)
     .start(self)
-    .stepping(self, closure)
     .were_cleared(self)
 dcl_optim.forward.Forward(logits, step)
-    .added_in = <member 'added_in' of 'Forward' objects>
-    .counted = <member 'counted' of 'Forward' objects>
-    .hides_gradient = <member 'hides_gradient' of 'Forward' objects>
-    .logits = <member 'logits' of 'Forward' objects>
-    .nodes = <member 'nodes' of 'Forward' objects>
-    .own_loss = <member 'own_loss' of 'Forward' objects>
-    .prediction = <member 'prediction' of 'Forward' objects>
-    .rows = <member 'rows' of 'Forward' objects>
-    .step = <member 'step' of 'Forward' objects>
-    .targets = <member 'targets' of 'Forward' objects>
 dcl_optim.forecaster.Forecaster()
-    .base_changed(self)
     .before_forward(self, args, kwargs, rng_state, step)
-    .before_step(self)
+    .before_step(self, creates_state=False)
     .check_state(self, state)
-    .create_state(self)
     .figures(self)
+    .follow(self, change)
     .forget(self)
     .load_state_dict(self, state)
-    .model_loaded(self)
     .observe(self, forward, loss, penalty, distance, alpha)
     .penalty(self, forward, loss, distance)
     .predict(self, args, kwargs, forward, rng_state)
     .replays_draws = True
-    .set_mode(self, mode)
     .settings(self)
     .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
 dcl_optim.forecaster.Penalty(rows, number, weights=None)
+    .added_to(self, gradient, scale, weight, class_dim)
     .value
 dcl_optim.forecaster.replayed(state)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
 dcl_optim.companion.Companion(model, base, find_logits, options=CompanionOptions(companion=None, optimizer=None,
         lr_scale=1.0, fraction=1.0, every=1, process_group='auto'))
-    .base_changed(self)
     .before_forward(self, args, kwargs, rng_state, step)
-    .before_step(self)
+    .before_step(self, creates_state=False)
     .check_state(self, state)
-    .create_state(self)
+    .follow(self, change)
     .forget(self)
     .load_state_dict(self, state)
-    .model_loaded(self)
     .module
     .observe(self, forward, loss, penalty, distance, alpha)
     .optimizer
     .penalty(self, forward, loss, distance)
     .predict(self, args, kwargs, forward, rng_state)
     .reset(self)
-    .set_mode(self, mode)
     .settings(self)
     .skip(self, forward, alpha)
     .state_dict(self)

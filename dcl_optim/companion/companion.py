@@ -143,7 +143,7 @@ class Companion(Forecaster):
         self._network = Network(module, optimizer, follower, is_copy, versions_of(module.parameters()))
         self._loaded_since = False
         if self._mode is not None:
-            self.set_mode(self._mode)
+            self.follow(self._mode)
         return self._network
 
     def settings(self) -> dict[str, Any]:
@@ -272,10 +272,6 @@ class Companion(Forecaster):
             "dimension is as long as the batch is cut, and no other; where that is wrong pass companion_fraction=1."
         )
 
-    def model_loaded(self) -> None:
-        if not isinstance(self._options.companion, nn.Module):
-            self._loaded_since = self._network is not None and self._network.has_predicted
-
     def _warn_weights_loaded(self) -> None:
         self._loaded_since = False
         if not self._warned_weights_loaded:
@@ -347,9 +343,17 @@ class Companion(Forecaster):
                         "forward was replaced by a function that holds it?); pass companion="
                     )
 
-    def before_step(self) -> None:
-        if self._network is not None:
-            self._network.optimizer.follow_options()
+    def before_step(self, creates_state: bool = False) -> None:
+        network = self._make() if creates_state and self._network is None else self._network
+        if network is not None:
+            network.optimizer.follow_options()
+        if network is not None and creates_state:
+            optimizer = network.optimizer.optimizer
+            if not optimizer.state:
+                network.optimizer.fill_gradients()
+                optimizer.step()
+                optimizer.zero_grad()
+            network.optimizer.note_options()  # the learning rate is 0 for now
 
     def step(self) -> None:
         network, mean = self._network, self._mean
@@ -399,23 +403,18 @@ class Companion(Forecaster):
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
-    def base_changed(self) -> None:
-        if self._network is not None:
-            self._network.follower.follow_base()
-
-    def set_mode(self, mode: str) -> None:
-        self._mode = mode
-        if self._network is not None and hasattr(self.optimizer, mode):
-            getattr(self.optimizer, mode)()
-
-    def create_state(self) -> None:
-        optimizer = (self._network or self._make()).optimizer
-        optimizer.follow_options()  # the learning rate is 0 for now
-        if not optimizer.optimizer.state:
-            optimizer.fill_gradients()
-            optimizer.optimizer.step()
-            optimizer.optimizer.zero_grad()
-        optimizer.note_options()
+    def follow(self, change: str) -> None:
+        network = self._network
+        if change == "loaded":
+            is_module = isinstance(self._options.companion, nn.Module)
+            self._loaded_since = network is not None and network.has_predicted and not is_module
+        elif change == "added":
+            if network is not None:
+                network.follower.follow_base()
+        else:
+            self._mode = change
+            if network is not None and hasattr(self.optimizer, change):
+                getattr(self.optimizer, change)()
 
     def state_dict(self) -> dict[str, Any]:
         network = self._network
