@@ -497,8 +497,8 @@ FAULTS = [
     Fault(
         "written-parameter-shared",
         "companion/companion.py",
-        "        if written:  # as a queue",
-        "        if False:  # as a queue",
+        "            network.follower.require_unwritten(network.versions)\n",
+        "            pass\n",
         "both networks write to the frozen parameters (a queue, a moving average) that they share",
         "companion_follow",
     ),
@@ -545,8 +545,8 @@ FAULTS = [
     Fault(
         "first-prediction-unchecked",
         "companion/companion.py",
-        "                copying.require_equal(forward.logits, learned.detach(), network.module)",
-        "                pass",
+        "            copying.require_equal(forward.logits, learned.detach(), network.module)",
+        "            pass",
         "no warning that the copy is another network",
         "companion_copying",
     ),

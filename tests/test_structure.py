@@ -193,7 +193,7 @@ def test_parameters_that_are_not_the_models_are_the_bases_alone() -> None:
 
 def test_nothing_is_added_to_the_optimizer_of_a_changed_model() -> None:
     """Also what is not the model's: the companion does not have the new head."""
-    model, optimizer, names = changed(new_head)
+    _, optimizer, names = changed(new_head)
     before = everything(optimizer)
     with pytest.raises(RuntimeError, match=rf"{names[-1]}.*wrap the model again"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))], "lr": 0.01})

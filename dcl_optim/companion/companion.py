@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -29,8 +29,8 @@ from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
 IN_COMPANION = (
-    "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute of "
-    "the model after wrapping it, or resets or detaches a hidden state that a module keeps, it has to do so on "
+    "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
+    "of the model after wrapping it, or resets or detaches a hidden state that a module keeps, it has to do so on "
     "optimizer.companion too."
 )
 
@@ -57,7 +57,6 @@ class Network:
     pre_hooks: list[copying.InputsOfScript]
     versions: list[int]  # of its parameters, as it was made or before its first forward pass
     starts_equal: bool  # whether its first prediction has to be the model's logits
-    own_frozen: set[str] = field(default_factory=set)  # frozen parameters that the model's forward pass writes to
     has_predicted: bool = False
     has_learned: bool = False
     cuts_rows: bool = False  # whether the parts of a batch are known to be rows of it
@@ -123,7 +122,6 @@ class Companion(Forecaster):
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._mean = WeightedMean()  # of the gradients since the last step
         if options.companion is None:
-            copying.check_model(model)
             check_for_copy(base, model, options.optimizer)
         else:
             self._make()
@@ -178,40 +176,29 @@ class Companion(Forecaster):
         network = self._network
         assert network is not None
         arguments = self._captured.after_forward(args, kwargs)
-        learns = self._learns
-        written = [] if network.has_predicted else network.follower.written(network.versions)
-        if written:  # as a queue or a moving average: a copy of it for each network
-            network.own_frozen |= set(written)
-            network.follower.unshare(written)
-            # What they were before is gone: the first prediction is the model's, from which nothing is learned.
-            learns &= not network.starts_equal
+        if not network.has_predicted:
+            network.follower.require_unwritten(network.versions)
         with replayed(rng_state), inputs.outside_checkpoints():
-            learned, rest = self._logits_of(network, arguments, len(forward.logits), learns)
+            learned, rest = self._logits_of(network, arguments, len(forward.logits))
         shape = learned.shape if rest is None else (len(learned) + len(rest), *learned.shape[1:])
         if shape != forward.logits.shape:
-            hint = "" if rest is None else " " + self._about_fraction(arguments, len(forward.logits))
+            hint = "" if rest is None else " " + self._about_fraction(len(forward.logits))
             raise ValueError(
                 f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; "
                 f"its architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
                 "model again"
             )
-        if network.starts_equal and not network.has_predicted:
-            if network.own_frozen:
-                network.follower.copy_values_from_model(network.own_frozen)  # after one forward pass, for both
-                learned, rest = forward.logits, None
-            elif rest is None:
-                copying.require_equal(forward.logits, learned.detach(), network.module)
+        if network.starts_equal and not network.has_predicted and rest is None:
+            copying.require_equal(forward.logits, learned.detach(), network.module)
         network.has_predicted = True
-        forward.prediction = Prediction(learned, rest, learns)
+        forward.prediction = Prediction(learned, rest, self._learns)
 
-    def _logits_of(
-        self, network: Network, arguments: Arguments, batch: int, learns: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def _logits_of(self, network: Network, arguments: Arguments, batch: int) -> tuple[Tensor, Tensor | None]:
         """The companion's logits: of the whole batch, or of the rows that it learns from and then of the others."""
         fraction = self._options.fraction
         learned = batch if fraction == 1 else max(2, round(fraction * batch))
-        if not learns or batch - learned < 2:  # batch normalization cannot take a single sample
-            with torch.set_grad_enabled(learns):
+        if not self._learns or batch - learned < 2:  # batch normalization cannot take a single sample
+            with torch.set_grad_enabled(self._learns):
                 return self._run(network, arguments), None
 
         def run(rows: slice) -> Tensor:
@@ -224,7 +211,7 @@ class Companion(Forecaster):
             if not network.cuts_rows:
                 self._require_rows(network, run, learned)
         except Exception as error:
-            _add_note(error, self._about_fraction(arguments, batch))
+            _add_note(error, self._about_fraction(batch))
             raise
         return first, rest
 
@@ -267,11 +254,11 @@ class Companion(Forecaster):
                 hook.ignored = False
         return self._find_logits(output)
 
-    def _about_fraction(self, arguments: Arguments, batch: int) -> str:
+    def _about_fraction(self, batch: int) -> str:
         return (
-            f"With companion_fraction={self._options.fraction} the companion runs on two parts of the batch: of the "
-            f"{batch} rows of {', '.join(inputs.cut_inputs(arguments, batch)) or 'no input'}. Each input whose first "
-            "dimension is as long as the batch is cut, and no other; where that is wrong pass companion_fraction=1."
+            f"With companion_fraction={self._options.fraction} the companion runs on two parts of the batch: each "
+            f"input of {batch} rows, as many as the logits have, is cut, and no other; where that is wrong pass "
+            "companion_fraction=1."
         )
 
     def model_loaded(self) -> None:
@@ -423,8 +410,7 @@ class Companion(Forecaster):
         if network is None:
             return dict(NOT_MADE)
         network.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
-        state = {"model": network.follower.own_state(), "optimizer": network.optimizer.state_dict()}
-        return state | {"own_frozen": sorted(network.own_frozen)} if network.own_frozen else state
+        return {"model": network.follower.own_state(), "optimizer": network.optimizer.state_dict()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE and self._options.companion is None:
@@ -452,12 +438,7 @@ class Companion(Forecaster):
             self.reset()
             return
         network = self._network or self._make()
-        # Layers that were unfrozen and frozen again, which go on training; parameters that the forward writes to, not.
-        unshared = network.follower.shared_names() & state["model"].keys()
-        network.own_frozen = set(state.get("own_frozen", ()))
-        for names, trained in ((unshared & network.own_frozen, False), (unshared - network.own_frozen, True)):
-            if names:
-                network.follower.unshare(names, trained)
+        network.follower.unshare(state["model"])  # also layers that were frozen again, which go on training
         with all_or_nothing(network.optimizer.optimizer):
             network.optimizer.load_state_dict(state["optimizer"])
             network.module.load_state_dict(state["model"], strict=False)

@@ -17,21 +17,11 @@ from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
 from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, OUR_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
-from dcl_optim.distributed import is_fully_sharded, is_sharded
+from dcl_optim.distributed import is_sharded
 
 CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
 # transformers collects hidden states by hooks, and some models build on them; a companion may be copied too.
 LIBRARIES = ("torch.", "transformers.", __name__)
-CANNOT_COPY = (
-    "the companion could not be made as a copy of the model ({}); build a second model yourself, load the first one's "
-    "state_dict into it (shard it in the same way if the model is sharded) and pass it as companion="
-)
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse a model that is known to allow no copy."""
-    if is_fully_sharded(model):
-        raise RuntimeError(CANNOT_COPY.format("fully_shard does not support deepcopy"))
 
 
 def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
@@ -70,7 +60,11 @@ def copy_model(model: nn.Module) -> nn.Module:
             if found != name:
                 raise ValueError(f"its copy's parameter {name!r} is called {found!r}, as in a Keras model")
     except Exception as error:
-        raise RuntimeError(CANNOT_COPY.format(error)) from error
+        raise RuntimeError(
+            f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
+            "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
+            "companion="
+        ) from error
     keys = {key for _, key, _ in dropped} | _after_ours(model)
     for module in copied.modules():
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
@@ -146,10 +140,10 @@ def _name(hook: Any) -> str:
 
 def has_other_hooks(model: nn.Module, companion: nn.Module) -> bool:
     """Whether a module of the model has a forward hook that its counterpart in the copy has not."""
-    return not _forward_hooks(model) <= _forward_hooks(companion)
+    return not _hook_keys(model) <= _hook_keys(companion)
 
 
-def _forward_hooks(network: nn.Module) -> set[tuple[str, int]]:
+def _hook_keys(network: nn.Module) -> set[tuple[str, int]]:
     modules = network.named_modules()
     return {(name, key) for name, module in modules for _, key, hook in hooks_of(module) if not is_ours(hook)}
 
@@ -174,9 +168,9 @@ def ignore_inputs_of_pre_hooks(module: nn.Module) -> list[InputsOfScript]:
     return list(table.values())
 
 
-def unshare(companion: nn.Module, parameters: Iterable[Tensor], trained: bool) -> None:
-    """Replace parameters that the companion shares by copies."""
-    copies = {id(parameter): nn.Parameter(parameter.detach().clone(), trained) for parameter in parameters}
+def unshare(companion: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Replace parameters that the companion shares by copies, which train."""
+    copies = {id(parameter): nn.Parameter(parameter.detach().clone()) for parameter in parameters}
     for module in companion.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) in copies:

@@ -1,4 +1,4 @@
-"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, trained parameters.
+"""Keeping the companion as the model is: mode, device, dtype, compilation, trained parameters.
 
 Apart from companion.py, which is Algorithm 1: this is what scripts and libraries do to a model meanwhile.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ class ModelFollower:
     ) -> None:
         self._called, self._model, self._companion = called, unwrapped(called), companion
         self._optimizer, self._is_copy, self._group = optimizer, is_copy, group
-        self._forward = vars(self._model).get("forward")
         self._ranks = 0  # at the last forward; 0 before the first
         self._known = list(self._model.parameters())
         self._note_parameters()
@@ -51,8 +49,6 @@ class ModelFollower:
             if self._companion.training != self._model.training:
                 self._companion.train(self._model.training)
             return
-        if vars(self._model).get("forward") is not self._forward:
-            self._follow_forward()
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
             for theirs, ours in zip(self._theirs, self._ours, strict=True):
                 ours.training = theirs.training
@@ -78,14 +74,6 @@ class ModelFollower:
         self._group.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
         self._group.broadcast(self._companion.buffers())
 
-    def _follow_forward(self) -> None:
-        """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
-        forward = self._forward = vars(self._model).get("forward")
-        if forward is None:
-            vars(self._companion).pop("forward", None)
-        elif getattr(forward, "__self__", None) is self._model:
-            self._companion.forward = MethodType(forward.__func__, self._companion)
-
     def follow_parameters(self) -> None:
         """Take over parameters that the model or its optimizer trains now; a model with new ones is refused."""
         if not self._is_copy:
@@ -97,10 +85,10 @@ class ModelFollower:
                 f"the model's parameters {added[:5]} were added or replaced since it was wrapped, and the companion "
                 "has none of them: wrap the model again"
             )
-        self._unshare([parameter for parameter in self._shared if parameter.requires_grad], trained=True)
+        self._unshare([parameter for parameter in self._shared if parameter.requires_grad])
 
-    def _unshare(self, parameters: Iterable[Tensor], trained: bool) -> None:
-        copying.unshare(self._companion, parameters, trained)
+    def _unshare(self, parameters: Iterable[Tensor]) -> None:
+        copying.unshare(self._companion, parameters)
         self._optimizer.follow_parameters()
         self._note_parameters()
 
@@ -115,8 +103,7 @@ class ModelFollower:
         own = [pair for pair in pairs if pair[0] is not pair[1]]
         self._sample = own[0] if own else None
         held = set(map(id, parameters_of(self._optimizer.optimizer)))
-        # Not what the model's forward writes to, which was frozen.
-        self._trained_elsewhere = [pair for pair in own if pair[1].requires_grad and id(pair[1]) not in held]
+        self._trained_elsewhere = [pair for pair in own if id(pair[1]) not in held]
 
     # ---- what the two networks share ---------------------------------------------------------------------------------
 
@@ -125,23 +112,21 @@ class ModelFollower:
         shared = set(map(id, self._shared))
         return {name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in shared}
 
-    def written(self, before: list[int]) -> list[str]:
-        """The names of those that the model's forward has written to since the companion's had these versions."""
-        now = versions_of(self.parameters)
-        if not self._is_copy or now == before:
-            return []
-        changed = {id(p) for p, one, other in zip(self.parameters, before, now, strict=True) if one != other}
-        named = self._companion.named_parameters(remove_duplicate=False)
-        return [name for name, p in named if id(p) in changed and not p.requires_grad]
+    def require_unwritten(self, before: list[int]) -> None:
+        """Raise RuntimeError if the model's forward has written to those since the companion's had these versions."""
+        named = zip(self._companion.named_parameters(), before, versions_of(self.parameters), strict=True)
+        written = [name for (name, parameter), one, other in named if one != other and not parameter.requires_grad]
+        if self._is_copy and written:
+            raise RuntimeError(
+                f"the model's forward pass writes to its frozen parameters {written[:5]}, which the companion shares: "
+                "write to them after the step, make them buffers, or pass companion=copy.deepcopy(model)"
+            )
 
-    def unshare(self, names: Iterable[str], trained: bool = False) -> None:
+    def unshare(self, names: Collection[str]) -> None:
         """Give the companion parameters of its own, with the values of those that it has shared by these names."""
-        self._unshare([self._companion.get_parameter(name) for name in names], trained)
-
-    def copy_values_from_model(self, names: Iterable[str]) -> None:
-        """Give parameters the values that they have in the model."""
-        for name in names:
-            self._companion.get_parameter(name).data.copy_(self._model.get_parameter(name).data)
+        shared = self.shared_names().intersection(names)
+        if shared:
+            self._unshare([self._companion.get_parameter(name) for name in shared])
 
     def own_state(self, unshared: Collection[str] = ()) -> dict[str, Tensor]:
         """The companion's tensors without those that it shares with the model, but for those of some names."""

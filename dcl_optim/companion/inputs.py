@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dcl_optim._torch import frames_of, saved_tensors_hooks, versions_of
-from dcl_optim._tree import map_tensors, named_tensors, tensors_of
+from dcl_optim._tree import map_tensors, tensors_of
 
 _requires_grad = attrgetter("requires_grad")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -68,7 +68,7 @@ class InputCapture:
         """Some rows of every tensor with the batch as its first dimension; cloned for a forward pass that writes."""
 
         def part(tensor: Tensor) -> Tensor:
-            found = tensor[rows] if _is_cut(tensor, batch) else tensor
+            found = tensor[rows] if tensor.ndim > 0 and len(tensor) == batch else tensor
             return found.clone() if self._writes else found
 
         return map_tensors(part, arguments)
@@ -91,21 +91,6 @@ def _detach(tensor: Tensor) -> Tensor:
 def _clone(tensor: Tensor) -> Tensor:
     # No leaf where it needs a gradient, which the companion's forward could not write to.
     return _detach(tensor).clone()
-
-
-def cut_inputs(arguments: Arguments, batch: int) -> list[str]:
-    """The names of the inputs that :meth:`InputCapture.slice` cuts.
-
-    Examples:
-        >>> cut_inputs(((torch.zeros(4, 2),), {"masks": [torch.zeros(4)], "scale": torch.zeros(1)}), batch=4)
-        ['args[0]', "kwargs['masks'][0]"]
-    """
-    named = [*named_tensors(arguments[0], "args"), *named_tensors(arguments[1], "kwargs")]
-    return [name for name, tensor in named if _is_cut(tensor, batch)]
-
-
-def _is_cut(tensor: Tensor, batch: int) -> bool:
-    return tensor.ndim > 0 and len(tensor) == batch
 
 
 def outside_checkpoints() -> AbstractContextManager[Any]:

@@ -48,7 +48,6 @@ class CompanionOptimizer:
     ) -> None:
         self._base, self._model, self._companion = base, model, companion
         self._lr_scale, self._is_given, self._is_copy = lr_scale, given is not None, is_copy
-        self._placeholders: dict[int, nn.Parameter] = {}  # by the base's parameter
         self._seen: list[tuple[dict[str, Any], dict[str, int]]] = []  # the base's options after its last step
         self.optimizer = self._build(given)
         self._draws_nothing = is_torchs_own(self.optimizer)
@@ -75,16 +74,11 @@ class CompanionOptimizer:
         groups = []
         for group in self._base.param_groups:
             pairs = [(p, own.pop(names.get(id(p), ""), None)) for p in group["params"]]
-            groups.append([self._placeholder(p) if found is None else found for p, found in pairs])
+            groups.append([_stand_in(p, 0, trained=False) if found is None else found for p, found in pairs])
         if not self._is_copy:
             known = set(names.values())
             groups[0] += [p for name, p in own.items() if name not in known]
         return groups
-
-    def _placeholder(self, parameter: Tensor) -> nn.Parameter:
-        if id(parameter) not in self._placeholders:
-            self._placeholders[id(parameter)] = _stand_in(parameter, length=0, trained=False)
-        return self._placeholders[id(parameter)]
 
     # ---- following the base ------------------------------------------------------------------------------------------
 
@@ -126,8 +120,9 @@ class CompanionOptimizer:
         for group in built.param_groups[former:]:
             ours.add_param_group(group)
         self._seen += [(dict(group), {}) for group in self._base.param_groups[former:]]
-        for slot in self._placeholders.values():
-            ours.state.pop(slot, None)
+        held = set(map(id, parameters_of(ours)))
+        for former_slot in [key for key in ours.state if isinstance(key, Tensor) and id(key) not in held]:
+            del ours.state[former_slot]
         for parameter, state in built.state.items():  # that a constructor makes, as Adagrad's and SaRA's do
             ours.state.setdefault(parameter, state)
 
