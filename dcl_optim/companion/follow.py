@@ -1,4 +1,4 @@
-"""Keeping the companion as the model is: mode, device, dtype, compilation, trained parameters.
+"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, trained parameters.
 
 Apart from companion.py, which is Algorithm 1: this is what scripts and libraries do to a model meanwhile.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class ModelFollower:
     ) -> None:
         self._called, self._model, self._companion = called, unwrapped(called), companion
         self._optimizer, self._is_copy, self._group = optimizer, is_copy, group
+        self._forward = vars(self._model).get("forward")
         self._ranks = 0  # at the last forward; 0 before the first
         self._known = list(self._model.parameters())
         self._note_parameters()
@@ -49,6 +51,8 @@ class ModelFollower:
             if self._companion.training != self._model.training:
                 self._companion.train(self._model.training)
             return
+        if vars(self._model).get("forward") is not self._forward:
+            self._follow_forward()
         if list(map(_training, self._theirs)) != list(map(_training, self._ours)):
             for theirs, ours in zip(self._theirs, self._ours, strict=True):
                 ours.training = theirs.training
@@ -73,6 +77,14 @@ class ModelFollower:
         self._ranks = self._group.size
         self._group.broadcast(p.data for p in self._companion.parameters() if p.requires_grad)
         self._group.broadcast(self._companion.buffers())
+
+    def _follow_forward(self) -> None:
+        """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
+        forward = self._forward = vars(self._model).get("forward")
+        if forward is None:
+            vars(self._companion).pop("forward", None)
+        elif getattr(forward, "__self__", None) is self._model:
+            self._companion.forward = MethodType(forward.__func__, self._companion)
 
     def follow_parameters(self) -> None:
         """Take over parameters that the model or its optimizer trains now; a model with new ones is refused."""
