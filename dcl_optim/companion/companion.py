@@ -283,9 +283,7 @@ class Companion(Forecaster):
         c, rest = prediction.learned.detach(), prediction.rest
         if c.ndim != 2 or loss.class_dim != 1 or rest is not None:
             c = torch.cat([to_rows(part, loss.class_dim) for part in (c, rest) if part is not None])
-        if c.device != z.device:
-            c = c.to(z.device)
-        prediction.rows = c
+        prediction.rows = c = c.to(z.device)
         # A device is read in another step than the one in which the loss reader does so.
         if _sync.may_sync(forward.step - 1, z) and not math.isfinite(c.sum()):
             self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
@@ -421,8 +419,7 @@ class Companion(Forecaster):
             model = state.get("model", {})
             expected = network.follower.own_state(unshared=model)
             missing = sorted(expected.keys() - model.keys())
-            parameters = dict(network.module.named_parameters(remove_duplicate=False))
-            if missing and self._options.companion is None and all(name in parameters for name in missing):
+            if missing and self._options.companion is None:
                 raise ValueError(
                     f"the state of the companion does not fit: missing {missing[:5]}; if these were frozen when it was "
                     "saved, freeze them again, call reset_companion(), load, and unfreeze them"
@@ -447,11 +444,7 @@ class Companion(Forecaster):
         network.has_predicted = network.starts_equal = network.loaded_since = False
 
     def reset(self) -> None:
-        """Drop the companion: the next training forward pass begins with a new one, as the first did.
-
-        Raises:
-            RuntimeError: the companion was given as a module, of which there is no second.
-        """
+        """Drop the companion: the next training forward pass begins with a new one, as the first did."""
         if isinstance(self._options.companion, nn.Module):
             raise RuntimeError(
                 "the companion was given as a module, which cannot be made anew: load the weights that it is to have "

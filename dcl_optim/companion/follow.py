@@ -117,15 +117,13 @@ class ModelFollower:
         held = set(map(id, parameters_of(self._optimizer.optimizer)))
         self._trained_elsewhere = [pair for pair in own if id(pair[1]) not in held]
 
-    # ---- what the two networks share ---------------------------------------------------------------------------------
-
     def shared_names(self) -> set[str]:
         """The names of the parameters that the companion shares."""
         shared = set(map(id, self._shared))
         return {name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in shared}
 
     def require_unwritten(self, before: list[int]) -> None:
-        """Raise RuntimeError if the model's forward has written to those since the companion's had these versions."""
+        """Raise RuntimeError if the model's forward has written to them since the companion's had these versions."""
         named = zip(self._companion.named_parameters(), before, versions_of(self.parameters), strict=True)
         written = [name for (name, parameter), one, other in named if one != other and not parameter.requires_grad]
         if self._is_copy and written:
@@ -135,13 +133,13 @@ class ModelFollower:
             )
 
     def unshare(self, names: Collection[str]) -> None:
-        """Give the companion parameters of its own, with the values of those that it has shared by these names."""
+        """Replace the parameters that the companion shares by these names by copies, which train."""
         shared = self.shared_names().intersection(names)
         if shared:
             self._unshare([self._companion.get_parameter(name) for name in shared])
 
     def own_state(self, unshared: Collection[str] = ()) -> dict[str, Tensor]:
-        """The companion's tensors without those that it shares with the model, but for those of some names."""
+        """The companion's tensors without what it shares with the model, except under some names."""
         if any(map(_requires_grad, self._shared)):
             self.follow_parameters()
         left_out = self.shared_names().difference(unshared)

@@ -43,11 +43,7 @@ class InputCapture:
             self._arguments = map_tensors(_detach, self._call)
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments as the model got them.
-
-        Raises:
-            RuntimeError: the model has written to them, which it had not done in its first forward pass.
-        """
+        """The arguments as the model got them."""
         call, self._call = self._call, None
         if call is None or not (call[0] is args or _are_same(call, args, kwargs)):
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place

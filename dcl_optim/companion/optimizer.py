@@ -48,7 +48,8 @@ class CompanionOptimizer:
     ) -> None:
         self._base, self._model, self._companion = base, model, companion
         self._lr_scale, self._is_given, self._is_copy = lr_scale, given is not None, is_copy
-        self._seen: list[tuple[dict[str, Any], dict[str, int]]] = []  # the base's options after its last step
+        # The base's options after its last step, and how often tensors among them had been written to.
+        self._seen: list[tuple[dict[str, Any], dict[str, int]]] = []
         self.optimizer = self._build(given)
         self._draws_nothing = is_torchs_own(self.optimizer)
         self.note_options()
@@ -79,8 +80,6 @@ class CompanionOptimizer:
             known = set(names.values())
             groups[0] += [p for name, p in own.items() if name not in known]
         return groups
-
-    # ---- following the base ------------------------------------------------------------------------------------------
 
     def follow_options(self) -> None:
         """Copy what the script has changed in the base's groups since its last step."""
@@ -121,12 +120,10 @@ class CompanionOptimizer:
             ours.add_param_group(group)
         self._seen += [(dict(group), {}) for group in self._base.param_groups[former:]]
         held = set(map(id, parameters_of(ours)))
-        for former_slot in [key for key in ours.state if isinstance(key, Tensor) and id(key) not in held]:
-            del ours.state[former_slot]
+        for emptied in [key for key in ours.state if isinstance(key, Tensor) and id(key) not in held]:
+            del ours.state[emptied]
         for parameter, state in built.state.items():  # that a constructor makes, as Adagrad's and SaRA's do
             ours.state.setdefault(parameter, state)
-
-    # ---- stepping ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Step, with random draws that the script's generators do not notice."""
@@ -147,8 +144,6 @@ class CompanionOptimizer:
         for parameter in without_gradient(self.optimizer):
             if parameter.requires_grad:  # not in the placeholders
                 parameter.grad = torch.zeros_like(parameter)
-
-    # ---- the state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, its parameters by number as text: torch.distributed.checkpoint makes all keys so."""
@@ -221,10 +216,9 @@ def check_for_copy(base: Optimizer, model: nn.Module, given: Optimizer | MakeOpt
 def _is_setting(value: Any) -> bool:
     """Whether an attribute may be what a constructor was given: some keep part of it outside ``defaults``."""
     if isinstance(value, tuple):
-        return all(_is_setting(item) for item in value)
-    if isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
-        return True
-    return inspect.isroutine(value) or inspect.isclass(value)
+        return all(map(_is_setting, value))
+    plain = isinstance(value, (bool, int, float, str, torch.dtype, type(None)))
+    return plain or inspect.isroutine(value) or inspect.isclass(value)
 
 
 def build_like(base: Optimizer, parameters: list[list[nn.Parameter]], lr_scale: float = 1.0) -> Optimizer:
