@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,21 +36,6 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
-
-
-def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors in order, each with the expression that leads to it."""
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, (tuple, list)):
-        for index, item in enumerate(tree):
-            yield from named_tensors(item, f"{name}[{index}]")
-    elif isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from named_tensors(item, f"{name}[{key!r}]")
-    elif _is_dataclass_instance(tree):
-        for field in dataclasses.fields(tree):
-            yield from named_tensors(getattr(tree, field.name, None), f"{name}.{field.name}")
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

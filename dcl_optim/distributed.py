@@ -46,12 +46,6 @@ def refuse_flat_shards(model: nn.Module) -> None:
         )
 
 
-def is_fully_sharded(model: nn.Module) -> bool:
-    """Whether a module of the model was given to ``fully_shard`` (FSDP2)."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and any(isinstance(module, kind) for module in model.modules())
-
-
 def _fully_sharded() -> tuple[type[nn.Module], ...]:
     found = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return () if found is None else (found,)

@@ -497,8 +497,8 @@ FAULTS = [
     Fault(
         "written-parameter-shared",
         "companion/companion.py",
-        "            if written:  # as a queue",
-        "            if False:  # as a queue",
+        "            network.follower.require_unwritten(network.versions)\n",
+        "            pass\n",
         "both networks write to the frozen parameters (a queue, a moving average) that they share",
         "companion_follow",
     ),
@@ -513,7 +513,7 @@ FAULTS = [
     Fault(
         "options-not-followed",
         "companion/optimizer.py",
-        "                    _put(ours, key, self._option(key, value))\n",
+        "                    _put(ours, key, _option(key, value, self._lr_scale))\n",
         "                    pass\n",
         "a scheduler does not reach the companion's optimizer",
         "schedulers",
@@ -545,15 +545,15 @@ FAULTS = [
     Fault(
         "first-prediction-unchecked",
         "companion/companion.py",
-        "                copying.require_equal(forward.logits, learned.detach(), network.module)",
-        "                pass",
+        "            copying.require_equal(forward.logits, learned.detach(), network.module)",
+        "            pass",
         "no warning that the copy is another network",
         "companion_copying",
     ),
     Fault(
         "loaded-weights-unsaid",
         "companion/companion.py",
-        "            self._warn_weights_loaded()\n",
+        "            self._warn_weights_loaded(network)\n",
         "            pass\n",
         "no warning that the companion does not have weights loaded in the run",
         "companion",

@@ -155,6 +155,7 @@ def test_an_optimizer_that_a_callable_builds_gains_a_group_and_resumes_where_the
         model = square(frozen=True)
         optimizer = wrap(model, 1, companion_optimizer=make)
         train(model, optimizer, BEFORE[: 2 * (1 - len(runs))])
+        assert optimizer.companion is not None  # before the layer is unfrozen, also in the run that resumes
         model[0].requires_grad_(True)
         runs.append((model, optimizer))
     (model, optimizer), (again, other) = runs

@@ -111,8 +111,10 @@ def test_sharded_training_equals_one_process_on_the_joint_batch(tmp_path: Path):
 
 def refusal_worker(rank: int, folder: Path) -> None:
     model = sharded()
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
-        DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
+        train(model, optimizer, batches(1))
+    optimizer.detach()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
 
 

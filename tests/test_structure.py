@@ -179,19 +179,25 @@ def test_unfreezing_in_a_changed_model_is_refused() -> None:
         model(one()[0])
 
 
-@pytest.mark.parametrize("change", [None, new_head])
-def test_parameters_that_are_not_the_models_are_the_bases_alone(change: Any) -> None:
+def test_parameters_that_are_not_the_models_are_the_bases_alone() -> None:
     model, temperature = mlp(), nn.Parameter(torch.ones((), dtype=torch.float64))
     optimizer = wrap(model)
     train(model, optimizer, batches(1))
-    if change is not None:
-        change(model)
     optimizer.add_param_group({"params": [temperature], "lr": 0.01})
     train(model, optimizer, batches(2), lambda z, y: F.cross_entropy(z / temperature, y))
     assert temperature != 1
     assert [len(group["params"]) for group in optimizer.param_groups] == [4, 1]
     slots = [[slot.requires_grad for slot in group["params"]] for group in optimizer.companion_optimizer.param_groups]
-    assert slots == ([[True] * 4, [False]] if change is None else [[True, True, False, False], [False]])
+    assert slots == [[True] * 4, [False]]
+
+
+def test_nothing_is_added_to_the_optimizer_of_a_changed_model() -> None:
+    """Also what is not the model's: the companion does not have the new head."""
+    _, optimizer, names = changed(new_head)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match=rf"{names[-1]}.*wrap the model again"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))], "lr": 0.01})
+    assert_same(everything(optimizer), before)
 
 
 def test_new_layers_are_trained_where_the_companion_is_no_copy() -> None:

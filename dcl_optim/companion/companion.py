@@ -27,15 +27,11 @@ from dcl_optim.distances import Distance, from_rows, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
-OLD_STATE = (
-    "This was raised in the backward pass of dcl_optim's companion, which goes through a state that one of its modules "
-    "keeps in an attribute (a hidden state) and that is of an earlier batch. Where the script resets or detaches the "
-    "model's, it has to do so on optimizer.companion too; or pass the state to forward and return it."
-)
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
 IN_COMPANION = (
-    "This was raised in the forward pass of dcl_optim's companion, on the model's inputs. What a script sets on the "
-    "model after wrapping it (an attribute, a hidden state), it has to set on optimizer.companion too."
+    "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
+    "of the model after wrapping it, or resets or detaches a hidden state that a module keeps, it has to do so on "
+    "optimizer.companion too."
 )
 
 
@@ -58,10 +54,13 @@ class Network:
     module: nn.Module
     optimizer: CompanionOptimizer
     follower: ModelFollower
+    pre_hooks: list[copying.InputsOfScript]
+    versions: list[int]  # of its parameters, as it was made or before its first forward pass
     starts_equal: bool  # whether its first prediction has to be the model's logits
-    versions: list[int]  # of its parameters, as it was made
     has_predicted: bool = False
     has_learned: bool = False
+    cuts_rows: bool = False  # whether the parts of a batch are known to be rows of it
+    loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
 
 
 @dataclass
@@ -114,17 +113,15 @@ class Companion(Forecaster):
         self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
         refuse_flat_shards(model)
         self._group = DataParallelGroup(model, options.process_group)
-        self._trained_at_wrapping = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
         self._mode: str | None = None  # that the base was switched to, if it has one
         self._network: Network | None = None
         self._captured = inputs.InputCapture()
-        self._own_frozen: set[str] = set()  # frozen parameters that the model's forward pass writes to
         self._step, self._learns = 0, True  # the number of the step, and whether the companion learns in it
         self._diverged = False  # whether its logits were not finite where the model's were
-        self._loaded_since = self._warned_weights_loaded = False
-        self._reset()
+        self._warned_weights_loaded = False
+        self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
+        self._mean = WeightedMean()  # of the gradients since the last step
         if options.companion is None:
-            copying.check_model(model)
             check_for_copy(base, model, options.optimizer)
         else:
             self._make()
@@ -136,12 +133,11 @@ class Companion(Forecaster):
         rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
         with replayed(rng_state), torch.inference_mode(False):
             module = copying.build(own, options.companion)
-            optimizer = CompanionOptimizer(
-                self._base, own, module, options.lr_scale, options.optimizer, is_copy, self._trained_at_wrapping
-            )
+            optimizer = CompanionOptimizer(self._base, own, module, options.lr_scale, options.optimizer, is_copy)
         follower = ModelFollower(self._model, module, optimizer, is_copy, self._group)
-        self._network = Network(module, optimizer, follower, is_copy, versions_of(module.parameters()))
-        self._loaded_since = False
+        pre_hooks = copying.ignore_inputs_of_pre_hooks(module) if is_copy and own is self._model else []
+        versions = versions_of(module.parameters())
+        self._network = Network(module, optimizer, follower, pre_hooks, versions, starts_equal=is_copy)
         if self._mode is not None:
             self.follow(self._mode)
         return self._network
@@ -161,85 +157,81 @@ class Companion(Forecaster):
         """The companion's optimizer."""
         return (self._network or self._make()).optimizer.optimizer
 
-    def _reset(self) -> None:
-        self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
-        self._mean = WeightedMean()  # of the gradients since the last step
-
     # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._learns, self._step = step % self._options.every == 0, step
         self._group.find()
         network = self._network or self._make()
-        if self._loaded_since:
-            self._warn_weights_loaded()
+        if network.loaded_since:
+            self._warn_weights_loaded(network)
         network.follower.follow()
         if not network.has_predicted:
-            network.follower.before_first_forward()
+            versions = versions_of(network.follower.parameters)
+            network.starts_equal &= versions == network.versions  # as the script left it
+            network.versions = versions
         self._captured.before_forward(args, kwargs)
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: RngState) -> None:
         network = self._network
         assert network is not None
         arguments = self._captured.after_forward(args, kwargs)
-        learns = self._learns
         if not network.has_predicted:
-            written = network.follower.written()
-            if written:  # as a queue or a moving average: a copy of it for each network
-                self._own_frozen |= set(written)
-                network.follower.unshare(written)
-                # What they were before is gone: the first prediction is the model's, from which nothing is learned.
-                learns &= not network.starts_equal
+            network.follower.require_unwritten(network.versions)
         with replayed(rng_state), inputs.outside_checkpoints():
-            learned, rest = self._logits_of(arguments, len(forward.logits), learns)
+            learned, rest = self._logits_of(network, arguments, len(forward.logits))
         shape = learned.shape if rest is None else (len(learned) + len(rest), *learned.shape[1:])
         if shape != forward.logits.shape:
-            hint = "" if rest is None else " " + self._about_fraction(arguments, len(forward.logits))
+            hint = "" if rest is None else " " + self._about_fraction(len(forward.logits))
             raise ValueError(
                 f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; "
                 f"its architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
                 "model again"
             )
-        if not network.has_predicted:
-            network.has_predicted = True
-            if network.starts_equal and self._own_frozen:
-                network.follower.copy_values_from_model(self._own_frozen)  # after one forward pass, for both
-                learned, rest = forward.logits, None
-            elif network.starts_equal and network.versions == versions_of(network.module.parameters()) and rest is None:
-                copying.require_equal(forward.logits, learned.detach(), network.module)  # as the script left it
-        forward.prediction = Prediction(learned, rest, learns)
+        if network.starts_equal and not network.has_predicted and rest is None:
+            copying.require_equal(forward.logits, learned.detach(), network.module)
+        network.has_predicted = True
+        forward.prediction = Prediction(learned, rest, self._learns)
 
-    def _logits_of(self, arguments: Arguments, batch: int, learns: bool) -> tuple[Tensor, Tensor | None]:
+    def _logits_of(self, network: Network, arguments: Arguments, batch: int) -> tuple[Tensor, Tensor | None]:
         """The companion's logits: of the whole batch, or of the rows that it learns from and then of the others."""
         fraction = self._options.fraction
         learned = batch if fraction == 1 else max(2, round(fraction * batch))
-        if not learns or batch - learned < 2:  # batch normalization cannot take a single sample
-            with torch.set_grad_enabled(learns):
-                return self._run(arguments), None
-        # A graph for the rows that are learned from only: this is where a fraction saves its time.
+        if not self._learns or batch - learned < 2:  # batch normalization cannot take a single sample
+            with torch.set_grad_enabled(self._learns):
+                return self._run(network, arguments), None
+
+        def run(rows: slice) -> Tensor:
+            return self._run(network, self._captured.slice(arguments, batch, rows))
+
         try:
-            first = self._run(self._captured.slice(arguments, batch, slice(0, learned)))
-            with torch.no_grad():
-                rest = self._run(self._captured.slice(arguments, batch, slice(learned, None)))
-            if not self._captured.cuts_rows:
-                self._require_rows(arguments, batch, learned)
+            first = run(slice(learned))
+            with torch.no_grad():  # this is where a fraction saves its time
+                rest = run(slice(learned, None))
+            if not network.cuts_rows:
+                self._require_rows(network, run, learned)
         except Exception as error:
-            _add_note(error, self._about_fraction(arguments, batch))
+            _add_note(error, self._about_fraction(batch))
             raise
         return first, rest
 
-    def _require_rows(self, arguments: Arguments, batch: int, learned: int) -> None:
+    def _require_rows(self, network: Network, run: Callable[[slice], Tensor], learned: int) -> None:
         """Raise ValueError if the first dimension is not that of independent samples, but time, say; checked once.
 
         In evaluation mode, in which neither batch norm nor dropout makes a part different from the rows of the whole.
         """
-        rows = (slice(None), slice(0, learned), slice(learned, None))
-        with torch.no_grad(), copying.evaluating(self.module):
-            whole, *pieces = [self._run(self._captured.slice(arguments, batch, part)) for part in rows]
+        training = [layer for layer in network.module.modules() if layer.training]
+        network.module.eval()
+        try:
+            with torch.no_grad():
+                whole, *pieces = map(run, (slice(None), slice(learned), slice(learned, None)))
+        finally:
+            for layer in training:
+                layer.training = True
         together = torch.cat(pieces)
         if together.shape == whole.shape and not whole.is_meta:  # other shapes are refused with the prediction
             error = (together - whole).nan_to_num().abs().max()  # -inf of masked classes in both
-            half = next(self.module.parameters()).dtype.itemsize < 4 or torch.is_autocast_enabled(whole.device.type)
+            half = next(network.module.parameters()).dtype.itemsize < 4 or torch.is_autocast_enabled(whole.device.type)
             rounding = 0.05 if half else 0.005  # a kernel for fewer rows sums in another order, or in TF32
             if error > rounding * whole.nan_to_num(neginf=0.0, posinf=0.0).abs().max():
                 raise ValueError(
@@ -247,33 +239,30 @@ class Companion(Forecaster):
                     "not those rows of the whole batch's, so the first dimension of the inputs is not that of "
                     "independent samples (but time, or a graph's nodes); pass companion_fraction=1"
                 )
-        self._captured.cuts_rows = True
+        network.cuts_rows = True
 
-    def _run(self, arguments: Arguments) -> Tensor:
-        assert self._network is not None
-        args, kwargs = arguments
-        pre_hooks = self._network.follower.pre_hooks
-        for hook in pre_hooks:
+    def _run(self, network: Network, arguments: Arguments) -> Tensor:
+        for hook in network.pre_hooks:
             hook.ignored = True
         try:
-            output = self._network.module(*args, **kwargs)
+            output = network.module(*arguments[0], **arguments[1])
         except Exception as error:
-            _add_note(error, IN_COMPANION)
+            _add_note(error, IN_COMPANION.format("forward"))
             raise
         finally:
-            for hook in pre_hooks:
+            for hook in network.pre_hooks:
                 hook.ignored = False
         return self._find_logits(output)
 
-    def _about_fraction(self, arguments: Arguments, batch: int) -> str:
+    def _about_fraction(self, batch: int) -> str:
         return (
-            f"With companion_fraction={self._options.fraction} the companion runs on two parts of the batch: of the "
-            f"{batch} rows of {', '.join(inputs.cut_inputs(arguments, batch)) or 'no input'}. Each input whose first "
-            "dimension is as long as the batch is cut, and no other; where that is wrong pass companion_fraction=1."
+            f"With companion_fraction={self._options.fraction} the companion runs on two parts of the batch: each "
+            f"input of {batch} rows, as many as the logits have, is cut, and no other; where that is wrong pass "
+            "companion_fraction=1."
         )
 
-    def _warn_weights_loaded(self) -> None:
-        self._loaded_since = False
+    def _warn_weights_loaded(self, network: Network) -> None:
+        network.loaded_since = False
         if not self._warned_weights_loaded:
             self._warned_weights_loaded = True
             warn(
@@ -290,9 +279,7 @@ class Companion(Forecaster):
         c, rest = prediction.learned.detach(), prediction.rest
         if c.ndim != 2 or loss.class_dim != 1 or rest is not None:
             c = torch.cat([to_rows(part, loss.class_dim) for part in (c, rest) if part is not None])
-        if c.device != z.device:
-            c = c.to(z.device)
-        prediction.rows = c
+        prediction.rows = c = c.to(z.device)
         # A device is read in another step than the one in which the loss reader does so.
         if _sync.may_sync(forward.step - 1, z) and not math.isfinite(c.sum()):
             self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
@@ -332,8 +319,7 @@ class Companion(Forecaster):
                 else:
                     logits.backward(gradient)
             except RuntimeError as error:
-                if "a second time" in str(error):
-                    _add_note(error, OLD_STATE)
+                _add_note(error, IN_COMPANION.format("backward"))
                 raise
             if network is not None and not network.has_learned:
                 network.has_learned = next(gradients_of(self.optimizer), None) is not None
@@ -397,7 +383,7 @@ class Companion(Forecaster):
         return self._mean.has_overflowed(gradients)
 
     def forget(self) -> None:
-        self._reset()
+        self._pending, self._mean = [], WeightedMean()
         if self._network is not None:
             self._network.module.zero_grad()
 
@@ -406,11 +392,11 @@ class Companion(Forecaster):
     def follow(self, change: str) -> None:
         network = self._network
         if change == "loaded":
-            is_module = isinstance(self._options.companion, nn.Module)
-            self._loaded_since = network is not None and network.has_predicted and not is_module
+            if network is not None and not isinstance(self._options.companion, nn.Module):
+                network.loaded_since = network.has_predicted
         elif change == "added":
             if network is not None:
-                network.follower.follow_base()
+                network.follower.follow_parameters()
         else:
             self._mode = change
             if network is not None and hasattr(self.optimizer, change):
@@ -421,8 +407,7 @@ class Companion(Forecaster):
         if network is None:
             return dict(NOT_MADE)
         network.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
-        state = {"model": network.follower.own_state(), "optimizer": network.optimizer.state_dict()}
-        return state | {"own_frozen": sorted(self._own_frozen)} if self._own_frozen else state
+        return {"model": network.follower.own_state(), "optimizer": network.optimizer.state_dict()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE and self._options.companion is None:
@@ -431,59 +416,47 @@ class Companion(Forecaster):
         try:
             network = self._network or self._make()
             model = state.get("model", {})
-            expected = network.follower.own_state(network.follower.shared_in(model))
-            self._require_unfrozen(network.module, sorted(expected.keys() - model.keys()))
+            expected = network.follower.own_state(unshared=model)
+            missing = sorted(expected.keys() - model.keys())
+            if missing and self._options.companion is None:
+                raise ValueError(
+                    f"the state of the companion does not fit: missing {missing[:5]}; if these were frozen when it was "
+                    "saved, freeze them again, call reset_companion(), load, and unfreeze them"
+                )
             check_tensors(model, expected, "companion")
             network.optimizer.check_state(state.get("optimizer", {}))
         except Exception:
             self._network = before
             raise
 
-    def _require_unfrozen(self, module: nn.Module, missing: list[str]) -> None:
-        """Raise ValueError, with the fix, for a state of when some of the model's parameters were frozen."""
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        if missing and self._options.companion is None and all(name in parameters for name in missing):
-            raise ValueError(
-                f"the state of the companion does not fit: missing {missing[:5]}; if these were frozen when it was "
-                "saved, freeze them again, call reset_companion(), load, and unfreeze them"
-            )
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE:
             self.reset()
             return
         network = self._network or self._make()
-        # Layers that were unfrozen and frozen again, which go on training; parameters that the forward writes to, not.
-        unshared, self._own_frozen = network.follower.shared_in(state["model"]), set(state.get("own_frozen", ()))
-        for names, trained in ((self._own_frozen & set(unshared), False), (set(unshared) - self._own_frozen, True)):
-            if names:
-                network.follower.unshare(names, trained)
+        network.follower.unshare(state["model"])  # also layers that were frozen again, which go on training
         with all_or_nothing(network.optimizer.optimizer):
             network.optimizer.load_state_dict(state["optimizer"])
             network.module.load_state_dict(state["model"], strict=False)
         self.forget()
         network.optimizer.note_options()
-        network.has_predicted = network.starts_equal = self._loaded_since = False
+        network.has_predicted = network.starts_equal = network.loaded_since = False
 
     def reset(self) -> None:
-        """Drop the companion: the next training forward pass begins with a new one, as the first did.
-
-        Raises:
-            RuntimeError: the companion was given as a module, of which there is no second.
-        """
+        """Drop the companion: the next training forward pass begins with a new one, as the first did."""
         if isinstance(self._options.companion, nn.Module):
             raise RuntimeError(
                 "the companion was given as a module, which cannot be made anew: load the weights that it is to have "
                 "into optimizer.companion, or wrap the model again"
             )
         self.forget()
-        self._network, self._own_frozen, self._loaded_since = None, set(), False
+        self._network = None
         if self._options.companion is not None:
             self._make()
 
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()  # graphs cannot be copied
-        return self.__dict__ | {"_captured": self._captured.without_arguments()}
+        return self.__dict__
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dcl_optim._torch import frames_of, saved_tensors_hooks, versions_of
-from dcl_optim._tree import map_tensors, named_tensors, tensors_of
+from dcl_optim._tree import map_tensors, tensors_of
 
 _requires_grad = attrgetter("requires_grad")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 PLAIN = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})  # what holds nothing that could change
 
 
@@ -26,14 +24,10 @@ class InputCapture:
 
     Out of their graph, and in containers that the model's forward pass cannot change. In the first forward pass tensors
     are cloned, and later if that one has written to them.
-
-    Attributes:
-        cuts_rows: whether the parts of a batch are known to be rows of it.
     """
 
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
-        self.cuts_rows = False
         self._call: Arguments | None = None
         self._arguments: Arguments
         self._tensors: Sequence[Tensor]
@@ -49,15 +43,10 @@ class InputCapture:
             self._arguments = map_tensors(_detach, self._call)
 
     def after_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments as the model got them.
-
-        Raises:
-            RuntimeError: the model has written to them, which it had not done in its first forward pass.
-        """
+        """The arguments as the model got them."""
         call, self._call = self._call, None
-        is_same = call is not None and (call[0] is args or _are_same(call, args, kwargs))
-        if not is_same:  # a later pre-hook has put others in their place
-            return detached((args, kwargs))
+        if call is None or not (call[0] is args or _are_same(call, args, kwargs)):
+            return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
         writes = versions_of(self._tensors) != self._versions
         if writes and self._clones is None:
             raise RuntimeError(
@@ -73,30 +62,21 @@ class InputCapture:
 
     def slice(self, arguments: Arguments, batch: int, rows: slice) -> Arguments:
         """Some rows of every tensor with the batch as its first dimension; cloned for a forward pass that writes."""
-        return slice_batch(arguments, batch, rows, bool(self._writes))
 
-    def without_arguments(self) -> InputCapture:
-        """The same without what was kept, for copies and pickles."""
-        found = InputCapture()
-        found._writes, found.cuts_rows = self._writes, self.cuts_rows
-        return found
+        def part(tensor: Tensor) -> Tensor:
+            found = tensor[rows] if tensor.ndim > 0 and len(tensor) == batch else tensor
+            return found.clone() if self._writes else found
+
+        return map_tensors(part, arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_writes": self._writes, "_call": None}
 
 
 def _are_same(call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if len(args) != len(call[0]) or kwargs.keys() != call[1].keys():
         return False
-    return all(map(is_, args, call[0])) and all(map(is_, kwargs.values(), call[1].values()))
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    # No leaf where it needs a gradient, which the companion's forward could not write to.
-    return _detach(tensor).clone()
-
-
-def detached(arguments: Arguments) -> Arguments:
-    """Take a model's arguments out of the graph that they came from."""
-    in_graph = any(map(_requires_grad, tensors_of(arguments)))
-    return map_tensors(_detach, arguments) if in_graph else arguments
+    return all(map(is_, chain(args, kwargs.values()), chain(call[0], call[1].values())))
 
 
 def _detach(tensor: Tensor) -> Tensor:
@@ -104,27 +84,9 @@ def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def slice_batch(arguments: Arguments, batch: int, rows: slice, clones: bool = False) -> Arguments:
-    """Some rows of every tensor that has the batch as its first dimension; of their own, for a forward that writes."""
-    if clones:
-        return map_tensors(lambda t: t[rows].clone() if _is_cut(t, batch) else t.clone(), arguments)
-    return map_tensors(lambda t: t[rows] if _is_cut(t, batch) else t, arguments)
-
-
-def cut_inputs(arguments: Arguments, batch: int) -> list[str]:
-    """The names of the inputs that :func:`slice_batch` cuts.
-
-    Examples:
-        >>> cut_inputs(((torch.zeros(4, 2),), {"masks": [torch.zeros(4)], "scale": torch.zeros(1)}), batch=4)
-        ['args[0]', "kwargs['masks'][0]"]
-    """
-    args, kwargs = arguments
-    named = [*named_tensors(args, "args"), *named_tensors(kwargs, "kwargs")]
-    return [name for name, tensor in named if _is_cut(tensor, batch)]
-
-
-def _is_cut(tensor: Tensor, batch: int) -> bool:
-    return tensor.ndim > 0 and len(tensor) == batch
+def _clone(tensor: Tensor) -> Tensor:
+    # No leaf where it needs a gradient, which the companion's forward could not write to.
+    return _detach(tensor).clone()
 
 
 def outside_checkpoints() -> AbstractContextManager[Any]:
@@ -134,9 +96,5 @@ def outside_checkpoints() -> AbstractContextManager[Any]:
     save the same again.
     """
     if saved_tensors_hooks() is not None and any(frames_of("torch.utils.checkpoint")):
-        return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     return nullcontext()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

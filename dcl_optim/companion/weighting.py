@@ -33,14 +33,7 @@ class WeightedMean:
         self._total: Any = 0.0  # sum of the weights so far
 
     def weigh(self, gradient: Tensor, factor: float, scale: Scale, half: bool) -> Tensor:
-        """Multiply a gradient by a factor and by its weight, in place.
-
-        Args:
-            gradient: rows (N, K).
-            factor: a number.
-            scale: what the loss was multiplied by: a number or a scalar tensor.
-            half: whether the gradient is going to be float16.
-        """
+        """Multiply a gradient, rows (N, K), by a factor and by its weight, in place; ``half`` if it becomes float16."""
         size = (scale.to(gradient.device) if isinstance(scale, Tensor) else abs(scale)) if len(gradient) else 0.0
         if half:
             gradient, factor = gradient.mul_(factor), 1.0
