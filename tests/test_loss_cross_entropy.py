@@ -34,7 +34,7 @@ def settle(z: Tensor, g: Tensor, former: Form | None = None) -> tuple[Form | Non
     if not evidence.says:
         raise Uncertain
     live = g.abs().amax(1) > 0
-    for form in candidates(evidence, former, allows_negative=False):
+    for form in candidates(evidence, z.shape[1], former, allows_negative=False):
         if form is not None:
             reading = read(form, z, g, live, live.sum(), evidence.slope * live.sum(), tolerance)
             if reading.fits:

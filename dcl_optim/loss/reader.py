@@ -329,7 +329,11 @@ class LossReader:
         if not 0 < found[0].total < math.inf:
             return None, None, known, found[0].total
         allows_negative = has_scale and wants_labels
-        for forms in zip(*(cross_entropy.candidates(one, self._form, allows_negative) for one in found), strict=True):
+        forms_of = [
+            cross_entropy.candidates(evidence, one.z.shape[1], self._form, allows_negative)
+            for evidence, one in zip(found, laid_out, strict=True)
+        ]
+        for forms in zip(*forms_of, strict=True):
             for dim, evidence, one, form in zip(dims, found, laid_out, forms, strict=True):
                 if form is None or not evidence.says:
                     continue
