@@ -317,22 +317,24 @@ def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> tuple[Ten
     return line[0], torch.where(found, smoothing, 0.0)
 
 
-def candidates(evidence: Evidence, classes: int, former: Form | None, allows_negative: bool) -> list[Form | None]:
-    """The forms in the order in which they are tried; None for one that the evidence is against.
+def candidates(evidence: Evidence, classes: int, former: Form | None, allows_negative: bool) -> list[tuple[int, Form]]:
+    """The forms that may apply, each with its rank in the order in which they are tried.
 
     Of the forms that fit the simplest is taken, but a script that mixed labels before goes on with soft labels, which
     contain hard ones. A fitted model with mixed labels looks like one that is sure of the wrong class: soft labels hold
     both.
     """
-    soft = Form("soft", evidence.mixed_smoothing) if classes >= 5 else None
+    if not evidence.says or classes < 2:
+        return []
+    soft, may_be_soft = Form("soft", evidence.mixed_smoothing), classes >= 5
     forms = (
-        (evidence.mixed or (former is not None and former.kind == "soft"), soft),
+        (may_be_soft and (evidence.mixed or (former is not None and former.kind == "soft")), soft),
         (evidence.smoothing, Form("hard", evidence.smoothing)),
         (True, Form("hard")),
         (evidence.weighted == 2, Form("weighted")),
-        (True, soft),
+        (may_be_soft, soft),
         (evidence.weighted, Form("weighted")),
         (True, Form("log")),
         (allows_negative, Form("negative")),
     )
-    return [form if applies and classes > 1 else None for applies, form in forms]
+    return [(rank, form) for rank, (applies, form) in enumerate(forms) if applies]

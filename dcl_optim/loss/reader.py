@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -103,12 +104,11 @@ class LossReader:
         class_dim: int | None = None,
         needs_class_dim: bool = False,
     ) -> None:
-        known = (isinstance(scale, str) and scale == "auto") or hasattr(scale, "scale") or callable(scale)
         if is_number(scale):
             check_positive("loss_scale", scale)
-        elif isinstance(scale, str) and not known:
+        elif isinstance(scale, str) and scale != "auto":
             raise ValueError(f"loss_scale={scale!r} is unknown; pass 'auto', a number, a GradScaler or a callable")
-        elif not known:
+        elif not (isinstance(scale, str) or hasattr(scale, "scale") or callable(scale)):
             raise TypeError(f"loss_scale must be 'auto', a number, a GradScaler or a callable, got {scale!r}")
         if targets is not None and not isinstance(targets, str) and not callable(targets):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
@@ -243,7 +243,8 @@ class LossReader:
             return Loss(given, forward.targets, None, dim, finite, finite)
         form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
-            seen = _lay_out(forward, gradient, dim, form)
+            seen = _Seen(forward, gradient, dim, form)
+            forward.rows = seen.z
             reading, count = self._read_rows(form, seen, wants_labels, self._scale), seen.count
             settles = may_sync and not bool(reading.fits)
         else:
@@ -273,16 +274,11 @@ class LossReader:
             raise ValueError(f"class_dim={dim} but the model's logits have shape {tuple(logits.shape)}")
         return dim % max(logits.ndim, 2)
 
-    def _given_scale(self, gradient: Tensor) -> Scale | None:
+    def _given_scale(self, gradient: Tensor) -> Scale:
         source = self.source
-        if isinstance(source, str):
-            return None
         if isinstance(source, numbers.Real):
             return float(source)
-        if hasattr(source, "scale"):
-            scale: Tensor = source.scale(torch.ones((), device=gradient.device))
-            return scale
-        found = source()
+        found = source.scale(torch.ones((), device=gradient.device)) if hasattr(source, "scale") else source()
         if isinstance(found, Tensor) and found.numel() == 1:
             return found.detach().reshape(())
         if not is_number(found):
@@ -304,8 +300,6 @@ class LossReader:
         self._latest = torch.where(reading.tells_scale, reading.scale, fallback)
         return self._latest
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
-
     def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool, last: Scale | None) -> Reading:
         z, g, live = seen.rows(wants_labels or form.kind == "weighted")
         last = 1.0 if last is None else last
@@ -321,30 +315,30 @@ class LossReader:
         """
         known = self._dim_of(gradient)
         dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
-        laid_out = [_lay_out(forward, gradient, dim, None) for dim in dims]
+        laid_out = [_Seen(forward, gradient, dim, None) for dim in dims]
         if not len(laid_out[0].g):
             return None, None, known, 0.0
         vectors = [cross_entropy.examine(*one.rows(wants_labels)[:2], one.tolerance) for one in laid_out]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
-        if not 0 < found[0].total < math.inf:
-            return None, None, known, found[0].total
-        allows_negative = has_scale and wants_labels
-        forms_of = [
-            cross_entropy.candidates(evidence, one.z.shape[1], self._form, allows_negative)
-            for evidence, one in zip(found, laid_out, strict=True)
+        total = found[0].total
+        if not 0 < total < math.inf:
+            return None, None, known, total
+        trials = [
+            (rank, form, dim, one, evidence.slope * one.count)
+            for dim, one, evidence in zip(dims, laid_out, found, strict=True)
+            for rank, form in cross_entropy.candidates(
+                evidence, one.z.shape[1], self._form, allows_negative=has_scale and wants_labels
+            )
         ]
-        for forms in zip(*forms_of, strict=True):
-            for dim, evidence, one, form in zip(dims, found, laid_out, forms, strict=True):
-                if form is None or not evidence.says:
-                    continue
-                reading = self._read_rows(form, one, wants_labels, evidence.slope * one.count)
-                if bool(reading.fits):
-                    self._form, forward.rows = form, one.z
-                    self.class_dim = dim if known is None else self.class_dim
-                    return reading, one.count, dim, found[0].total
+        for _, form, dim, one, scale in sorted(trials, key=itemgetter(0)):
+            reading = self._read_rows(form, one, wants_labels, scale)
+            if bool(reading.fits):
+                self._form, forward.rows = form, one.z
+                self.class_dim = dim if known is None else self.class_dim
+                return reading, one.count, dim, total
         if any(evidence.says for evidence in found):
             self._refuse(gradient, wants_labels, known)
-        return None, None, known, found[0].total
+        return None, None, known, total
 
     def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
@@ -378,7 +372,10 @@ class _Seen:
 
     __slots__ = ("count", "g", "live", "size", "tolerance", "z")
 
-    def __init__(self, z: Tensor, g: Tensor, form: Form | None) -> None:
+    def __init__(self, forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> None:
+        z, g = forward.logits, gradient
+        if gradient.ndim != 2 or dim != 1:
+            z, g = to_rows(z, dim), to_rows(g, dim)
         self.z, self.g = z, g
         self.tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
         self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
@@ -392,11 +389,3 @@ class _Seen:
             size, rows = self.size.topk(MAX_ROWS)
             z, g, live = z.index_select(0, rows), g.index_select(0, rows), size > 0
         return wide(z), wide(g), live
-
-
-def _lay_out(forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> _Seen:
-    z, g = forward.logits, gradient
-    if gradient.ndim != 2 or dim != 1:
-        z, g = to_rows(z, dim), to_rows(g, dim)
-    forward.rows = z
-    return _Seen(z, g, form)
