@@ -23,10 +23,6 @@ Function = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "l1", "kl", "infonce"]
 
 DISTANCES: tuple[DistanceName, ...] = get_args(DistanceName)
-DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
-
-
-# ---- the formulas ----------------------------------------------------------------------------------------------------
 
 
 def mse(z: Tensor, c: Tensor) -> Tensor:
@@ -36,8 +32,7 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
     samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed.
 
     Args:
-        z: logits, rows of shape (N, K).
-        c: prediction, same shape.
+        z, c: rows (N, K), as in all distances.
 
     Examples:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -48,9 +43,6 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
 
 def l1(z: Tensor, c: Tensor) -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
-
-    Args:
-        z, c: as in :func:`mse`.
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -65,7 +57,7 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     The paper's Table 6; temperature 4 and no factor :math:`T^2` is what its authors ran.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
         temperature: T > 0, default 4.
 
     Examples:
@@ -88,7 +80,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     similarity.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
         temperature: T > 0, default 0.1.
 
     Examples:
@@ -102,10 +94,6 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
 def difference(z: Tensor, c: Tensor) -> Tensor:
     """Subtract c from z, in float32 or wider; 0 where the difference is not finite.
-
-    Args:
-        z: logits of any shape.
-        c: prediction, same shape.
 
     Examples:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
@@ -123,8 +111,7 @@ def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     Exactly c where the two agree: under l1 the sign of a rounding error would otherwise be the whole gradient.
 
     Args:
-        z: the model's logits, any shape.
-        c: the companion's logits, same shape.
+        z, c: the model's and the companion's logits, of one shape.
         alpha: the share of the past, in [0, 1].
 
     Examples:
@@ -135,18 +122,15 @@ def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     return torch.where(z == c, c, torch.lerp(c, z, 1.0 - alpha))
 
 
-# ---- rows and gradients ----------------------------------------------------------------------------------------------
-
-
 class Rows(NamedTuple):
     r"""The distances :math:`\delta_i` of N rows, and their gradients with respect to z.
 
     Attributes:
-        values: the distances, (N,); if ``squared``, norms whose squares times ``factor`` / 2 are the distances: most
-            steps log nothing, and need no squares.
+        values: the distances, (N,).
         slope: the gradients divided by ``factor``, (N, K), float32 or wider.
         factor: a number.
-        squared: see ``values``.
+        squared: whether ``values`` are norms whose squares times ``factor`` / 2 are the distances: most steps log
+            nothing, and need no squares.
     """
 
     values: Tensor
@@ -190,7 +174,6 @@ class Distance(ABC):
         return learned.slope, learned.factor
 
 
-@dataclass(frozen=True)
 class SquaredDistance(Distance):
     """:func:`mse` by rows."""
 
@@ -208,7 +191,6 @@ class SquaredDistance(Distance):
         return found.slope, (alpha - 1.0) * found.factor  # one difference serves both gradients
 
 
-@dataclass(frozen=True)
 class AbsoluteDistance(Distance):
     """:func:`l1` by rows."""
 
@@ -228,7 +210,7 @@ class Divergence(Distance):
     """:func:`kl` by rows."""
 
     name = "kl"
-    temperature: float = DEFAULT_TEMPERATURE["kl"]
+    temperature: float
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         c = wide(c).masked_fill(z == -torch.inf, -torch.inf)  # a class that is masked here has no prototype
@@ -291,34 +273,32 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
         >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
         tensor(1.)
     """
+    if isinstance(distance, str) and distance not in DISTANCES:
+        raise ValueError(f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable")
     if temperature is not None:
         check_positive("temperature", temperature)
-        if distance not in DEFAULT_TEMPERATURE:
+        if distance not in ("kl", "infonce"):
             raise ValueError(
                 f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}"
             )
-    if distance in DEFAULT_TEMPERATURE:
-        chosen = DEFAULT_TEMPERATURE[str(distance)] if temperature is None else float(temperature)
-        return Divergence(chosen) if distance == "kl" else MeanDistance(partial(infonce, temperature=chosen))
-    if isinstance(distance, str):
-        if distance not in DISTANCES:
-            raise ValueError(
-                f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable"
-            )
-        return SquaredDistance() if distance == "mse" else AbsoluteDistance()
+    if distance == "mse":
+        return SquaredDistance()
+    if distance == "l1":
+        return AbsoluteDistance()
+    if distance == "kl":
+        return Divergence(4.0 if temperature is None else float(temperature))
+    if distance == "infonce":
+        return MeanDistance(partial(infonce, temperature=0.1 if temperature is None else float(temperature)))
     if not callable(distance):
         raise TypeError(f"distance must be a name or a callable (z, c) -> scalar, got {type(distance).__name__}")
     return distance if isinstance(distance, Distance) else MeanDistance(distance)
-
-
-# ---- layout ----------------------------------------------------------------------------------------------------------
 
 
 def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
     """Flatten logits of any shape to rows, the classes last: (batch, K, ...) becomes (N, K).
 
     Args:
-        tensor: logits with at least one dimension; a 1-d tensor is N rows of a single value.
+        tensor: logits; one dimension is N rows of a single value.
         class_dim: the dimension that holds the classes. Default 1, as in ``F.cross_entropy``.
 
     Examples:
@@ -353,10 +333,7 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A tensor in float32 or wider.
-
-    Args:
-        tensor: of floating point.
+    """A tensor of floating point in float32 or wider.
 
     Examples:
         >>> wide(torch.zeros(1, dtype=torch.bfloat16)).dtype

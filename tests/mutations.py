@@ -602,8 +602,8 @@ FAULTS = [
     Fault(
         "mixture-of-unseen",
         "prototypes.py",
-        "unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).any(1)",
-        "unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).all(1)",
+        "unknown = ((shares > 0) & (self._known.index_select(0, classes) == 0)).any(1)",
+        "unknown = ((shares > 0) & (self._known.index_select(0, classes) == 0)).all(1)",
         "soft labels are held to classes not yet seen",
         "prototypes dcp",
     ),

@@ -519,28 +519,6 @@ def test_what_rounding_leaves_of_smoothed_labels_is_a_distribution(classes, dtyp
     assert laid_out(soft.to(dtype), (8, classes)).shape == (8, classes)
 
 
-def test_a_device_is_looked_at_in_the_first_soft_batch_only():
-    """The meta device in place of a GPU: a look is an error."""
-    with unreadable_device():
-        model = network(dtype=torch.float32)
-        optimizer = wrap(model, loss_scale=1.0)
-
-        def backward(labels: Tensor) -> None:
-            optimizer.zero_grad()
-            optimizer.set_targets(labels)
-            model(torch.randn(ROWS, FEATURES)).sum().backward()
-
-        optimizer._algorithm.steps = 5  # step 6, in which nothing else is read
-        for _ in range(2):
-            backward(torch.arange(ROWS) % CLASSES)
-        soft = torch.eye(CLASSES)[torch.arange(ROWS) % CLASSES]
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="meta"):
-                backward(soft)
-        optimizer.forecaster._has_checked_shares = True
-        backward(soft)
-
-
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
