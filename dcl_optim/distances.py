@@ -155,20 +155,13 @@ class Distance(ABC):
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         """The distances of rows (N, K) and their gradients, with c held constant; no graph is used or kept."""
 
-    @abstractmethod
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        """The mean over rows, as a function of tensors with a graph."""
-
     def __str__(self) -> str:
         return self.name or repr(self)
 
     def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
         r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` with respect to c, and a factor of them.
 
-        Args:
-            z, c: rows (N, K).
-            found: what :meth:`rows` gave for them; its slope may be overwritten.
-            alpha: in [0, 1].
+        ``found`` is what :meth:`rows` gave for the same z and c; its slope may be overwritten.
         """
         learned = self.rows(c, companion_target(z, c, alpha))
         return learned.slope, learned.factor
@@ -184,9 +177,6 @@ class SquaredDistance(Distance):
         apart = difference(z, c)
         return Rows(torch.linalg.vector_norm(apart, dim=1), apart, 2.0 / max(z.shape[1], 1), squared=True)
 
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        return mse(z, c)
-
     def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
         return found.slope, (alpha - 1.0) * found.factor  # one difference serves both gradients
 
@@ -200,9 +190,6 @@ class AbsoluteDistance(Distance):
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         apart, factor = difference(z, c), 1.0 / max(z.shape[1], 1)
         return Rows(apart.abs().sum(1) * factor, apart.sign_(), factor)
-
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        return l1(z, c)
 
 
 @dataclass(frozen=True)
@@ -220,21 +207,10 @@ class Divergence(Distance):
         values = torch.nansum(p * difference(log_p, log_q), 1)
         return Rows(values, difference(log_q.exp_(), p), 1.0 / self.temperature)
 
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        return kl(z, c, self.temperature)
-
 
 @dataclass(frozen=True)
 class MeanDistance(Distance):
-    """Any function that is a mean over rows, such as :func:`infonce`; autograd differentiates it.
-
-    Args:
-        function: (z, c) -> scalar.
-
-    Examples:
-        >>> MeanDistance(mse).rows(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).slope
-        tensor([[1., 2.]])
-    """
+    """Any function (z, c) -> scalar that is a mean over rows, such as :func:`infonce`; autograd differentiates it."""
 
     function: Function
     couples_rows = True
@@ -246,16 +222,13 @@ class MeanDistance(Distance):
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         leaf, c, number = wide(z).detach().requires_grad_(), wide(c).detach(), len(z)
         with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-            value = self(leaf, c)
+            value = self.function(leaf, c)
+            if value.ndim != 0:
+                shape = tuple(value.shape)
+                raise ValueError(f"distance must return a scalar, got shape {shape}; reduce it, e.g. .mean()")
             (gradient,) = torch.autograd.grad(value, leaf)
         gradient = gradient.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return Rows(value.detach().expand(number), gradient, float(number))
-
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        value = self.function(z, c)
-        if value.ndim != 0:
-            raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
-        return value
 
 
 def resolve_distance(distance: DistanceName | Distance | Function, temperature: float | None = None) -> Distance:
@@ -270,8 +243,8 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
         TypeError: a distance that is neither a name nor callable, a temperature that is not a number.
 
     Examples:
-        >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
-        tensor(1.)
+        >>> resolve_distance("l1").rows(torch.zeros(1, 2), torch.ones(1, 2)).distances
+        tensor([1.])
     """
     if isinstance(distance, str) and distance not in DISTANCES:
         raise ValueError(f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable")
@@ -289,9 +262,11 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
         return Divergence(4.0 if temperature is None else float(temperature))
     if distance == "infonce":
         return MeanDistance(partial(infonce, temperature=0.1 if temperature is None else float(temperature)))
+    if isinstance(distance, Distance):
+        return distance
     if not callable(distance):
         raise TypeError(f"distance must be a name or a callable (z, c) -> scalar, got {type(distance).__name__}")
-    return distance if isinstance(distance, Distance) else MeanDistance(distance)
+    return MeanDistance(distance)
 
 
 def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
@@ -313,12 +288,7 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tensor:
-    """Lay rows out in the shape that :func:`to_rows` flattened.
-
-    Args:
-        rows: (N, K).
-        shape: the shape to give back, with N·K elements.
-        class_dim: as in :func:`to_rows`.
+    """Lay rows (N, K) out in the shape that :func:`to_rows` flattened, with the classes in dimension ``class_dim``.
 
     Examples:
         >>> from_rows(torch.zeros(32, 10), (2, 10, 4, 4)).shape

@@ -29,7 +29,7 @@ from dcl_optim import DCPOptimizer, _sync, distances, prototypes
 from dcl_optim.distances import to_rows
 from dcl_optim.forward import Forward
 from dcl_optim.reference import dcp_step
-from tests.helpers import assert_same, live_tensors, train, unreadable_device
+from tests.helpers import assert_same, live_tensors, train
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
 KEY = "dcl_optim.DCPOptimizer"

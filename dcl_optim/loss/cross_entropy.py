@@ -277,12 +277,9 @@ class Evidence(NamedTuple):
 
 
 def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """Look for the form of one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all.
+    """Look for the form of one gradient, as :func:`read` gets it.
 
-    Args:
-        z: logits, rows (N, K).
-        g: gradient of the loss with respect to z, same shape.
-        tolerance: see :func:`tolerance_of`.
+    The result is an :class:`Evidence` as a vector, so that one synchronization reads all.
     """
     classes = z.shape[1]
     size, p = torch.linalg.vector_norm(g, ord=1, dim=1), torch.softmax(z, 1)

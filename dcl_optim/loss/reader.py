@@ -117,8 +117,6 @@ class LossReader:
         self._warned_scale = self._warned_labels = False
         self.load_state({})
 
-    # ---- the state ---------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
         form = None if self._form is None else f"{self._form.kind} {self._form.smoothing!r}"
@@ -159,21 +157,13 @@ class LossReader:
         self.ahead = targets, None
 
     def before_forward(self) -> None:
-        """Take the labels that were given for the forward pass that begins; one that does not count drops them.
-
-        A recomputation inside a backward pass is not the next forward pass.
-        """
-        if self.ahead is not None and current_backward() == -1:
+        """Take the labels that were given for the forward pass that begins; one that does not count drops them."""
+        if self.ahead is not None and current_backward() == -1:  # inside a backward pass it is a recomputation
             following, _ = self.ahead
             self.ahead = None if following is None else (None, following)
 
     def after_forward(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the labels that are known when the model has returned.
-
-        Raises:
-            ValueError: the logits have no dimension ``class_dim``; the model was called without its keyword of labels.
-            RuntimeError: labels were given twice.
-        """
+        """Note the labels that are known when the model has returned; raise if they were given twice or not at all."""
         if self._given_dim is not None:
             self._dim_of(forward.logits)
         if self.ahead is not None:
@@ -217,10 +207,7 @@ class LossReader:
     def read(self, forward: Forward, gradient: Tensor, several: bool) -> Loss:
         """Read the gradient that the script's loss sends to the logits, and lay the logits out as rows.
 
-        Args:
-            forward: the forward pass that the logits come from.
-            gradient: of the logits' shape.
-            several: whether this is not the first backward pass of the step.
+        ``several`` says that this is not the first backward pass of the step.
 
         Raises:
             RuntimeError: labels are needed, were not given and cannot be read.
@@ -310,8 +297,7 @@ class LossReader:
     ) -> tuple[Reading | None, Tensor | None, int | None, float]:
         """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it.
 
-        Returns:
-            The reading, the number of rows that are not zero, the class dimension, and the sum of absolute values.
+        The reading comes with the number of live rows, the class dimension and the sum of absolute values.
         """
         known = self._dim_of(gradient)
         dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
