@@ -197,7 +197,7 @@ class Divergence(Distance):
     """:func:`kl` by rows."""
 
     name = "kl"
-    temperature: float
+    temperature: float = 4.0
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         c = wide(c).masked_fill(z == -torch.inf, -torch.inf)  # a class that is masked here has no prototype
@@ -259,7 +259,7 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
     if distance == "l1":
         return AbsoluteDistance()
     if distance == "kl":
-        return Divergence(4.0 if temperature is None else float(temperature))
+        return Divergence() if temperature is None else Divergence(float(temperature))
     if distance == "infonce":
         return MeanDistance(partial(infonce, temperature=0.1 if temperature is None else float(temperature)))
     if isinstance(distance, Distance):

@@ -92,9 +92,10 @@ dcl_optim.distances.AbsoluteDistance()
     .depends_on_class_dim = False
     .name = 'l1'
     .rows(self, z, c)
-dcl_optim.distances.Divergence(temperature)
+dcl_optim.distances.Divergence(temperature=4.0)
     .name = 'kl'
     .rows(self, z, c)
+    .temperature = 4.0
 dcl_optim.distances.MeanDistance(function)
     .couples_rows = True
     .rows(self, z, c)
