@@ -44,6 +44,9 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
 def l1(z: Tensor, c: Tensor) -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
 
+    Args:
+        z, c: rows (N, K).
+
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(1.5000)
@@ -94,6 +97,9 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
 def difference(z: Tensor, c: Tensor) -> Tensor:
     """Subtract c from z, in float32 or wider; 0 where the difference is not finite.
+
+    Args:
+        z, c: logits and prediction, of one shape.
 
     Examples:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
@@ -210,7 +216,15 @@ class Divergence(Distance):
 
 @dataclass(frozen=True)
 class MeanDistance(Distance):
-    """Any function (z, c) -> scalar that is a mean over rows, such as :func:`infonce`; autograd differentiates it."""
+    """Any function (z, c) -> scalar that is a mean over rows, such as :func:`infonce`; autograd differentiates it.
+
+    Args:
+        function: the function.
+
+    Examples:
+        >>> MeanDistance(mse).rows(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).slope
+        tensor([[1., 2.]])
+    """
 
     function: Function
     couples_rows = True
@@ -288,7 +302,10 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tensor:
-    """Lay rows (N, K) out in the shape that :func:`to_rows` flattened, with the classes in dimension ``class_dim``.
+    """Lay rows out in the shape that :func:`to_rows` flattened.
+
+    Args:
+        rows, shape: (N, K), and the shape to give back.
 
     Examples:
         >>> from_rows(torch.zeros(32, 10), (2, 10, 4, 4)).shape
@@ -303,7 +320,10 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A tensor of floating point in float32 or wider.
+    """A tensor in float32 or wider.
+
+    Args:
+        tensor: of floating point.
 
     Examples:
         >>> wide(torch.zeros(1, dtype=torch.bfloat16)).dtype

@@ -91,13 +91,14 @@ def huber(z: Tensor, c: Tensor) -> Tensor:
 
 
 DISTANCES = [*distances.DISTANCES, huber]
+FUNCTIONS = {name: getattr(distances, name) for name in distances.DISTANCES} | {huber: huber}
 
 
 def check_against_the_reference(distance: Any, reduction: str, **options: Any) -> None:
     model, theirs = network(), network()
     optimizer = wrap(model, **{"weight": 0.7, "alpha": 0.4, "distance": distance, "reduction": reduction} | options)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
-    function, alpha = distances.resolve_distance(distance), options.get("alpha", 0.4)
+    function, alpha = FUNCTIONS[distance], options.get("alpha", 0.4)
     for x, y in batches(30):
         train(model, optimizer, [(x, y)])
         dcp_step(
@@ -282,7 +283,7 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
     monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads)
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    function = distances.resolve_distance(distance)
+    function = FUNCTIONS[distance]
     values, seen = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), torch.zeros(CLASSES, dtype=torch.bool)
     for x, shares in mixtures(30):
         optimizer.zero_grad()

@@ -57,7 +57,12 @@ def constant(value: int, device: torch.device) -> Tensor:
 
 
 class Form(NamedTuple):
-    """What kind of gradient a loss sends, as in the module's docstring; and its label smoothing."""
+    """What kind of gradient a loss sends.
+
+    Attributes:
+        kind: which formula of the module's docstring applies.
+        smoothing: the label smoothing :math:`\\epsilon`.
+    """
 
     kind: Kind
     smoothing: float = 0.0
@@ -144,9 +149,7 @@ def _read_weighted(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     y = g.argmin(1)
-    p = torch.softmax(z, 1)
-    at_label = p.gather(1, y[:, None])[:, 0]
-    r = p.scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
+    r = torch.softmax(z, 1).scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
     whole, lengths = torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(r, dim=1)
     slopes = whole / (lengths + TINY)
     rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), dim=1)
@@ -157,10 +160,11 @@ def _read_weighted(
     certain = live & (lengths <= SATURATED) & (whole <= SATURATED * torch.where(number > 0, mean, torch.inf))
     told = clear | certain
     if z.shape[1] == 2:
-        told = told & _is_one_slope_a_label(slopes, at_label, y, clear)
-    fits = (told.sum() >= READ_SHARE * live.sum()) & live.any() & torch.isfinite(whole.sum())
+        told = told & _is_one_slope_a_label(slopes, r.gather(1, y[:, None])[:, 0], y, clear)
+    needed = (READ_SHARE * live.sum()).clamp(min=1.0)
+    fits = (told.sum() >= needed) & torch.isfinite(whole.sum())
     labels = torch.where(told & fits, y, z.shape[1])
-    return Reading(labels, mean * count, fits, fits & (number >= READ_SHARE * live.sum()))  # certain ones as the others
+    return Reading(labels, mean * count, fits, fits & (number >= needed))  # certain ones as the others
 
 
 def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Tensor) -> Tensor:
@@ -188,7 +192,7 @@ def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, An
 def _rest_of_line(p: Tensor, g: Tensor, weights: Tensor, line: tuple[Tensor, Any]) -> Tensor:
     """The norm that a line leaves unexplained over entries of weight 1."""
     slope, floor = line
-    return torch.linalg.vector_norm((g - slope * (p - floor)) * weights)
+    return torch.linalg.vector_norm(torch.addcmul(g, p - floor, slope, value=-1.0) * weights)
 
 
 def _others(
@@ -198,10 +202,11 @@ def _others(
 
     Of g - a p the lowest entries of a row are its labels. The line through the others is a better guess of a.
     """
-    line, others = (slope, floor), p
+    line, rows = (slope, floor), live[:, None].to(p.dtype).expand_as(p)
+    others = rows
     for _ in range(2):
         lowest = torch.addcmul(g, p, line[0], value=-1.0).topk(labels, 1, largest=False).indices
-        others = torch.ones_like(p).scatter_(1, lowest, 0.0).mul_(live[:, None])
+        others = rows.scatter(1, lowest, 0.0)
         line = _line(p, g, others, floor)
     return others, line
 
@@ -240,7 +245,7 @@ def _read_negative(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     one = (g < 0).sum(1) == 1
-    fits = (one.sum() >= READ_SHARE * live.sum()) & one.any()
+    fits = one.sum() >= (READ_SHARE * live.sum()).clamp(min=1.0)
     labels = torch.where(one & fits, g.argmin(1), g.shape[1])
     return Reading(labels, torch.ones_like(g[0, 0]), fits, torch.zeros_like(fits))
 
@@ -277,9 +282,9 @@ class Evidence(NamedTuple):
 
 
 def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """Look for the form of one gradient, as :func:`read` gets it.
+    """Look for the form of one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all.
 
-    The result is an :class:`Evidence` as a vector, so that one synchronization reads all.
+    The arguments are as in :func:`read`.
     """
     classes = z.shape[1]
     size, p = torch.linalg.vector_norm(g, ord=1, dim=1), torch.softmax(z, 1)
@@ -303,8 +308,8 @@ def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> tuple[Ten
     """The slope and the smoothing of rows with so many labels each; 0 where a line without a floor does as well."""
     # A label that is too certain for a smoothed target has the highest entry of g. The line through the entries between
     # the highest and the lowest ones is then the better guess.
-    between = torch.ones_like(p).scatter_(1, g.topk(labels, 1, largest=False).indices, 0.0).mul_(live[:, None])
-    between = between.scatter_(1, g.argmax(1, keepdim=True), 0.0)
+    lowest, highest = g.topk(labels, 1, largest=False).indices, g.argmax(1, keepdim=True)
+    between = live[:, None].to(p.dtype).expand_as(p).scatter(1, lowest, 0.0).scatter(1, highest, 0.0)
     slope = torch.maximum(_line(p, g, between, None)[0], _steepest(p, g))
     others, line = _others(p, g, live, None, labels, slope)
     smoothing = line[1] * p.shape[1]

@@ -19,6 +19,9 @@ def find_logits(output: Any) -> Tensor:
     ``output["out"]`` (mappings), or the first item of a tuple or list. Losses are passed over there: 0-dim tensors,
     and tensors of one dimension where one of more follows.
 
+    Args:
+        output: what the model's forward returned.
+
     Raises:
         TypeError: none of these is a floating-point tensor with a batch dimension.
 
@@ -104,9 +107,12 @@ def candidates(output: Any, z: Tensor) -> list[str]:
 
 
 def find_loss(output: Any) -> Tensor | None:
-    """Find the loss that a model computed itself in what its forward returned: a scalar with a gradient.
+    """Find the loss that a model computed itself: a scalar with a gradient.
 
     ``output.loss``, ``output["loss"]``, or the only one in a tuple or list.
+
+    Args:
+        output: what the model's forward returned.
 
     Examples:
         >>> loss = torch.ones((), requires_grad=True) * 2
