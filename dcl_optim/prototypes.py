@@ -172,14 +172,14 @@ class Prototypes(Forecaster):
         if loss.number is not None:  # read
             if z.shape[1] != self._rows.shape[1]:
                 check_width(forward, z, self.num_classes)
-            if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
-                labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
-                return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
-            return labels, loss.number
-        look = _sync.may_sync(forward.step, z)
-        labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
-        if labels.ndim == 2:
-            return labels, max(len(labels), 1)
+            if labels.ndim == 2 or not 0 <= self._ignore_index < self.num_classes:
+                return labels, loss.number
+            labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
+        else:
+            look = _sync.may_sync(forward.step, z)
+            labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
+            if labels.ndim == 2:
+                return labels, max(len(labels), 1)
         return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
 
     def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,8 +301,16 @@ def to_labels(
     check_width(forward, z, num_classes)
     if targets.dtype.is_floating_point and targets.shape == forward.logits.shape:
         shares = to_rows(targets.detach(), class_dim)
-        if look:
-            _check_distributions(shares)
+        if not look:
+            return shares
+        sums = wide(shares).sum(1)
+        if not ((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
+            raise ValueError(
+                f"targets has soft labels that are not distributions over {num_classes} classes (the least share is "
+                f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer "
+                "is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
+                "DCLOptimizer, which needs no labels"
+            )
         return shares
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
         raise TypeError(
@@ -320,14 +328,3 @@ def to_labels(
                 f"ignore_index={ignore_index}"
             )
     return labels.masked_fill(labels == ignore_index, num_classes)
-
-
-def _check_distributions(shares: Tensor) -> None:
-    sums = wide(shares).sum(1)
-    if not bool((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
-        raise ValueError(
-            f"targets has soft labels that are not distributions over {shares.shape[1]} classes (the least share "
-            f"is {float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer "
-            "is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
-            "DCLOptimizer, which needs no labels"
-        )

@@ -594,8 +594,8 @@ FAULTS = [
     Fault(
         "ignored-rows-in-the-mean",
         "prototypes.py",
-        "1)\n        return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)\n",
-        "1)\n        return labels, max(len(labels), 1)\n",
+        "        return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)\n",
+        "        return labels, max(len(labels), 1)\n",
         "with given labels the penalty's mean counts rows that are ignored",
         "prototypes dcp",
     ),

@@ -48,9 +48,18 @@ class LogitsFinder:
             found = self._given(output)
         else:
             found = output if isinstance(output, Tensor) else _inside(output)
-        if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
-            return found
-        raise _no_logits(found, output)
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
+                "output that returns the logits tensor>"
+            )
+        if not found.is_floating_point() or not found.ndim:
+            raise TypeError(
+                f"the tensor that the model returned as its logits is of {found.dtype} and shape {tuple(found.shape)}; "
+                "logits are real floating-point numbers with a batch dimension. Let the model return them too, as "
+                "(logits, loss), or pass logits= to choose another tensor"
+            )
+        return found
 
     def warn_of_choice(self, output: Any, z: Tensor) -> None:
         """Warn which tensor was taken as the logits, if there are several."""
@@ -79,19 +88,6 @@ def _first(output: tuple[Any, ...] | list[Any]) -> Any:
     if isinstance(first, Tensor) and first.ndim == 1:
         return next((item for item in items if isinstance(item, Tensor) and item.ndim > 1), first)
     return first
-
-
-def _no_logits(found: Any, output: Any) -> TypeError:
-    if not isinstance(found, Tensor):
-        return TypeError(
-            f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
-            "output that returns the logits tensor>"
-        )
-    return TypeError(
-        f"the tensor that the model returned as its logits is of {found.dtype} and shape {tuple(found.shape)}; "
-        "logits are real floating-point numbers with a batch dimension. Let the model return them too, as "
-        "(logits, loss), or pass logits= to choose another tensor"
-    )
 
 
 def candidates(output: Any, z: Tensor) -> list[str]:
