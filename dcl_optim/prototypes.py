@@ -308,8 +308,8 @@ def to_labels(
             raise ValueError(
                 f"targets has soft labels that are not distributions over {num_classes} classes (the least share is "
                 f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). "
-                "DCPOptimizer is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression "
-                "take DCLOptimizer, which needs no labels"
+                "DCPOptimizer is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and "
+                "regression take DCLOptimizer, which needs no labels"
             )
         return shares
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
