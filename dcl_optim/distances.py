@@ -23,10 +23,6 @@ Function = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "l1", "kl", "infonce"]
 
 DISTANCES: tuple[DistanceName, ...] = get_args(DistanceName)
-DEFAULT_TEMPERATURE = {"kl": 4.0, "infonce": 0.1}
-
-
-# ---- the formulas ----------------------------------------------------------------------------------------------------
 
 
 def mse(z: Tensor, c: Tensor) -> Tensor:
@@ -36,8 +32,7 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
     samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed.
 
     Args:
-        z: logits, rows of shape (N, K).
-        c: prediction, same shape.
+        z, c: rows (N, K), as in all distances.
 
     Examples:
         >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -50,7 +45,7 @@ def l1(z: Tensor, c: Tensor) -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -65,7 +60,7 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     The paper's Table 6; temperature 4 and no factor :math:`T^2` is what its authors ran.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
         temperature: T > 0, default 4.
 
     Examples:
@@ -88,7 +83,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     similarity.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
         temperature: T > 0, default 0.1.
 
     Examples:
@@ -104,8 +99,7 @@ def difference(z: Tensor, c: Tensor) -> Tensor:
     """Subtract c from z, in float32 or wider; 0 where the difference is not finite.
 
     Args:
-        z: logits of any shape.
-        c: prediction, same shape.
+        z, c: logits and prediction, of one shape.
 
     Examples:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
@@ -123,8 +117,7 @@ def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     Exactly c where the two agree: under l1 the sign of a rounding error would otherwise be the whole gradient.
 
     Args:
-        z: the model's logits, any shape.
-        c: the companion's logits, same shape.
+        z, c: the model's and the companion's logits, of one shape.
         alpha: the share of the past, in [0, 1].
 
     Examples:
@@ -135,18 +128,15 @@ def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     return torch.where(z == c, c, torch.lerp(c, z, 1.0 - alpha))
 
 
-# ---- rows and gradients ----------------------------------------------------------------------------------------------
-
-
 class Rows(NamedTuple):
     r"""The distances :math:`\delta_i` of N rows, and their gradients with respect to z.
 
     Attributes:
-        values: the distances, (N,); if ``squared``, norms whose squares times ``factor`` / 2 are the distances: most
-            steps log nothing, and need no squares.
+        values: the distances, (N,).
         slope: the gradients divided by ``factor``, (N, K), float32 or wider.
         factor: a number.
-        squared: see ``values``.
+        squared: whether ``values`` are norms whose squares times ``factor`` / 2 are the distances: most steps log
+            nothing, and need no squares.
     """
 
     values: Tensor
@@ -171,26 +161,18 @@ class Distance(ABC):
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         """The distances of rows (N, K) and their gradients, with c held constant; no graph is used or kept."""
 
-    @abstractmethod
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        """The mean over rows, as a function of tensors with a graph."""
-
     def __str__(self) -> str:
         return self.name or repr(self)
 
     def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
         r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` with respect to c, and a factor of them.
 
-        Args:
-            z, c: rows (N, K).
-            found: what :meth:`rows` gave for them; its slope may be overwritten.
-            alpha: in [0, 1].
+        ``found`` is what :meth:`rows` gave for the same z and c; its slope may be overwritten.
         """
         learned = self.rows(c, companion_target(z, c, alpha))
         return learned.slope, learned.factor
 
 
-@dataclass(frozen=True)
 class SquaredDistance(Distance):
     """:func:`mse` by rows."""
 
@@ -201,14 +183,10 @@ class SquaredDistance(Distance):
         apart = difference(z, c)
         return Rows(torch.linalg.vector_norm(apart, dim=1), apart, 2.0 / max(z.shape[1], 1), squared=True)
 
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        return mse(z, c)
-
     def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
         return found.slope, (alpha - 1.0) * found.factor  # one difference serves both gradients
 
 
-@dataclass(frozen=True)
 class AbsoluteDistance(Distance):
     """:func:`l1` by rows."""
 
@@ -219,16 +197,13 @@ class AbsoluteDistance(Distance):
         apart, factor = difference(z, c), 1.0 / max(z.shape[1], 1)
         return Rows(apart.abs().sum(1) * factor, apart.sign_(), factor)
 
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        return l1(z, c)
-
 
 @dataclass(frozen=True)
 class Divergence(Distance):
     """:func:`kl` by rows."""
 
     name = "kl"
-    temperature: float = DEFAULT_TEMPERATURE["kl"]
+    temperature: float = 4.0
 
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         c = wide(c).masked_fill(z == -torch.inf, -torch.inf)  # a class that is masked here has no prototype
@@ -238,16 +213,13 @@ class Divergence(Distance):
         values = torch.nansum(p * difference(log_p, log_q), 1)
         return Rows(values, difference(log_q.exp_(), p), 1.0 / self.temperature)
 
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        return kl(z, c, self.temperature)
-
 
 @dataclass(frozen=True)
 class MeanDistance(Distance):
-    """Any function that is a mean over rows, such as :func:`infonce`; autograd differentiates it.
+    """Any function (z, c) -> scalar that is a mean over rows, such as :func:`infonce`; autograd differentiates it.
 
     Args:
-        function: (z, c) -> scalar.
+        function: the function.
 
     Examples:
         >>> MeanDistance(mse).rows(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).slope
@@ -264,16 +236,13 @@ class MeanDistance(Distance):
     def rows(self, z: Tensor, c: Tensor) -> Rows:
         leaf, c, number = wide(z).detach().requires_grad_(), wide(c).detach(), len(z)
         with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-            value = self(leaf, c)
+            value = self.function(leaf, c)
+            if value.ndim != 0:
+                shape = tuple(value.shape)
+                raise ValueError(f"distance must return a scalar, got shape {shape}; reduce it, e.g. .mean()")
             (gradient,) = torch.autograd.grad(value, leaf)
         gradient = gradient.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return Rows(value.detach().expand(number), gradient, float(number))
-
-    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
-        value = self.function(z, c)
-        if value.ndim != 0:
-            raise ValueError(f"distance must return a scalar, got shape {tuple(value.shape)}; reduce it, e.g. .mean()")
-        return value
 
 
 def resolve_distance(distance: DistanceName | Distance | Function, temperature: float | None = None) -> Distance:
@@ -288,37 +257,37 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
         TypeError: a distance that is neither a name nor callable, a temperature that is not a number.
 
     Examples:
-        >>> resolve_distance("mse")(torch.zeros(1, 2), torch.ones(1, 2))
-        tensor(1.)
+        >>> resolve_distance("l1").rows(torch.zeros(1, 2), torch.ones(1, 2)).distances
+        tensor([1.])
     """
+    if isinstance(distance, str) and distance not in DISTANCES:
+        raise ValueError(f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable")
     if temperature is not None:
         check_positive("temperature", temperature)
-        if distance not in DEFAULT_TEMPERATURE:
+        if distance not in ("kl", "infonce"):
             raise ValueError(
                 f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}"
             )
-    if distance in DEFAULT_TEMPERATURE:
-        chosen = DEFAULT_TEMPERATURE[str(distance)] if temperature is None else float(temperature)
-        return Divergence(chosen) if distance == "kl" else MeanDistance(partial(infonce, temperature=chosen))
-    if isinstance(distance, str):
-        if distance not in DISTANCES:
-            raise ValueError(
-                f"distance={distance!r} is unknown; choose one of {', '.join(DISTANCES)}, or pass a callable"
-            )
-        return SquaredDistance() if distance == "mse" else AbsoluteDistance()
+    if distance == "mse":
+        return SquaredDistance()
+    if distance == "l1":
+        return AbsoluteDistance()
+    if distance == "kl":
+        return Divergence() if temperature is None else Divergence(float(temperature))
+    if distance == "infonce":
+        return MeanDistance(partial(infonce, temperature=0.1 if temperature is None else float(temperature)))
+    if isinstance(distance, Distance):
+        return distance
     if not callable(distance):
         raise TypeError(f"distance must be a name or a callable (z, c) -> scalar, got {type(distance).__name__}")
-    return distance if isinstance(distance, Distance) else MeanDistance(distance)
-
-
-# ---- layout ----------------------------------------------------------------------------------------------------------
+    return MeanDistance(distance)
 
 
 def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
     """Flatten logits of any shape to rows, the classes last: (batch, K, ...) becomes (N, K).
 
     Args:
-        tensor: logits with at least one dimension; a 1-d tensor is N rows of a single value.
+        tensor: logits; one dimension is N rows of a single value.
         class_dim: the dimension that holds the classes. Default 1, as in ``F.cross_entropy``.
 
     Examples:
@@ -336,9 +305,7 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
     """Lay rows out in the shape that :func:`to_rows` flattened.
 
     Args:
-        rows: (N, K).
-        shape: the shape to give back, with N·K elements.
-        class_dim: as in :func:`to_rows`.
+        rows, shape: (N, K), and the shape to give back.
 
     Examples:
         >>> from_rows(torch.zeros(32, 10), (2, 10, 4, 4)).shape

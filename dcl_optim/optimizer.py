@@ -18,7 +18,7 @@ from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.loss.outputs import LogitsFinder
 from dcl_optim.loss.reader import LossReader
-from dcl_optim.schedules import Schedule, checked
+from dcl_optim.schedules import Checked, Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +67,7 @@ class ForecastOptimizer(OptimizerWrapper):
         check_arguments(base_optimizer, model, logits)
         check_flag("strict", strict)
         check_flag("count_eval", count_eval)
-        schedules = {"weight": checked(weight, "weight"), "alpha": checked(alpha, "alpha", upper=1.0)}
+        schedules = {"weight": Checked(weight, "weight"), "alpha": Checked(alpha, "alpha", upper=1.0)}
         distance = resolve_distance(distance)
         self._strict, self.model = strict, model
         self.forecaster = forecaster()
@@ -225,7 +225,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @weight.setter
     def weight(self, value: float | Schedule) -> None:
-        self._algorithm.weight = checked(value, "weight")
+        self._algorithm.weight = Checked(value, "weight")
 
     @property
     def alpha(self) -> float | Schedule:
@@ -234,7 +234,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @alpha.setter
     def alpha(self, value: float | Schedule) -> None:
-        self._algorithm.alpha = checked(value, "alpha", upper=1.0)
+        self._algorithm.alpha = Checked(value, "alpha", upper=1.0)
 
     @property
     def penalty(self) -> float:

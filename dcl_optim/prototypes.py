@@ -59,7 +59,6 @@ class Prototypes(Forecaster):
         self, num_classes: int | None, per_class: bool, ignore_index: int, like: Tensor, group: DataParallelGroup
     ) -> None:
         self._given, self._per_class, self._ignore_index, self._group = num_classes, per_class, ignore_index, group
-        self._has_checked_shares = False
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -122,23 +121,24 @@ class Prototypes(Forecaster):
         """Nothing yet: the labels come with the gradient."""
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
-        z, prototypes = forward.rows, self._rows
-        if not prototypes.shape[1]:
-            self._create(z.shape[1], prototypes.to(z.device, torch.promote_types(z.dtype, torch.float32)))
-        elif prototypes.device != z.device or (prototypes.dtype != z.dtype and z.dtype.itemsize >= 4):
-            self._follow_model(z)
-        z = z.to(self._rows.dtype)
+        if not self._rows.shape[1]:
+            self._create(forward.rows.shape[1], forward.rows)
+        dtype = torch.promote_types(self._rows.dtype, forward.rows.dtype)
+        z = forward.rows.to(dtype)
+        if self._rows.device != z.device or self._rows.dtype != dtype:
+            self._convert(z)
         labels, count = self._labels_of(forward, loss, z)
         # In another step than the one in which the reader synchronizes:
         if not self._all_known and _sync.may_sync(forward.step - 1, z):
             self._all_known = bool(self._known[:-1].all())
+        classes, shares = labels, None
         if labels.ndim == 1:
             c = self._rows.index_select(0, labels)
             weights = None if self._all_known else self._known.index_select(0, labels)
         else:
-            columns, shares = self._columns(forward, labels)
-            c = shares @ self._rows.index_select(0, columns)
-            unknown = ((shares > 0) & (self._known.index_select(0, columns) == 0)).any(1)
+            classes, shares = self._columns(forward, labels.to(dtype))
+            c = shares @ self._rows.index_select(0, classes)
+            unknown = ((shares > 0) & (self._known.index_select(0, classes) == 0)).any(1)
             weights = ((shares.sum(1) > 0.5) & ~unknown).to(z.dtype)
         if self._per_class:
             if labels.ndim == 2:
@@ -146,7 +146,7 @@ class Prototypes(Forecaster):
             numbers = self._no_rows.index_add(0, labels, z.new_ones(len(labels)))
             weights, count = (self._known / numbers).index_select(0, labels), 1.0
         rows = self._rows_of_known(distance, z, c, labels, weights) if distance.couples_rows else distance.rows(z, c)
-        forward.prediction = labels, rows.slope if isinstance(distance, SquaredDistance) else None
+        forward.prediction = classes, shares, rows.slope if isinstance(distance, SquaredDistance) else None
         return Penalty(rows, count, weights)
 
     def _rows_of_known(self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None) -> Rows:
@@ -172,22 +172,19 @@ class Prototypes(Forecaster):
         if loss.number is not None:  # read
             if z.shape[1] != self._rows.shape[1]:
                 check_width(forward, z, self.num_classes)
-            if labels.ndim == 1 and 0 <= self._ignore_index < self.num_classes:
-                labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
-                return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
-            return labels, loss.number
-        wants_check = isinstance(labels, Tensor) and labels.is_floating_point()
-        look = _sync.may_sync(forward.step, z) or (wants_check and not self._has_checked_shares)
-        labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
-        if labels.ndim == 2:
-            self._has_checked_shares = True
-            return labels, max(len(labels), 1)
+            if labels.ndim == 2 or not 0 <= self._ignore_index < self.num_classes:
+                return labels, loss.number
+            labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
+        else:
+            look = _sync.may_sync(forward.step, z)
+            labels = to_labels(labels, forward, z, loss.class_dim, self.num_classes, self._ignore_index, look)
+            if labels.ndim == 2:
+                return labels, max(len(labels), 1)
         return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
 
     def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The classes that soft labels are about, (M,), and each row's shares in them, (N, M); all where that is not
         known without a synchronization."""
-        shares = shares.to(self._rows.dtype)
         if not _sync.may_sync(forward.step, shares):
             return torch.arange(self.num_classes, device=shares.device), shares
         classes = (shares != 0).any(0).nonzero().flatten()
@@ -197,21 +194,16 @@ class Prototypes(Forecaster):
 
     def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
         self._alpha = alpha
-        (labels, apart), forward.prediction = forward.prediction, None
+        (classes, shares, apart), forward.prediction = forward.prediction, None
+        numbers = self._one.expand(len(classes))
+        if shares is not None:
+            numbers, z = shares.sum(0), forward.rows.to(shares.dtype)
+            apart = difference(shares.T @ z.nan_to_num(0.0, 0.0, 0.0), numbers[:, None] * self._rows[classes])
+        elif apart is None:
+            apart = difference(forward.rows.to(self._rows.dtype), self._rows.index_select(0, classes))
         if self._counts is None:
             self._counts = self._no_rows.clone()
-        if labels.ndim == 2:
-            classes, shares = self._columns(forward, labels)
-            numbers = shares.sum(0)
-            z = forward.rows.to(self._rows.dtype)
-            apart = difference(shares.T @ z.nan_to_num(0.0, 0.0, 0.0), numbers[:, None] * self._rows[classes])
-            self._counts.index_add_(0, classes, numbers)
-        else:
-            if apart is None:
-                z = forward.rows.to(self._rows.dtype)
-                apart = difference(z, self._rows.index_select(0, labels))
-            classes = labels
-            self._counts.index_add_(0, classes, self._one.expand(len(classes)))
+        self._counts.index_add_(0, classes, numbers)
         # One sum for each class takes less than the rows of a large batch; the script may write to given labels.
         number = len(classes) + sum(len(kept) for kept, _ in self._kept)
         if self._sums is not None or number > self._rows.shape[1] or self._group.size > 1:
@@ -255,14 +247,12 @@ class Prototypes(Forecaster):
     def forget(self) -> None:
         self._kept, self._sums, self._counts, self._alpha = [], None, None, 0.0
 
-    def _follow_model(self, z: Tensor) -> None:
+    def _convert(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""
-        dtype = torch.promote_types(self._rows.dtype, z.dtype)
-        if self._rows.device != z.device or self._rows.dtype != dtype:
-            for name in ("_rows", "_known", "_no_rows", "_one", "_counts", "_sums"):
-                tensor = getattr(self, name)
-                setattr(self, name, None if tensor is None else tensor.to(z.device, dtype))
-            self._kept = [(classes.to(z.device), apart.to(z.device, dtype)) for classes, apart in self._kept]
+        for name in ("_rows", "_known", "_no_rows", "_one", "_counts", "_sums"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.to(z))
+        self._kept = [(classes.to(z.device), apart.to(z)) for classes, apart in self._kept]
 
     # ---- the state ---------------------------------------------------------------------------------------------------
 
@@ -311,8 +301,16 @@ def to_labels(
     check_width(forward, z, num_classes)
     if targets.dtype.is_floating_point and targets.shape == forward.logits.shape:
         shares = to_rows(targets.detach(), class_dim)
-        if look:
-            _check_distributions(shares)
+        if not look:
+            return shares
+        sums = wide(shares).sum(1)
+        if not ((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
+            raise ValueError(
+                f"targets has soft labels that are not distributions over {num_classes} classes (the least share is "
+                f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). "
+                "DCPOptimizer is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and "
+                "regression take DCLOptimizer, which needs no labels"
+            )
         return shares
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:
         raise TypeError(
@@ -330,14 +328,3 @@ def to_labels(
                 f"ignore_index={ignore_index}"
             )
     return labels.masked_fill(labels == ignore_index, num_classes)
-
-
-def _check_distributions(shares: Tensor) -> None:
-    sums = wide(shares).sum(1)
-    if not bool((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
-        raise ValueError(
-            f"targets has soft labels that are not distributions over {shares.shape[1]} classes (the least share "
-            f"is {float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). DCPOptimizer "
-            "is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and regression take "
-            "DCLOptimizer, which needs no labels"
-        )

@@ -31,16 +31,12 @@ def dcl_step(
     r"""One pass of the loop of Algorithm 1 (lines 5 to 7).
 
     Args:
-        model: :math:`\theta_t`, updated in place.
-        companion: :math:`\omega_t`, updated in place; it starts as a copy of the model.
-        optimizer: the model's optimizer.
-        companion_optimizer: the companion's optimizer.
-        x: inputs (batch, ...).
-        y: labels.
+        model, companion: :math:`\theta_t` and :math:`\omega_t`, updated in place; the companion starts as a copy.
+        optimizer, companion_optimizer: those of the two networks.
+        x, y: inputs (batch, ...) and labels.
         loss_function: :math:`\ell`, (z, y) -> scalar.
         distance: :math:`\Delta`, (z, c) -> scalar.
-        weight: :math:`\lambda`.
-        alpha: :math:`\alpha`.
+        weight, alpha: :math:`\lambda` and :math:`\alpha`.
         learns: whether the companion learns in this pass; the paper's always does.
 
     Returns:
@@ -94,10 +90,9 @@ def dcp_step(
     """One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
 
     Args:
-        model: the model, updated in place.
         prototypes: the prototype of each class seen so far, (K,) each; updated in place.
         per_class: average the penalty within each class and sum, instead of averaging over the batch.
-        optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices (batch,).
+        model, optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices.
 
     Returns:
         The task loss, detached.

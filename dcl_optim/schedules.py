@@ -38,12 +38,10 @@ class _Ramp:
     steps: int
 
     def __post_init__(self) -> None:
-        for name, given in (("value", self.value), ("steps", self.steps)):
+        for name, given, least in (("value", self.value, 0), ("steps", self.steps, 1)):
             check_number(name, given)
-        if not 0 <= self.value < math.inf:
-            raise ValueError(f"value={self.value!r} must be a finite number of at least 0")
-        if not 1 <= self.steps < math.inf:
-            raise ValueError(f"steps={self.steps!r} must be a finite number of at least 1")
+            if not least <= given < math.inf:
+                raise ValueError(f"{name}={given!r} must be a finite number of at least {least}")
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,9 @@ class LinearWarmup(_Ramp):
 
 @dataclass(frozen=True)
 class CosineRamp(_Ramp):
-    r"""Grow along half a cosine and stay: :math:`\frac v2(1-\cos(\pi\min(1, t/T)))`. Ours, as :class:`LinearWarmup`.
+    r"""Grow along half a cosine and stay: :math:`\frac v2(1-\cos(\pi\min(1, t/T)))`. Ours.
 
-    Args:
-        value: the final value, at least 0.
-        steps: T, the number of optimizer steps until it is reached, at least 1.
-
-    Raises:
-        ValueError: a negative value or fewer than one step.
-        TypeError: no number.
+    Arguments and errors are those of :class:`LinearWarmup`.
 
     Examples:
         >>> schedule = CosineRamp(1.0, steps=2)
@@ -90,44 +82,35 @@ class CosineRamp(_Ramp):
         return self.value * 0.5 * (1.0 - math.cos(math.pi * min(1.0, step / self.steps)))
 
 
-def checked(value: float | Schedule, name: str, upper: float = math.inf) -> Checked:
-    """Turn a number or a callable of the step into a callable that can only give numbers in [0, upper]."""
-    if callable(value):
-        _check_takes_step(value, name)
-        return Checked(value, name, upper)
-    if not is_number(value):
-        raise TypeError(f"{name}={value!r} must be a number or a callable of the step, got {type(value).__name__}")
-    constant = Checked(float(value), name, upper)
-    constant.check(float(value), 1)
-    return constant
-
-
-def _check_takes_step(schedule: Schedule, name: str) -> None:
-    try:
-        signature = inspect.signature(schedule)
-    except ValueError:  # one written in C
-        return
-    try:
-        signature.bind(1)
-    except TypeError as error:
-        raise TypeError(f"{name}={schedule!r} cannot be called with the step alone: {error}") from error
-
-
 @dataclass(frozen=True)
 class Checked:
-    """What the user gave for a schedule, whose every value is held to [0, upper]."""
+    """A number or a callable of the step, as a callable that can only give numbers in [0, upper]."""
 
     given: float | Schedule
     name: str
-    upper: float
+    upper: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not callable(self.given):
+            if not is_number(self.given):
+                kind = type(self.given).__name__
+                raise TypeError(f"{self.name}={self.given!r} must be a number or a callable of the step, got {kind}")
+            self.check(self.given, 1)
+            return
+        try:
+            inspect.signature(self.given).bind(1)
+        except ValueError:  # one written in C has no signature
+            pass
+        except TypeError as error:
+            raise TypeError(f"{self.name}={self.given!r} cannot be called with the step alone: {error}") from error
 
     @cached_property
     def constant(self) -> float | None:
-        """The number that was given, which was checked then; None for a schedule."""
-        return None if callable(self.given) else self.given
+        """The number that was given; None for a schedule."""
+        return None if callable(self.given) else float(self.given)
 
     def __call__(self, step: int) -> float:
-        return self.check(self.given(step), step) if callable(self.given) else self.given
+        return self.check(self.given(step), step) if callable(self.given) else float(self.given)
 
     def check(self, given: float, step: int) -> float:
         """Give a step's value as a float; raise if it is no number or out of range."""
@@ -140,4 +123,4 @@ class Checked:
         return value
 
     def __str__(self) -> str:
-        return repr(self.given) if callable(self.given) else f"{self.given:g}"
+        return repr(self.given) if callable(self.given) else f"{float(self.given):g}"

@@ -34,11 +34,10 @@ def settle(z: Tensor, g: Tensor, former: Form | None = None) -> tuple[Form | Non
     if not evidence.says:
         raise Uncertain
     live = g.abs().amax(1) > 0
-    for form in candidates(evidence, former, allows_negative=False):
-        if form is not None:
-            reading = read(form, z, g, live, live.sum(), evidence.slope * live.sum(), tolerance)
-            if reading.fits:
-                return form, reading
+    for _, form in candidates(evidence, z.shape[1], former, allows_negative=False):
+        reading = read(form, z, g, live, live.sum(), evidence.slope * live.sum(), tolerance)
+        if reading.fits:
+            return form, reading
     return None, None
 
 

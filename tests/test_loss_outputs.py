@@ -455,10 +455,13 @@ def test_a_choice_that_is_decided_is_not_said(make):
 
 
 WRONG = {
-    "0-dim": (lambda z: z.mean(), r"is a scalar \(0-dim\), as a loss is; let the model return its logits too"),
-    "only a loss": (lambda z: (z.mean(), None), r"is a scalar \(0-dim\)"),
-    "complex": (lambda z: torch.complex(z, z), r"is complex \(torch.complex128\); let the model return real logits"),
-    "integer": (lambda z: z.argmax(1), r"is of torch.int64, as labels are"),
+    "0-dim": (
+        lambda z: z.mean(),
+        r"is of torch.float64 and shape \(\); logits are real .* Let the model return them too",
+    ),
+    "only a loss": (lambda z: (z.mean(), None), r"and shape \(\); logits are"),
+    "complex": (lambda z: torch.complex(z, z), r"is of torch.complex128 .* real floating-point numbers"),
+    "integer": (lambda z: z.argmax(1), r"is of torch.int64"),
     "bool": (lambda z: {"logits": z > 0}, r"is of torch.bool"),
     "nested": (lambda z: ((z, z), z), "no logits found in the model's output of type tuple"),
     "empty": (lambda z: (), "no logits found in the model's output of type tuple"),
@@ -477,5 +480,5 @@ def test_what_cannot_be_logits_is_named(form):
 @pytest.mark.parametrize("chosen", [lambda z: z.mean(), lambda z: torch.complex(z, z), lambda z: z.argmax(1), tuple])
 def test_what_logits_returns_is_checked(chosen):
     optimizer = wrap(mlp(), logits=chosen)
-    with pytest.raises(TypeError, match=r"scalar|complex|torch\.int64|no logits found"):
+    with pytest.raises(TypeError, match=r"shape \(\)|complex|torch\.int64|no logits found"):
         optimizer.model(one()[0])

@@ -29,7 +29,7 @@ from dcl_optim import DCPOptimizer, _sync, distances, prototypes
 from dcl_optim.distances import to_rows
 from dcl_optim.forward import Forward
 from dcl_optim.reference import dcp_step
-from tests.helpers import assert_same, live_tensors, train, unreadable_device
+from tests.helpers import assert_same, live_tensors, train
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
 KEY = "dcl_optim.DCPOptimizer"
@@ -91,13 +91,14 @@ def huber(z: Tensor, c: Tensor) -> Tensor:
 
 
 DISTANCES = [*distances.DISTANCES, huber]
+FUNCTIONS = {name: getattr(distances, name) for name in distances.DISTANCES} | {huber: huber}
 
 
 def check_against_the_reference(distance: Any, reduction: str, **options: Any) -> None:
     model, theirs = network(), network()
     optimizer = wrap(model, **{"weight": 0.7, "alpha": 0.4, "distance": distance, "reduction": reduction} | options)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
-    function, alpha = distances.resolve_distance(distance), options.get("alpha", 0.4)
+    function, alpha = FUNCTIONS[distance], options.get("alpha", 0.4)
     for x, y in batches(30):
         train(model, optimizer, [(x, y)])
         dcp_step(
@@ -282,7 +283,7 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
     monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads)
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    function = distances.resolve_distance(distance)
+    function = FUNCTIONS[distance]
     values, seen = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), torch.zeros(CLASSES, dtype=torch.bool)
     for x, shares in mixtures(30):
         optimizer.zero_grad()
@@ -517,28 +518,6 @@ def test_what_rounding_leaves_of_smoothed_labels_is_a_distribution(classes, dtyp
     soft = 0.9 * one_hot(torch.arange(8) % classes, classes) + 0.1 / classes
     soft[:, -1] -= 1e-5  # a rest that was subtracted and rounded
     assert laid_out(soft.to(dtype), (8, classes)).shape == (8, classes)
-
-
-def test_a_device_is_looked_at_in_the_first_soft_batch_only():
-    """The meta device in place of a GPU: a look is an error."""
-    with unreadable_device():
-        model = network(dtype=torch.float32)
-        optimizer = wrap(model, loss_scale=1.0)
-
-        def backward(labels: Tensor) -> None:
-            optimizer.zero_grad()
-            optimizer.set_targets(labels)
-            model(torch.randn(ROWS, FEATURES)).sum().backward()
-
-        optimizer._algorithm.steps = 5  # step 6, in which nothing else is read
-        for _ in range(2):
-            backward(torch.arange(ROWS) % CLASSES)
-        soft = torch.eye(CLASSES)[torch.arange(ROWS) % CLASSES]
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="meta"):
-                backward(soft)
-        optimizer.forecaster._has_checked_shares = True
-        backward(soft)
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

@@ -78,30 +78,25 @@ dcl_optim.distances.companion_target(z, c, alpha)
 dcl_optim.distances.Rows(values, slope, factor, squared=False)
     .distances
 dcl_optim.distances.Distance()
-    .__call__(self, z, c)
     .couples_rows = False
     .depends_on_class_dim = True
     .name = ''
     .rows(self, z, c)
     .towards_target(self, z, c, found, alpha)
 dcl_optim.distances.SquaredDistance()
-    .__call__(self, z, c)
     .depends_on_class_dim = False
     .name = 'mse'
     .rows(self, z, c)
     .towards_target(self, z, c, found, alpha)
 dcl_optim.distances.AbsoluteDistance()
-    .__call__(self, z, c)
     .depends_on_class_dim = False
     .name = 'l1'
     .rows(self, z, c)
 dcl_optim.distances.Divergence(temperature=4.0)
-    .__call__(self, z, c)
     .name = 'kl'
     .rows(self, z, c)
     .temperature = 4.0
 dcl_optim.distances.MeanDistance(function)
-    .__call__(self, z, c)
     .couples_rows = True
     .rows(self, z, c)
 dcl_optim.distances.resolve_distance(distance, temperature=None)
@@ -123,7 +118,7 @@ dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False,
 dcl_optim.loss.cross_entropy.Form(kind, smoothing=0.0)
 dcl_optim.loss.cross_entropy.Reading(labels, scale, fits, tells_scale)
 dcl_optim.loss.cross_entropy.read(form, z, g, live, count, last, tolerance=0.001, wants_labels=True)
-dcl_optim.loss.cross_entropy.Evidence(total, says, hard, smoothed, smoothing, soft, floor, weighted, log, slope)
+dcl_optim.loss.cross_entropy.Evidence(total, says, slope, smoothing, mixed_smoothing, mixed, weighted)
 dcl_optim.loss.cross_entropy.examine(z, g, tolerance=0.001)
 dcl_optim.loss.outputs.find_loss(output)
 dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dcl_optim import CosineRamp, LinearWarmup, RunningAverage
-from dcl_optim.schedules import checked
+from dcl_optim.schedules import Checked
 
 
 def test_running_average():
@@ -42,12 +42,12 @@ def test_bad_ramps(kind, value, steps, message):
 
 
 def test_numbers_of_any_library_and_callables():
-    assert checked(np.float32(0.5), "alpha", upper=1.0)(7) == 0.5
-    assert checked(lambda t: t / 10, "alpha", upper=1.0)(7) == 0.7
+    assert Checked(np.float32(0.5), "alpha", upper=1.0)(7) == 0.5
+    assert Checked(lambda t: t / 10, "alpha", upper=1.0)(7) == 0.7
 
 
 def test_schedules_pickle_and_show():
-    schedule = checked(LinearWarmup(1.0, steps=10), "weight")
+    schedule = Checked(LinearWarmup(1.0, steps=10), "weight")
     assert pickle.loads(pickle.dumps(schedule)) == schedule
     assert str(schedule) == "LinearWarmup(value=1.0, steps=10)"
-    assert str(checked(0.25, "weight")) == "0.25"
+    assert str(Checked(0.25, "weight")) == "0.25"

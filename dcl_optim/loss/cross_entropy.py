@@ -44,7 +44,6 @@ SATURATED = 2e-5  # a row whose |r| is smaller says nothing about its factor
 MIN_SMOOTHING = 2e-3  # a smaller one is rounding
 MAX_SMOOTHING = 0.5
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
-UNSURE = 0.8  # in rows whose highest probability is smaller the lowest entry of g is a smoothed label
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell a line from a point
 READ_SHARE = 0.75  # of the live rows must have a label, or it is another loss
@@ -58,7 +57,7 @@ def constant(value: int, device: torch.device) -> Tensor:
 
 
 class Form(NamedTuple):
-    """What kind of gradient a loss sends; a property of the script.
+    """What kind of gradient a loss sends.
 
     Attributes:
         kind: which formula of the module's docstring applies.
@@ -70,7 +69,7 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What the gradient of one batch says. Tensors on the gradient's device.
+    """What the gradient of one batch says, as tensors on its device.
 
     Attributes:
         labels: the label of each row (N,), K for none; for the soft form the soft labels (N, K), 0 in rows without.
@@ -103,7 +102,7 @@ def read(
     """Read a gradient that has a known form.
 
     Args:
-        form: see :class:`Form`.
+        form: the form.
         z: logits, rows (N, K).
         g: gradient of the loss with respect to z, same shape.
         live: whether the gradient of a row is not zero, (N,).
@@ -150,9 +149,7 @@ def _read_weighted(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     y = g.argmin(1)
-    p = torch.softmax(z, 1)
-    at_label = p.gather(1, y[:, None])[:, 0]
-    r = p.scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
+    r = torch.softmax(z, 1).scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
     whole, lengths = torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(r, dim=1)
     slopes = whole / (lengths + TINY)
     rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), dim=1)
@@ -163,10 +160,11 @@ def _read_weighted(
     certain = live & (lengths <= SATURATED) & (whole <= SATURATED * torch.where(number > 0, mean, torch.inf))
     told = clear | certain
     if z.shape[1] == 2:
-        told = told & _is_one_slope_a_label(slopes, at_label, y, clear)
-    fits = (told.sum() >= READ_SHARE * live.sum()) & live.any() & torch.isfinite(whole.sum())
+        told = told & _is_one_slope_a_label(slopes, r.gather(1, y[:, None])[:, 0], y, clear)
+    needed = (READ_SHARE * live.sum()).clamp(min=1.0)
+    fits = (told.sum() >= needed) & torch.isfinite(whole.sum())
     labels = torch.where(told & fits, y, z.shape[1])
-    return Reading(labels, mean * count, fits, fits & (number >= READ_SHARE * live.sum()))  # certain ones as the others
+    return Reading(labels, mean * count, fits, fits & (number >= needed))  # certain ones as the others
 
 
 def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Tensor) -> Tensor:
@@ -194,28 +192,35 @@ def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, An
 def _rest_of_line(p: Tensor, g: Tensor, weights: Tensor, line: tuple[Tensor, Any]) -> Tensor:
     """The norm that a line leaves unexplained over entries of weight 1."""
     slope, floor = line
-    return torch.linalg.vector_norm((g - slope * (p - floor)) * weights)
+    return torch.linalg.vector_norm(torch.addcmul(g, p - floor, slope, value=-1.0) * weights)
 
 
-def _others(p: Tensor, g: Tensor, live: Tensor, floor: float | None) -> tuple[Tensor, tuple[Tensor, Any]]:
-    """1 at all entries but the labels', else 0; and the line through them.
+def _others(
+    p: Tensor, g: Tensor, live: Tensor, floor: float | None, labels: int, slope: Tensor
+) -> tuple[Tensor, tuple[Tensor, Any]]:
+    """1 at all entries but the labels', else 0; and the line through them, which a guess of its slope leads to.
 
-    No entry of g/p is above a, and those without a share of q come close to it: a first guess. Of g - a p the two
-    lowest entries of a row are its labels; the line through the others is a better guess.
+    Of g - a p the lowest entries of a row are its labels. The line through the others is a better guess of a.
     """
-    line, others = ((g / p.clamp(min=1e-3)).amax(), floor), p
+    line, rows = (slope, floor), live[:, None].to(p.dtype).expand_as(p)
+    others = rows
     for _ in range(2):
-        labels = torch.addcmul(g, p, line[0], value=-1.0).topk(2, 1, largest=False).indices
-        others = torch.ones_like(p).scatter_(1, labels, 0.0).mul_(live[:, None])
+        lowest = torch.addcmul(g, p, line[0], value=-1.0).topk(labels, 1, largest=False).indices
+        others = rows.scatter(1, lowest, 0.0)
         line = _line(p, g, others, floor)
     return others, line
+
+
+def _steepest(p: Tensor, g: Tensor) -> Tensor:
+    """A guess of a: no entry of g/p is above it, and entries without a share of q come close to it."""
+    return (g / p.clamp(min=1e-3)).amax()
 
 
 def _read_soft(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     p, classes, smoothing = torch.softmax(z, 1), z.shape[1], form.smoothing
-    others, line = _others(p, g, live, smoothing / classes)
+    others, line = _others(p, g, live, smoothing / classes, 2, _steepest(p, g))
     slope, rest = line[0], _rest_of_line(p, g, others, line)
     shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
@@ -240,7 +245,7 @@ def _read_negative(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
 ) -> Reading:
     one = (g < 0).sum(1) == 1
-    fits = (one.sum() >= READ_SHARE * live.sum()) & one.any()
+    fits = one.sum() >= (READ_SHARE * live.sum()).clamp(min=1.0)
     labels = torch.where(one & fits, g.argmin(1), g.shape[1])
     return Reading(labels, torch.ones_like(g[0, 0]), fits, torch.zeros_like(fits))
 
@@ -255,135 +260,83 @@ READERS = {
 
 
 class Evidence(NamedTuple):
-    """Which forms one gradient has, as numbers on its device: 1 or 0, and values.
+    """What one gradient says about its form, as numbers on its device.
 
     Attributes:
         total: the sum of absolute values.
         says: whether it tells forms apart: not all rows are certain.
-        hard, smoothed, soft, weighted, log: whether the gradient has the form; 2 for weights that fit every row.
-        smoothing: of the smoothed form.
-        floor: K times the floor of the soft form.
-        slope: a, of the smoothed form.
+        slope: a, if the labels are hard.
+        smoothing: the label smoothing, if the labels are hard.
+        mixed_smoothing: the label smoothing, if the labels are soft.
+        mixed: whether hard labels, which may fit too, would mostly be classes that the model thinks unlikely.
+        weighted: 1 if the weighted form fits, 2 if it fits every row.
     """
 
     total: Any
     says: Any
-    hard: Any
-    smoothed: Any
-    smoothing: Any
-    soft: Any
-    floor: Any
-    weighted: Any
-    log: Any
     slope: Any
+    smoothing: Any
+    mixed_smoothing: Any
+    mixed: Any
+    weighted: Any
 
 
 def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """Try all forms on one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all.
+    """Look for the form of one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all.
 
-    Args:
-        z: logits, rows (N, K).
-        g: gradient of the loss with respect to z, same shape.
-        tolerance: see :func:`tolerance_of`.
+    The arguments are as in :func:`read`.
     """
-    rows, classes = z.shape
-    size = torch.linalg.vector_norm(g, ord=1, dim=1)
-    p, y, no = torch.softmax(z, 1), g.argmin(1), size.new_zeros((), dtype=torch.bool)
-    if classes < 2 or rows * (classes - 1) <= 1:
-        says = (size > 0).any() if classes < 2 else no
-        return torch.stack([value.double() for value in (size.sum(), says, *[no] * 8)])
+    classes = z.shape[1]
+    size, p = torch.linalg.vector_norm(g, ord=1, dim=1), torch.softmax(z, 1)
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
     top = p.topk(min(2, classes - 1), 1).values.sum(1)
     live = (size > 0) & (top < (CERTAIN if classes > 2 else CERTAIN_OF_TWO))
-    apart = torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD
-    says = live.any() & apart if classes == 2 else live.any()
-    z, g, count = z * live[:, None], g * live[:, None], torch.count_nonzero(live)
-    p, whole = p * live[:, None], torch.linalg.vector_norm(g)
-    bound = tolerance * whole
-    hard = _rest_of_hard(p, g, y, live, 0.0)
-    # With smoothing the label of a row that is certain is its likeliest class, not the lowest entry of its gradient.
-    slope, smoothing, smoothed = _fit_smoothed(p, g, y, live, live & (p.amax(1) < UNSURE))
-    of_certain = _fit_smoothed(p, g, torch.where(p.amax(1) > CERTAIN_OF_TWO, p.argmax(1), y), live, live)
-    is_better = ~(smoothed <= of_certain[2])
-    slope, smoothing, smoothed = (
-        torch.where(is_better, ours, theirs)
-        for ours, theirs in zip(of_certain, (slope, smoothing, smoothed), strict=True)
-    )
-    # Where predictions are close to uniform, hard labels fit smoothed ones too, with a factor that is too small.
-    better = (smoothed < 0.3 * hard) & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING) & (slope > 0)
-    soft, mixed, plausible = no, torch.zeros_like(whole), ~no
-    if classes >= 5:
-        others, line = _others(p, g, live, None)
-        shift, rest = line[1], _rest_of_line(p, g, others, line)
-        without = _rest_of_line(p, g, others, _line(p, g, others, 0.0))
-        found = (without > 2.0 * rest + 1e-5 * whole) & (shift * classes > MIN_SMOOTHING)
-        mixed = torch.where(found, shift * classes, 0.0)
-        straight = torch.where(found, rest, without) <= tolerance * torch.linalg.vector_norm(g * others)
-        soft = straight & (mixed < MAX_SMOOTHING)
-        soft = soft & _are_shares(p, g, others, live, mixed, tolerance)
-        # A fitted model with mixed labels looks like one that is sure of the wrong class: soft labels hold both.
-        unlikely = live & (p.gather(1, y[:, None])[:, 0] < 0.1 * p.amax(1))
-        plausible = ~soft | (unlikely.sum() <= 0.5 * count)
+    says = live.any()
+    if classes == 2:
+        says = says & (torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD)
+    unlikely = live & (p.gather(1, g.argmin(1, keepdim=True))[:, 0] < 0.1 * p.amax(1))
+    z, g, p, count = z * live[:, None], g * live[:, None], p * live[:, None], live.sum()
+    slope, smoothing = _fit_smoothing(p, g, live, 1)
+    _, mixed_smoothing = _fit_smoothing(p, g, live, min(2, classes))
     found = read(Form("weighted"), z, g, live, count, 1.0, tolerance)
-    weighted = (found.fits & plausible) * (1 + ((found.labels < classes) | ~live).all())
-    log = read(Form("log"), z, g, live, count, 1.0, tolerance).fits
-    hard_fits, smoothed_fits = (hard <= bound) & plausible, better & (smoothed <= bound) & plausible
-    evidence = (size.sum(), says, hard_fits, smoothed_fits, smoothing, soft, mixed, weighted, log, slope)
+    weighted = found.fits * (1 + ((found.labels < classes) | ~live).all())
+    evidence = (size.sum(), says, slope, smoothing, mixed_smoothing, unlikely.sum() > 0.5 * count, weighted)
     return torch.stack([value.double() for value in evidence])
 
 
-def _rest_of_hard(p: Tensor, g: Tensor, y: Tensor, live: Tensor, smoothing: Any) -> Tensor:
-    """The norm that hard labels with a smoothing leave unexplained."""
-    label = torch.zeros_like(p).scatter_(1, y[:, None], 1.0)
-    r = (p - smoothing / p.shape[1] - (1.0 - smoothing) * label).mul_(live[:, None])
-    slope = torch.linalg.vector_norm(g) / torch.linalg.vector_norm(r)
-    return torch.linalg.vector_norm(torch.addcmul(g, r, slope, value=-1.0))
+def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> tuple[Tensor, Tensor]:
+    """The slope and the smoothing of rows with so many labels each; 0 where a line without a floor does as well."""
+    # A label that is too certain for a smoothed target has the highest entry of g. The line through the entries between
+    # the highest and the lowest ones is then the better guess.
+    lowest, highest = g.topk(labels, 1, largest=False).indices, g.argmax(1, keepdim=True)
+    between = live[:, None].to(p.dtype).expand_as(p).scatter(1, lowest, 0.0).scatter(1, highest, 0.0)
+    slope = torch.maximum(_line(p, g, between, None)[0], _steepest(p, g))
+    others, line = _others(p, g, live, None, labels, slope)
+    smoothing = line[1] * p.shape[1]
+    without = _rest_of_line(p, g, others, _line(p, g, others, 0.0))
+    needed = without > 2.0 * _rest_of_line(p, g, others, line) + 1e-5 * torch.linalg.vector_norm(g)
+    found = needed & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING)
+    return line[0], torch.where(found, smoothing, 0.0)
 
 
-def _fit_smoothed(p: Tensor, g: Tensor, y: Tensor, live: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slope and the smoothing that presumed labels y of some rows suggest, and the norm left unexplained in all."""
-    slope, floor = _two_lines(p, g, y, rows)
-    smoothing = floor * p.shape[1]
-    labels = torch.addcmul(g, p, slope, value=-0.5).argmin(1)
-    return slope, smoothing, _rest_of_hard(p, g, labels, live, smoothing)
-
-
-def _two_lines(p: Tensor, g: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The slope that the labels' entries and the others share, and the floor of the others."""
-    weights = rows[:, None].to(p.dtype)
-    labels = torch.zeros_like(p).scatter_(1, y[:, None], 1.0).mul_(weights)
-    shared, squares = torch.zeros_like(p[0, 0]), torch.zeros_like(p[0, 0])
-    for mask in (labels, weights - labels):
-        number = mask.sum() + TINY
-        mean_p, mean_g = (p * mask).sum() / number, (g * mask).sum() / number
-        centered = (p - mean_p) * mask
-        shared, squares = shared + (centered * g).sum(), squares + centered.square().sum()
-    slope = shared / (squares + TINY)
-    return slope, mean_p - mean_g / (slope + TINY)
-
-
-def _are_shares(p: Tensor, g: Tensor, others: Tensor, live: Tensor, smoothing: Tensor, tolerance: float) -> Tensor:
-    """Whether p - g/a less the floor is nowhere below 0."""
-    floor = smoothing / p.shape[1]
-    slope, _ = _line(p, g, others, floor)
-    shares = ((p - g / slope) - floor) * live[:, None]
-    return (slope > 0) & (shares.amin() >= -5.0 * tolerance) & (others.sum() > 1)
-
-
-def candidates(evidence: Evidence, former: Form | None, allows_negative: bool) -> list[Form | None]:
-    """The forms in the order in which they are tried; None for one that the evidence is against.
+def candidates(evidence: Evidence, classes: int, former: Form | None, allows_negative: bool) -> list[tuple[int, Form]]:
+    """The forms that may apply, each with its rank in the order in which they are tried.
 
     Of the forms that fit the simplest is taken, but a script that mixed labels before goes on with soft labels, which
-    contain hard ones.
+    contain hard ones. A fitted model with mixed labels looks like one that is sure of the wrong class: soft labels hold
+    both.
     """
+    if not evidence.says or classes < 2:
+        return []
+    soft, may_be_soft = Form("soft", evidence.mixed_smoothing), classes >= 5
     forms = (
-        (evidence.soft and former is not None and former.kind == "soft", Form("soft", evidence.floor)),
-        (evidence.smoothed, Form("hard", evidence.smoothing)),
-        (evidence.hard, Form("hard")),
+        (may_be_soft and (evidence.mixed or (former is not None and former.kind == "soft")), soft),
+        (evidence.smoothing, Form("hard", evidence.smoothing)),
+        (True, Form("hard")),
         (evidence.weighted == 2, Form("weighted")),
-        (evidence.soft, Form("soft", evidence.floor)),
+        (may_be_soft, soft),
         (evidence.weighted, Form("weighted")),
-        (evidence.log, Form("log")),
+        (True, Form("log")),
         (allows_negative, Form("negative")),
     )
-    return [form if applies else None for applies, form in forms]
+    return [(rank, form) for rank, (applies, form) in enumerate(forms) if applies]

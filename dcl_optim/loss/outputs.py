@@ -48,9 +48,18 @@ class LogitsFinder:
             found = self._given(output)
         else:
             found = output if isinstance(output, Tensor) else _inside(output)
-        if isinstance(found, Tensor) and found.is_floating_point() and found.ndim:
-            return found
-        raise _no_logits(found, output)
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
+                "output that returns the logits tensor>"
+            )
+        if not found.is_floating_point() or not found.ndim:
+            raise TypeError(
+                f"the tensor that the model returned as its logits is of {found.dtype} and shape {tuple(found.shape)}; "
+                "logits are real floating-point numbers with a batch dimension. Let the model return them too, as "
+                "(logits, loss), or pass logits= to choose another tensor"
+            )
+        return found
 
     def warn_of_choice(self, output: Any, z: Tensor) -> None:
         """Warn which tensor was taken as the logits, if there are several."""
@@ -81,31 +90,8 @@ def _first(output: tuple[Any, ...] | list[Any]) -> Any:
     return first
 
 
-def _no_logits(found: Any, output: Any) -> TypeError:
-    if not isinstance(found, Tensor):
-        return TypeError(
-            f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
-            "output that returns the logits tensor>"
-        )
-    if found.ndim == 0:
-        kind, fix = "a scalar (0-dim), as a loss is", "let the model return its logits too, as (logits, loss)"
-    elif found.is_complex():
-        kind, fix = f"complex ({found.dtype})", "let the model return real logits"
-    else:
-        kind, fix = f"of {found.dtype}, as labels are", "let the model return floating-point logits"
-    return TypeError(
-        f"the tensor that the model returned as its logits is {kind}; {fix}, or pass logits= to choose another"
-    )
-
-
 def candidates(output: Any, z: Tensor) -> list[str]:
-    """Name the tensors in a tuple or list that may be the logits, z first; no name decides there.
-
-    Examples:
-        >>> features = torch.ones(2, 8, requires_grad=True)
-        >>> candidates((features, features[:, :3]), features)
-        ['item 0 of shape (2, 8)', 'item 1 of shape (2, 3)']
-    """
+    """Name the tensors in a tuple or list that may be the logits, z first; no name decides there."""
     if not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
         return []
     found = [
@@ -145,9 +131,6 @@ def through_logits(z: Tensor, loss: Tensor, output: Any) -> tuple[Tensor, Any]:
 
     Autograd calls no hook with a gradient for an output of a node that the loss does not come through. The output then
     gets a loss of the same value that sends zeros to the logits; a tuple is replaced by another one.
-
-    Returns:
-        The loss and the output.
     """
     if loss.grad_fn is not z.grad_fn:
         return loss, output
@@ -178,13 +161,7 @@ class _Linked(torch.autograd.Function):
 def find_shift(labels: Tensor, z: Tensor, loss: Tensor) -> bool | None:
     """Whether a model's own loss compares the logits of a position with the label of the next one. Synchronizes.
 
-    Args:
-        labels: class indices of z's shape without the classes, which are its last dimension.
-        z: logits.
-        loss: the model's loss, a mean over the labels that are not -100.
-
-    Returns:
-        None if neither the labels nor the shifted ones have that loss.
+    The loss is a mean over the labels that are not -100. None if neither the labels nor the shifted ones have it.
     """
     if labels.is_floating_point() or labels.shape != z.shape[:-1]:
         return None
@@ -197,12 +174,7 @@ def find_shift(labels: Tensor, z: Tensor, loss: Tensor) -> bool | None:
 
 
 def shift(labels: Tensor) -> Tensor:
-    """The label of the next position, (batch, time); -100 at the last.
-
-    Examples:
-        >>> shift(torch.tensor([[5, 6, 7]]))
-        tensor([[   6,    7, -100]])
-    """
+    """The label of the next position, (batch, time); -100 at the last."""
     return F.pad(labels[:, 1:], (0, 1), value=-100)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -103,12 +104,11 @@ class LossReader:
         class_dim: int | None = None,
         needs_class_dim: bool = False,
     ) -> None:
-        known = (isinstance(scale, str) and scale == "auto") or hasattr(scale, "scale") or callable(scale)
         if is_number(scale):
             check_positive("loss_scale", scale)
-        elif isinstance(scale, str) and not known:
+        elif isinstance(scale, str) and scale != "auto":
             raise ValueError(f"loss_scale={scale!r} is unknown; pass 'auto', a number, a GradScaler or a callable")
-        elif not known:
+        elif not (isinstance(scale, str) or hasattr(scale, "scale") or callable(scale)):
             raise TypeError(f"loss_scale must be 'auto', a number, a GradScaler or a callable, got {scale!r}")
         if targets is not None and not isinstance(targets, str) and not callable(targets):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
@@ -116,8 +116,6 @@ class LossReader:
         self._given_dim, self._needs_class_dim = class_dim, needs_class_dim
         self._warned_scale = self._warned_labels = False
         self.load_state({})
-
-    # ---- the state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
@@ -159,21 +157,13 @@ class LossReader:
         self.ahead = targets, None
 
     def before_forward(self) -> None:
-        """Take the labels that were given for the forward pass that begins; one that does not count drops them.
-
-        A recomputation inside a backward pass is not the next forward pass.
-        """
-        if self.ahead is not None and current_backward() == -1:
+        """Take the labels that were given for the forward pass that begins; one that does not count drops them."""
+        if self.ahead is not None and current_backward() == -1:  # inside a backward pass it is a recomputation
             following, _ = self.ahead
             self.ahead = None if following is None else (None, following)
 
     def after_forward(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the labels that are known when the model has returned.
-
-        Raises:
-            ValueError: the logits have no dimension ``class_dim``; the model was called without its keyword of labels.
-            RuntimeError: labels were given twice.
-        """
+        """Note the labels that are known when the model has returned; raise if they were given twice or not at all."""
         if self._given_dim is not None:
             self._dim_of(forward.logits)
         if self.ahead is not None:
@@ -217,10 +207,7 @@ class LossReader:
     def read(self, forward: Forward, gradient: Tensor, several: bool) -> Loss:
         """Read the gradient that the script's loss sends to the logits, and lay the logits out as rows.
 
-        Args:
-            forward: the forward pass that the logits come from.
-            gradient: of the logits' shape.
-            several: whether this is not the first backward pass of the step.
+        ``several`` says that this is not the first backward pass of the step.
 
         Raises:
             RuntimeError: labels are needed, were not given and cannot be read.
@@ -243,7 +230,8 @@ class LossReader:
             return Loss(given, forward.targets, None, dim, finite, finite)
         form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
-            seen = _lay_out(forward, gradient, dim, form)
+            seen = _Seen(forward, gradient, dim, form)
+            forward.rows = seen.z
             reading, count = self._read_rows(form, seen, wants_labels, self._scale), seen.count
             settles = may_sync and not bool(reading.fits)
         else:
@@ -273,16 +261,11 @@ class LossReader:
             raise ValueError(f"class_dim={dim} but the model's logits have shape {tuple(logits.shape)}")
         return dim % max(logits.ndim, 2)
 
-    def _given_scale(self, gradient: Tensor) -> Scale | None:
+    def _given_scale(self, gradient: Tensor) -> Scale:
         source = self.source
-        if isinstance(source, str):
-            return None
         if isinstance(source, numbers.Real):
             return float(source)
-        if hasattr(source, "scale"):
-            scale: Tensor = source.scale(torch.ones((), device=gradient.device))
-            return scale
-        found = source()
+        found = source.scale(torch.ones((), device=gradient.device)) if hasattr(source, "scale") else source()
         if isinstance(found, Tensor) and found.numel() == 1:
             return found.detach().reshape(())
         if not is_number(found):
@@ -304,8 +287,6 @@ class LossReader:
         self._latest = torch.where(reading.tells_scale, reading.scale, fallback)
         return self._latest
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
-
     def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool, last: Scale | None) -> Reading:
         z, g, live = seen.rows(wants_labels or form.kind == "weighted")
         last = 1.0 if last is None else last
@@ -316,31 +297,34 @@ class LossReader:
     ) -> tuple[Reading | None, Tensor | None, int | None, float]:
         """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it.
 
-        Returns:
-            The reading, the number of rows that are not zero, the class dimension, and the sum of absolute values.
+        The reading comes with the number of live rows, the class dimension and the sum of absolute values.
         """
         known = self._dim_of(gradient)
         dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
-        laid_out = [_lay_out(forward, gradient, dim, None) for dim in dims]
+        laid_out = [_Seen(forward, gradient, dim, None) for dim in dims]
         if not len(laid_out[0].g):
             return None, None, known, 0.0
         vectors = [cross_entropy.examine(*one.rows(wants_labels)[:2], one.tolerance) for one in laid_out]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
-        if not 0 < found[0].total < math.inf:
-            return None, None, known, found[0].total
-        allows_negative = has_scale and wants_labels
-        for forms in zip(*(cross_entropy.candidates(one, self._form, allows_negative) for one in found), strict=True):
-            for dim, evidence, one, form in zip(dims, found, laid_out, forms, strict=True):
-                if form is None or not evidence.says:
-                    continue
-                reading = self._read_rows(form, one, wants_labels, evidence.slope * one.count)
-                if bool(reading.fits):
-                    self._form, forward.rows = form, one.z
-                    self.class_dim = dim if known is None else self.class_dim
-                    return reading, one.count, dim, found[0].total
+        total = found[0].total
+        if not 0 < total < math.inf:
+            return None, None, known, total
+        trials = [
+            (rank, form, dim, one, evidence.slope * one.count)
+            for dim, one, evidence in zip(dims, laid_out, found, strict=True)
+            for rank, form in cross_entropy.candidates(
+                evidence, one.z.shape[1], self._form, allows_negative=has_scale and wants_labels
+            )
+        ]
+        for _, form, dim, one, scale in sorted(trials, key=itemgetter(0)):
+            reading = self._read_rows(form, one, wants_labels, scale)
+            if bool(reading.fits):
+                self._form, forward.rows = form, one.z
+                self.class_dim = dim if known is None else self.class_dim
+                return reading, one.count, dim, total
         if any(evidence.says for evidence in found):
             self._refuse(gradient, wants_labels, known)
-        return None, None, known, found[0].total
+        return None, None, known, total
 
     def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
@@ -374,7 +358,10 @@ class _Seen:
 
     __slots__ = ("count", "g", "live", "size", "tolerance", "z")
 
-    def __init__(self, z: Tensor, g: Tensor, form: Form | None) -> None:
+    def __init__(self, forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> None:
+        z, g = forward.logits, gradient
+        if gradient.ndim != 2 or dim != 1:
+            z, g = to_rows(z, dim), to_rows(g, dim)
         self.z, self.g = z, g
         self.tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
         self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
@@ -388,11 +375,3 @@ class _Seen:
             size, rows = self.size.topk(MAX_ROWS)
             z, g, live = z.index_select(0, rows), g.index_select(0, rows), size > 0
         return wide(z), wide(g), live
-
-
-def _lay_out(forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> _Seen:
-    z, g = forward.logits, gradient
-    if gradient.ndim != 2 or dim != 1:
-        z, g = to_rows(z, dim), to_rows(g, dim)
-    forward.rows = z
-    return _Seen(z, g, form)

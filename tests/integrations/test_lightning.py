@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from dcl_optim import DCLOptimizer, LinearWarmup, RunningAverage
-from dcl_optim.distances import resolve_distance
+from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same
 from tests.integrations.lightning_modules import (
@@ -65,7 +65,7 @@ def test_automatic_optimisation_is_the_papers_algorithm():
     bases = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for m in (model, companion)]
     torch.manual_seed(3)
     for x, y in [*loader()] * 2:
-        dcl_step(model, companion, *bases, x, y, nn.CrossEntropyLoss(), resolve_distance("mse"))
+        dcl_step(model, companion, *bases, x, y, nn.CrossEntropyLoss(), mse)
     assert_same(module.net, model, rtol=1e-9, atol=1e-12)
     assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-12)
 

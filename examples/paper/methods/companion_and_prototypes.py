@@ -18,7 +18,7 @@ from dcl_optim.loss.outputs import find_logits
 from dcl_optim.loss.reader import LossReader
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.prototypes import Prototypes
-from dcl_optim.schedules import Checked, Schedule, checked
+from dcl_optim.schedules import Checked, Schedule
 
 
 @dataclass(frozen=True)
@@ -172,5 +172,5 @@ def _weighted(penalty: Penalty, weight: float) -> tuple[Tensor, Tensor]:
 
 def _term(prefix: str, distance: DistanceName | Distance, weight: float | Schedule, alpha: float | Schedule) -> Term:
     return Term(
-        resolve_distance(distance), checked(weight, f"{prefix}_weight"), checked(alpha, f"{prefix}_alpha", upper=1.0)
+        resolve_distance(distance), Checked(weight, f"{prefix}_weight"), Checked(alpha, f"{prefix}_alpha", upper=1.0)
     )
