@@ -14,7 +14,7 @@ def may_sync(step: int, tensor: Tensor) -> bool:
     """Whether a step may read values of a tensor: always on a CPU, else in steps 1, 2, 4, 8, ... and 100, 200, ...
 
     Args:
-        step: the number of the optimizer step, from 1.
+        step: the number of the optimizer step, from 1; 0 for none.
         tensor: any tensor of the device that is asked about.
     """
-    return tensor.is_cpu or step % SYNC_INTERVAL == 0 or step & (step - 1) == 0
+    return tensor.is_cpu or (step > 0 and (step % SYNC_INTERVAL == 0 or step & (step - 1) == 0))

@@ -619,8 +619,8 @@ FAULTS = [
     Fault(
         "all-rows-counted",
         "loss/reader.py",
-        "self.count = self.live.sum(",
-        "self.count = torch.ones_like(self.live).sum(",
+        "self.count = torch.linalg.vector_norm(self.size, 0,",
+        "self.count = torch.linalg.vector_norm(torch.ones_like(self.size), 0,",
         "the loss scale and the penalty's mean count rows that the loss ignores",
         "loss_reader prototypes",
     ),
@@ -659,7 +659,7 @@ FAULTS = [
     Fault(
         "smoothed-label-is-lowest",
         "loss/cross_entropy.py",
-        "y = torch.addcmul(g, p, torch.as_tensor(last, dtype=g.dtype, device=g.device) / count, value=-0.5).argmin(1)",
+        "y = torch.addcmul(g, p, _steepest(p, g, smoothing / z.shape[1]), value=-0.5).argmin(1)",
         "y = g.argmin(1)",
         "with label smoothing rows that are too sure of their label get another one",
         "loss_cross_entropy",
@@ -708,7 +708,7 @@ FAULTS = [
     Fault(
         "device-always-read",
         "_sync.py",
-        "return tensor.is_cpu or step % SYNC_INTERVAL == 0 or step & (step - 1) == 0",
+        "return tensor.is_cpu or (step > 0 and (step % SYNC_INTERVAL == 0 or step & (step - 1) == 0))",
         "return True",
         "every step waits for the accelerator",
         "device_kernels",
@@ -716,7 +716,7 @@ FAULTS = [
     Fault(
         "values-never-read",
         "_sync.py",
-        "return tensor.is_cpu or step % SYNC_INTERVAL == 0 or step & (step - 1) == 0",
+        "return tensor.is_cpu or (step > 0 and (step % SYNC_INTERVAL == 0 or step & (step - 1) == 0))",
         "return False",
         "a batch of another form, a lost companion and labels out of range are not found",
         "companion_not_finite loss_reader",

@@ -35,7 +35,7 @@ def settle(z: Tensor, g: Tensor, former: Form | None = None) -> tuple[Form | Non
         raise Uncertain
     live = g.abs().amax(1) > 0
     for _, form in candidates(evidence, z.shape[1], former, allows_negative=False):
-        reading = read(form, z, g, live, live.sum(), evidence.slope * live.sum(), tolerance)
+        reading = read(form, z, g, live, live.sum(), tolerance)
         if reading.fits:
             return form, reading
     return None, None
@@ -60,8 +60,8 @@ ALL = torch.ones(4, dtype=torch.bool)
 FOUR = torch.tensor(4)
 
 
-def by_hand(form: Form, g: Tensor, *, z: Tensor | None = None, live: Tensor = ALL, count: int = 4, last: float = 1.0):
-    return read(form, P.log() if z is None else z, g, live, torch.tensor(count), last)
+def by_hand(form: Form, g: Tensor, *, z: Tensor | None = None, live: Tensor = ALL, count: int = 4):
+    return read(form, P.log() if z is None else z, g, live, torch.tensor(count))
 
 
 def test_hard_labels_by_hand():
@@ -93,11 +93,10 @@ def test_hard_labels_with_a_smoothing_by_hand():
     p = torch.tensor([[0.98, 0.015, 0.005], *P[1:].tolist()]).double()
     g = 2.0 * (p - (0.9 * E + 0.1 / 3))
     assert g.argmin(1).tolist() != Y.tolist()
-    for last in (4.0, 8.0, 15.0):  # any within a factor of two will do
-        labels, scale, fits, _ = by_hand(Form("hard", 0.1), g, z=p.log(), last=last)
-        assert torch.equal(labels, Y)
-        assert float(scale) == pytest.approx(8.0, rel=1e-7)
-        assert bool(fits)
+    labels, scale, fits, _ = by_hand(Form("hard", 0.1), g, z=p.log())
+    assert torch.equal(labels, Y)
+    assert float(scale) == pytest.approx(8.0, rel=1e-7)
+    assert bool(fits)
 
 
 def test_each_weighted_row_has_its_own_factor():
@@ -166,7 +165,7 @@ def test_a_gradient_without_the_form_has_no_labels(kind):
     z = torch.randn(8, 6).double().log_softmax(1)
     for g in (z - torch.randn(8, 6).double(), torch.full((8, 6), torch.nan).double()):
         form, live = Form(kind), torch.ones(8, dtype=torch.bool)
-        labels, _, fits, tells = read(form, z, g, live, torch.tensor(8), 1.0)
+        labels, _, fits, tells = read(form, z, g, live, torch.tensor(8))
         assert (bool(fits), bool(tells)) == (False, False)
         assert (labels == 6).all() if labels.ndim == 1 else (labels == 0).all()
 
@@ -185,7 +184,7 @@ def test_a_weighted_row_that_is_certain_has_no_label_if_its_gradient_is_large():
     z = torch.cat([P.log(), torch.tensor([[40.0, 0.0, 1.0]]).double()])
     g = torch.cat([P - E, torch.tensor([[-0.5, 0.5, 0.0]]).double()])
     live = torch.ones(5, dtype=torch.bool)
-    assert read(Form("weighted"), z, g, live, torch.tensor(5), 1.0).labels.tolist() == [0, 1, 0, 2, 3]
+    assert read(Form("weighted"), z, g, live, torch.tensor(5)).labels.tolist() == [0, 1, 0, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

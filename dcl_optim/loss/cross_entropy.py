@@ -6,10 +6,11 @@ Take one row: logits z, probabilities p = softmax(z), targets q (a distribution)
 .. math:: g = a\,(p - q), \qquad \textstyle\sum_k g_k = 0.
 
 *Hard.* With one label y and label smoothing :math:`\epsilon`, :math:`q = (1-\epsilon)\,e_y + \epsilon/K`. Without
-smoothing the label is the only negative entry of g, so :math:`y = \arg\min g`; with smoothing it is the lowest entry of
-:math:`g - \tfrac12 a\,p`, for any a within a factor of four. Then :math:`r = p - q` is known, and if all rows have the
-same factor, :math:`a = \lVert g\rVert / \lVert r\rVert`. The loss has this form where :math:`\lVert g - a r\rVert` is
-rounding. A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero.
+smoothing the label is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing it is the lowest entry of
+:math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`; the largest entry of g/p will
+do, which is close to a and not above it. Then :math:`r = p - q` is known, and if all rows have the same factor,
+:math:`a = \lVert g\rVert / \lVert r\rVert`. The loss has this form where :math:`\lVert g - a r\rVert` is rounding. A
+mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero.
 
 *Weighted.* Class weights, sample weights and focal losses give each row its own :math:`a_i = \lVert g_i\rVert / \lVert
 r_i\rVert`, and :math:`s = \sum_i a_i`. Two classes put every row on some line, so there all rows of a label need one a.
@@ -53,7 +54,7 @@ TINY = 1e-30
 @functools.lru_cache(maxsize=64)
 def constant(value: int, device: torch.device) -> Tensor:
     """An integer as a tensor; making it anew in each step would be one kernel more."""
-    return torch.tensor(value, device=device)
+    return torch.full((), value, device=device)
 
 
 class Form(NamedTuple):
@@ -95,7 +96,6 @@ def read(
     g: Tensor,
     live: Tensor,
     count: Tensor,
-    last: Tensor | float,
     tolerance: float = TOLERANCE,
     wants_labels: bool = True,
 ) -> Reading:
@@ -107,7 +107,6 @@ def read(
         g: gradient of the loss with respect to z, same shape.
         live: whether the gradient of a row is not zero, (N,).
         count: the number of live rows; more than in ``live`` if z and g are a selection.
-        last: the loss scale of the batch before, which label smoothing needs.
         tolerance: see :func:`tolerance_of`.
         wants_labels: whether the labels are needed; if not, those of hard labels are left out.
 
@@ -115,19 +114,19 @@ def read(
         >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
         >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
         >>> (g,) = torch.autograd.grad(loss, z)
-        >>> reading = read(Form("hard"), z.detach(), g, torch.tensor([True, True]), torch.tensor(2), last=1.0)
+        >>> reading = read(Form("hard"), z.detach(), g, torch.tensor([True, True]), torch.tensor(2))
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    return READERS[form.kind](form, z, g, live, count, last, tolerance, wants_labels)
+    return READERS[form.kind](form, z, g, live, count, tolerance, wants_labels)
 
 
 def _read_hard(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     p, smoothing = torch.softmax(z, 1), form.smoothing
     if smoothing:
-        y = torch.addcmul(g, p, torch.as_tensor(last, dtype=g.dtype, device=g.device) / count, value=-0.5).argmin(1)
+        y = torch.addcmul(g, p, _steepest(p, g, smoothing / z.shape[1]), value=-0.5).argmin(1)
     elif wants_labels:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
         y = torch.add(g, p, alpha=-TINY).argmin(1)
     else:
@@ -146,7 +145,7 @@ def _read_hard(
 
 
 def _read_weighted(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     y = g.argmin(1)
     r = torch.softmax(z, 1).scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
@@ -211,13 +210,13 @@ def _others(
     return others, line
 
 
-def _steepest(p: Tensor, g: Tensor) -> Tensor:
-    """A guess of a: no entry of g/p is above it, and entries without a share of q come close to it."""
-    return (g / p.clamp(min=1e-3)).amax()
+def _steepest(p: Tensor, g: Tensor, least: float = 1e-3) -> Tensor:
+    """A guess of a: no entry of g/p is above it, and entries far above their share of q come close to it."""
+    return (g / p.clamp(min=least)).amax()
 
 
 def _read_soft(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     p, classes, smoothing = torch.softmax(z, 1), z.shape[1], form.smoothing
     others, line = _others(p, g, live, smoothing / classes, 2, _steepest(p, g))
@@ -225,12 +224,12 @@ def _read_soft(
     shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     bound = tolerance * torch.linalg.vector_norm(g * others) + ROUNDING * slope * math.sqrt(len(z))
-    fits = (slope > 0) & (rest <= bound) & (shares * live[:, None] >= 0.0).all()
+    fits = (slope > 0) & (rest <= bound)
     return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
 
 def _read_log_probabilities(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     least, y = g.min(1)
     rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
@@ -242,7 +241,7 @@ def _read_log_probabilities(
 
 
 def _read_negative(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, last: Any, tolerance: float, wants_labels: bool
+    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     one = (g < 0).sum(1) == 1
     fits = one.sum() >= (READ_SHARE * live.sum()).clamp(min=1.0)
@@ -265,7 +264,6 @@ class Evidence(NamedTuple):
     Attributes:
         total: the sum of absolute values.
         says: whether it tells forms apart: not all rows are certain.
-        slope: a, if the labels are hard.
         smoothing: the label smoothing, if the labels are hard.
         mixed_smoothing: the label smoothing, if the labels are soft.
         mixed: whether hard labels, which may fit too, would mostly be classes that the model thinks unlikely.
@@ -274,7 +272,6 @@ class Evidence(NamedTuple):
 
     total: Any
     says: Any
-    slope: Any
     smoothing: Any
     mixed_smoothing: Any
     mixed: Any
@@ -296,16 +293,15 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
         says = says & (torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD)
     unlikely = live & (p.gather(1, g.argmin(1, keepdim=True))[:, 0] < 0.1 * p.amax(1))
     z, g, p, count = z * live[:, None], g * live[:, None], p * live[:, None], live.sum()
-    slope, smoothing = _fit_smoothing(p, g, live, 1)
-    _, mixed_smoothing = _fit_smoothing(p, g, live, min(2, classes))
-    found = read(Form("weighted"), z, g, live, count, 1.0, tolerance)
+    smoothing, mixed_smoothing = (_fit_smoothing(p, g, live, labels) for labels in (1, min(2, classes)))
+    found = read(Form("weighted"), z, g, live, count, tolerance)
     weighted = found.fits * (1 + ((found.labels < classes) | ~live).all())
-    evidence = (size.sum(), says, slope, smoothing, mixed_smoothing, unlikely.sum() > 0.5 * count, weighted)
+    evidence = (size.sum(), says, smoothing, mixed_smoothing, unlikely.sum() > 0.5 * count, weighted)
     return torch.stack([value.double() for value in evidence])
 
 
-def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> tuple[Tensor, Tensor]:
-    """The slope and the smoothing of rows with so many labels each; 0 where a line without a floor does as well."""
+def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> Tensor:
+    """The smoothing of rows with so many labels each; 0 where a line without a floor does as well."""
     # A label that is too certain for a smoothed target has the highest entry of g. The line through the entries between
     # the highest and the lowest ones is then the better guess.
     lowest, highest = g.topk(labels, 1, largest=False).indices, g.argmax(1, keepdim=True)
@@ -316,7 +312,7 @@ def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> tuple[Ten
     without = _rest_of_line(p, g, others, _line(p, g, others, 0.0))
     needed = without > 2.0 * _rest_of_line(p, g, others, line) + 1e-5 * torch.linalg.vector_norm(g)
     found = needed & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING)
-    return line[0], torch.where(found, smoothing, 0.0)
+    return torch.where(found, smoothing, 0.0)
 
 
 def candidates(evidence: Evidence, classes: int, former: Form | None, allows_negative: bool) -> list[tuple[int, Form]]:

@@ -232,7 +232,7 @@ class LossReader:
         if form is not None and dim is not None:
             seen = _Seen(forward, gradient, dim, form)
             forward.rows = seen.z
-            reading, count = self._read_rows(form, seen, wants_labels, self._scale), seen.count
+            reading, count = self._read_rows(form, seen, wants_labels), seen.count
             settles = may_sync and not bool(reading.fits)
         else:
             settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
@@ -281,16 +281,16 @@ class LossReader:
                 self._warned_scale = True
                 warn(UNREADABLE_SCALE)
             return 1.0 if fallback is None else fallback
-        fallback = torch.as_tensor(
-            1.0 if fallback is None else fallback, dtype=reading.scale.dtype, device=reading.scale.device
-        )
+        if isinstance(fallback, Tensor):
+            fallback = fallback.to(reading.scale)
+        else:
+            fallback = torch.full_like(reading.scale, 1.0 if fallback is None else fallback)
         self._latest = torch.where(reading.tells_scale, reading.scale, fallback)
         return self._latest
 
-    def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool, last: Scale | None) -> Reading:
+    def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool) -> Reading:
         z, g, live = seen.rows(wants_labels or form.kind == "weighted")
-        last = 1.0 if last is None else last
-        return cross_entropy.read(form, z, g, live, seen.count, last, seen.tolerance, wants_labels)
+        return cross_entropy.read(form, z, g, live, seen.count, seen.tolerance, wants_labels)
 
     def _settle(
         self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
@@ -310,14 +310,14 @@ class LossReader:
         if not 0 < total < math.inf:
             return None, None, known, total
         trials = [
-            (rank, form, dim, one, evidence.slope * one.count)
+            (rank, form, dim, one)
             for dim, one, evidence in zip(dims, laid_out, found, strict=True)
             for rank, form in cross_entropy.candidates(
                 evidence, one.z.shape[1], self._form, allows_negative=has_scale and wants_labels
             )
         ]
-        for _, form, dim, one, scale in sorted(trials, key=itemgetter(0)):
-            reading = self._read_rows(form, one, wants_labels, scale)
+        for _, form, dim, one in sorted(trials, key=itemgetter(0)):
+            reading = self._read_rows(form, one, wants_labels)
             if bool(reading.fits):
                 self._form, forward.rows = form, one.z
                 self.class_dim = dim if known is None else self.class_dim
@@ -356,7 +356,7 @@ class _Seen:
     gradient of ``NLLLoss`` alone. A norm would do for all, but its squares underflow where a row is certain.
     """
 
-    __slots__ = ("count", "g", "live", "size", "tolerance", "z")
+    __slots__ = ("count", "g", "size", "tolerance", "z")
 
     def __init__(self, forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> None:
         z, g = forward.logits, gradient
@@ -365,13 +365,13 @@ class _Seen:
         self.z, self.g = z, g
         self.tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
         self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
-        self.live = self.size > 0
-        self.count = self.live.sum(dtype=torch.promote_types(g.dtype, torch.float32))
+        # How many are not zero, in one kernel:
+        self.count = torch.linalg.vector_norm(self.size, 0, dtype=torch.promote_types(g.dtype, torch.float32))
 
     def rows(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Logits and gradient in float32 or wider, and which rows are live; at most ``MAX_ROWS`` of the largest."""
-        z, g, live = self.z, self.g, self.live
+        z, g, size = self.z, self.g, self.size
         if not all_rows and len(z) > MAX_ROWS:
-            size, rows = self.size.topk(MAX_ROWS)
-            z, g, live = z.index_select(0, rows), g.index_select(0, rows), size > 0
-        return wide(z), wide(g), live
+            size, rows = size.topk(MAX_ROWS)
+            z, g = z.index_select(0, rows), g.index_select(0, rows)
+        return wide(z), wide(g), size > 0
