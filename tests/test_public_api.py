@@ -117,8 +117,8 @@ dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False,
     .watch_own_loss(self, forward, z, output, kwargs)
 dcl_optim.loss.cross_entropy.Form(kind, smoothing=0.0)
 dcl_optim.loss.cross_entropy.Reading(labels, scale, fits, tells_scale)
-dcl_optim.loss.cross_entropy.read(form, z, g, live, count, last, tolerance=0.001, wants_labels=True)
-dcl_optim.loss.cross_entropy.Evidence(total, says, slope, smoothing, mixed_smoothing, mixed, weighted)
+dcl_optim.loss.cross_entropy.read(form, z, g, live, count, tolerance=0.001, wants_labels=True)
+dcl_optim.loss.cross_entropy.Evidence(total, says, smoothing, mixed_smoothing, mixed, weighted)
 dcl_optim.loss.cross_entropy.examine(z, g, tolerance=0.001)
 dcl_optim.loss.outputs.find_loss(output)
 dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
