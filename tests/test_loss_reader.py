@@ -254,12 +254,13 @@ def test_penalty_and_companion_carry_the_factor(loss, options):
     assert first.logs()["loss_scale"] == pytest.approx(512.0, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [200, 5_000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_scale_that_is_read_equals_the_factor(dtype):
-    """From the 64 rows that say most, for all."""
+def test_a_scale_that_is_read_equals_the_factor(dtype, size):
+    """Of the larger batch from the 64 rows that say most, for all."""
     model = mlp(dtype=dtype)
     optimizer = wrap(model)
-    for x, y in batches(3, size=200, dtype=dtype):
+    for x, y in batches(3, size=size, dtype=dtype):
         optimizer.zero_grad()
         (24.0 * F.cross_entropy(model(x), y.where(y != 3, -100))).backward()
         assert optimizer.logs()["loss_scale"] == pytest.approx(24.0, rel=1e-12 if dtype == torch.float64 else 1e-6)

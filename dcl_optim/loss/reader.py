@@ -32,6 +32,7 @@ from dcl_optim.loss.cross_entropy import Evidence, Form, Reading
 Scale = float | Tensor
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 MAX_ROWS = 64  # that are read where only the scale is asked for
+FEW_LOGITS = 2**14  # so few are read faster than selected
 
 UNREADABLE_SCALE = (
     "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty "
@@ -369,9 +370,9 @@ class _Seen:
         self.count = torch.linalg.vector_norm(self.size, 0, dtype=torch.promote_types(g.dtype, torch.float32))
 
     def rows(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and gradient in float32 or wider, and which rows are live; at most ``MAX_ROWS`` of the largest."""
+        """Logits and gradient in float32 or wider, and which rows are live; of many logits only the largest rows."""
         z, g, size = self.z, self.g, self.size
-        if not all_rows and len(z) > MAX_ROWS:
+        if not all_rows and z.numel() > FEW_LOGITS and len(z) > MAX_ROWS:
             size, rows = size.topk(MAX_ROWS)
             z, g = z.index_select(0, rows), g.index_select(0, rows)
         return wide(z), wide(g), size > 0
