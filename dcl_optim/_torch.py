@@ -109,7 +109,7 @@ def warn(message: str) -> None:
 outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-AFTER_FORWARD = FORWARD_HOOKS[1:]
+BEFORE_FORWARD, AFTER_FORWARD = FORWARD_HOOKS[:1], FORWARD_HOOKS[1:]
 OUR_HOOKS = (*FORWARD_HOOKS, "_load_state_dict_post_hooks")
 ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
@@ -118,11 +118,6 @@ def hooks_of(module: nn.Module, tables: tuple[str, ...] = FORWARD_HOOKS) -> Iter
     """A module's hooks and pre-hooks: the table, the key and the hook of each."""
     for table in (vars(module)[name] for name in tables):
         yield from ((table, key, hook) for key, hook in list(table.items()))
-
-
-def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
-    """A module's table of forward pre-hooks."""
-    return module._forward_pre_hooks
 
 
 def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:

@@ -47,8 +47,8 @@ class DCLOptimizer(ForecastOptimizer):
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
-        companion: None for a copy of the model, which shares its frozen parameters and gets those of its hooks that
-            work on their arguments alone (a warning names the others); a module of any architecture with the same
+        companion: None for a copy of the model, which shares its frozen parameters and gets its modules' own hooks (a
+            warning names the others); a module of any architecture with the same
             output shape, which stays on the device where it is; or a callable without arguments that builds one, at
             once.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters

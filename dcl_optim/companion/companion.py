@@ -54,7 +54,6 @@ class Network:
     module: nn.Module
     optimizer: CompanionOptimizer
     follower: ModelFollower
-    pre_hooks: list[copying.InputsOfScript]
     versions: list[int]  # of its parameters, as it was made or before its first forward pass
     starts_equal: bool  # whether its first prediction has to be the model's logits
     has_predicted: bool = False
@@ -132,12 +131,11 @@ class Companion(Forecaster):
         is_copy = options.companion is None
         rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
         with replayed(rng_state), torch.inference_mode(False):
-            module = copying.build(own, options.companion)
+            module = copying.build(own, options.companion, is_called=own is self._model)
             optimizer = CompanionOptimizer(self._base, own, module, options.lr_scale, options.optimizer, is_copy)
         follower = ModelFollower(self._model, module, optimizer, is_copy, self._group)
-        pre_hooks = copying.ignore_inputs_of_pre_hooks(module) if is_copy and own is self._model else []
         versions = versions_of(module.parameters())
-        self._network = Network(module, optimizer, follower, pre_hooks, versions, starts_equal=is_copy)
+        self._network = Network(module, optimizer, follower, versions, starts_equal=is_copy)
         if self._mode is not None:
             self.follow(self._mode)
         return self._network
@@ -242,16 +240,11 @@ class Companion(Forecaster):
         network.cuts_rows = True
 
     def _run(self, network: Network, arguments: Arguments) -> Tensor:
-        for hook in network.pre_hooks:
-            hook.ignored = True
         try:
             output = network.module(*arguments[0], **arguments[1])
         except Exception as error:
             _add_note(error, IN_COMPANION.format("forward"))
             raise
-        finally:
-            for hook in network.pre_hooks:
-                hook.ignored = False
         return self._find_logits(output)
 
     def _about_fraction(self, batch: int) -> str:

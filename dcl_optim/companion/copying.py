@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,18 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
-from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, OUR_HOOKS, forward_pre_hooks, hooks_of, remove_hook, warn
+from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, BEFORE_FORWARD, OUR_HOOKS, hooks_of, remove_hook, warn
 from dcl_optim.distributed import is_sharded
 
-CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, ModuleType, FunctionType, type)
-# transformers collects hidden states by hooks, and some models build on them; a companion may be copied too.
-LIBRARIES = ("torch.", "transformers.", __name__)
+# transformers collects hidden states by hooks, and some models build on them.
+LIBRARIES = ("torch.", "transformers.")
 
 
-def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None, is_called: bool) -> nn.Module:
     """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds."""
     if companion is None:
-        return copy_model(model)
+        return copy_model(model, is_called)
     built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
     if not isinstance(built, nn.Module):
         raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
@@ -37,18 +35,21 @@ def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | Non
     return built
 
 
-def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model, without the hooks through which the copy could reach the script's data; a warning names those.
+def copy_model(model: nn.Module, is_called: bool) -> nn.Module:
+    """Copy a model, with the hooks of libraries and of its own objects; a warning names the others.
 
-    Trained parameters and all buffers are the copy's own.
+    Trained parameters and all buffers are the copy's own. ``is_called`` says that the script calls the model itself and
+    no module around it: the copy then gets the inputs that its pre-hooks have made.
     """
     modules = list(model.named_modules())
     hooks = [(name, key, hook) for name, module in modules for _, key, hook in hooks_of(module, ALL_HOOKS)]
     held = {id(value) for _, module in modules for value in (module, *vars(module).values())}
-    dropped = [item for item in hooks if not is_ours(item[2]) and not _is_copied(item[2], held)]
+    foreign = [item for item in hooks if not is_ours(item[2]) and not _is_of_library(item[2])]
+    pre_hooks = {key for _, key, _ in hooks_of(model, BEFORE_FORWARD)} if is_called else set()
+    dropped = [item for item in foreign if item[1] not in pre_hooks and id(_owner(item[2])) not in held]
     as_they_are: list[Any] = [p for p in model.parameters() if not p.requires_grad]
     as_they_are += [hook for _, _, hook in dropped]
-    as_they_are += [hook for _, _, hook in hooks if isinstance(_split_partial(hook)[0], FunctionType)]
+    as_they_are += [hook for _, _, hook in hooks if isinstance(_function_of(hook), FunctionType)]
     # A copy has the same process group (SyncBatchNorm) and optimizer, not copies of them.
     kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
     as_they_are += [value for _, module in modules for value in vars(module).values() if isinstance(value, kinds)]
@@ -65,13 +66,13 @@ def copy_model(model: nn.Module) -> nn.Module:
             "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
             "companion="
         ) from error
-    keys = {key for _, key, _ in dropped} | _after_ours(model)
+    keys = {key for _, key, _ in dropped} | {key for _, key, _ in foreign if key in pre_hooks} | _after_ours(model)
     for module in copied.modules():
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
             if key in keys or is_ours(hook):
                 remove_hook(module, table, key)
     if dropped:
-        places = [(f"{name!r}" if name else "the model", _split_partial(hook)[0]) for name, _, hook in dropped]
+        places = [(f"{name!r}" if name else "the model", _function_of(hook)) for name, _, hook in dropped]
         warn(
             "the companion does not copy these hooks of the model: "
             + ", ".join(f"{place} ({_name(hook)})" for place, hook in places)
@@ -95,43 +96,22 @@ def _after_ours(model: nn.Module) -> set[int]:
     return {key for key, _ in found[last + 1 :]}
 
 
-def _is_copied(hook: Any, held: set[int]) -> bool:
-    """Whether a copy gets a hook: a library's, a method of what the model holds, or what reaches constants only.
-
-    Functions that a hook reaches are not followed.
-    """
-    inner, reached = _split_partial(hook)
-    if isinstance(inner, FunctionType):
-        if str(inner.__module__).startswith(LIBRARIES):
-            return True
-        try:
-            found = inspect.getclosurevars(inner)
-        except ValueError:  # a name in its closure is not set yet
-            return False
-        names = [*found.nonlocals.values(), *found.globals.values()]
-        if any(value is None for value in names):  # a recorder that sets a name of the script: `feature = None`
-            return False
-        reached += [*names, *(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
-    else:
-        owner = getattr(inner, "__self__", inner)
-        if id(owner) not in held and not type(owner).__module__.startswith(LIBRARIES):
-            return False
-    return all(map(_is_constant, reached))
+def _owner(hook: Any) -> Any:
+    """The object whose method a hook is, or the hook itself."""
+    inner = _function_of(hook)
+    return getattr(inner, "__self__", inner)
 
 
-def _split_partial(hook: Any) -> tuple[Any, list[Any]]:
-    """Take a functools.partial apart."""
-    arguments: list[Any] = []
+def _is_of_library(hook: Any) -> bool:
+    owner = _owner(hook)
+    return str((owner if isinstance(owner, FunctionType) else type(owner)).__module__).startswith(LIBRARIES)
+
+
+def _function_of(hook: Any) -> Any:
+    """What is inside functools.partial."""
     while isinstance(hook, functools.partial):
-        arguments += [*hook.args, *hook.keywords.values()]
         hook = hook.func
-    return hook, arguments
-
-
-def _is_constant(value: Any) -> bool:
-    if isinstance(value, BuiltinFunctionType):  # a function such as math.sqrt, not a method such as a list's append
-        return value.__self__ is None or isinstance(value.__self__, ModuleType)
-    return isinstance(value, CONSTANTS)
+    return hook
 
 
 def _name(hook: Any) -> str:
@@ -146,26 +126,6 @@ def has_other_hooks(model: nn.Module, companion: nn.Module) -> bool:
 def _hook_keys(network: nn.Module) -> set[tuple[str, int]]:
     modules = network.named_modules()
     return {(name, key) for name, module in modules for _, key, hook in hooks_of(module) if not is_ours(hook)}
-
-
-class InputsOfScript:
-    """A forward pre-hook of a companion; where ``ignored`` it leaves the inputs, which the model's has changed."""
-
-    ignored = False
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, module: nn.Module, *inputs: Any) -> Any:
-        result = self._hook(module, *inputs)
-        return None if self.ignored else result
-
-
-def ignore_inputs_of_pre_hooks(module: nn.Module) -> list[InputsOfScript]:
-    """Wrap a companion's forward pre-hooks in :class:`InputsOfScript`."""
-    table = forward_pre_hooks(module)
-    table.update({key: InputsOfScript(hook) for key, hook in table.items()})
-    return list(table.values())
 
 
 def unshare(companion: nn.Module, parameters: Iterable[Tensor]) -> None:
