@@ -33,19 +33,7 @@ class RunningAverage:
 
 
 @dataclass(frozen=True)
-class _Ramp:
-    value: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        for name, given, least in (("value", self.value, 0), ("steps", self.steps, 1)):
-            check_number(name, given)
-            if not least <= given < math.inf:
-                raise ValueError(f"{name}={given!r} must be a finite number of at least {least}")
-
-
-@dataclass(frozen=True)
-class LinearWarmup(_Ramp):
+class LinearWarmup:
     r"""Grow linearly to a value and stay: :math:`v\,\min(1, t/T)`. Ours; the paper keeps :math:`\lambda` fixed.
 
     Args:
@@ -62,24 +50,17 @@ class LinearWarmup(_Ramp):
         [0.25, 0.5, 1.0, 1.0]
     """
 
+    value: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        for name, given, least in (("value", self.value, 0), ("steps", self.steps, 1)):
+            check_number(name, given)
+            if not least <= given < math.inf:
+                raise ValueError(f"{name}={given!r} must be a finite number of at least {least}")
+
     def __call__(self, step: int) -> float:
         return self.value * min(1.0, step / self.steps)
-
-
-@dataclass(frozen=True)
-class CosineRamp(_Ramp):
-    r"""Grow along half a cosine and stay: :math:`\frac v2(1-\cos(\pi\min(1, t/T)))`. Ours.
-
-    Arguments and errors are those of :class:`LinearWarmup`.
-
-    Examples:
-        >>> schedule = CosineRamp(1.0, steps=2)
-        >>> [round(schedule(t), 6) for t in (1, 2, 3)]
-        [0.5, 1.0, 1.0]
-    """
-
-    def __call__(self, step: int) -> float:
-        return self.value * 0.5 * (1.0 - math.cos(math.pi * min(1.0, step / self.steps)))
 
 
 @dataclass(frozen=True)

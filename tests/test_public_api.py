@@ -24,7 +24,7 @@ PAGES = [Path(__file__).parent.parent / "docs" / f"{name}.md" for name in ("api"
 DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
 
 FROZEN = """\
-dcl_optim: CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+dcl_optim: DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
 dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
         reduction='mean', temperature=None, targets=None, ignore_index=-100, process_group='auto',
         loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
@@ -40,8 +40,6 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance
 dcl_optim.schedules.RunningAverage()
     .__call__(self, step)
 dcl_optim.schedules.LinearWarmup(value, steps)
-    .__call__(self, step)
-dcl_optim.schedules.CosineRamp(value, steps)
     .__call__(self, step)
 dcl_optim.loss.outputs.find_logits(output)
 dcl_optim.metrics.logit_drift(logits_before, logits_after)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, RunningAverage
+from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, train
 
 BASES = {
@@ -27,7 +27,7 @@ def build(variant: str, base: str):
     layers = [torch.nn.Linear(FEATURES, 12), torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.2)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(12, CLASSES))
     criterion = torch.nn.CrossEntropyLoss()
-    schedules = {"weight": CosineRamp(1.0, steps=8), "alpha": RunningAverage()}
+    schedules = {"weight": LinearWarmup(1.0, steps=8), "alpha": RunningAverage()}
     inner = BASES[base](model.parameters())
     if variant == "dcl":
         optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **{"weight": 1.0} | schedules)

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from dcl_optim import CosineRamp, LinearWarmup, RunningAverage
+from dcl_optim import LinearWarmup, RunningAverage
 from dcl_optim.schedules import Checked
 
 
@@ -25,20 +25,13 @@ def test_linear_warmup():
     assert [LinearWarmup(2.0, steps=4)(t) for t in (1, 2, 3, 4, 5, 1000)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
-def test_cosine_ramp():
-    schedule = CosineRamp(2.0, steps=4)
-    expected = [1 - math.sqrt(0.5), 1.0, 1 + math.sqrt(0.5), 2.0, 2.0]
-    assert [schedule(t) for t in (1, 2, 3, 4, 5)] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("kind", [LinearWarmup, CosineRamp])
 @pytest.mark.parametrize(
     ("value", "steps", "message"),
     [(-1.0, 3, "value=-1.0"), (math.nan, 3, "value=nan"), (math.inf, 3, "value=inf"), (1.0, 0, "steps=0 must be")],
 )
-def test_bad_ramps(kind, value, steps, message):
+def test_bad_ramps(value, steps, message):
     with pytest.raises(ValueError, match=message):
-        kind(value, steps)
+        LinearWarmup(value, steps)
 
 
 def test_numbers_of_any_library_and_callables():

@@ -127,11 +127,12 @@ class LossReader:
     def check_state(self, state: Any) -> None:
         """Raise ValueError if a state does not fit, before anything is changed."""
         try:
-            kind, _, smoothing = (state["form"] or "hard 0.0").partition(" ")
-            scale, class_dim = state["scale"], state["class_dim"]
-            known = kind in cross_entropy.READERS and 0.0 <= float(smoothing) < 1.0
-            fits = known and (scale is None or is_number(scale)) and (class_dim is None or isinstance(class_dim, int))
-        except (AttributeError, KeyError, TypeError, ValueError):
+            form, scale, class_dim = state["form"], state["scale"], state["class_dim"]
+            kind, _, smoothing = ("hard 0.0" if form is None else form).partition(" ")
+            fits = kind in cross_entropy.READERS and 0.0 <= float(smoothing) < 1.0
+            fits &= scale is None or (is_number(scale) and math.isfinite(scale))
+            fits &= class_dim is None or (is_number(class_dim) and class_dim == abs(int(class_dim)))
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             fits = False
         if not fits:
             raise ValueError(f"the state of the loss does not fit: {state!r}")

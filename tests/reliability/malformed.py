@@ -67,7 +67,7 @@ RIGHT_DCL: dict[str, list[Any]] = {
 RIGHT_DCP: dict[str, list[Any]] = {
     "reduction": ["mean", "per_class"],
     "targets": [None, "labels"],
-    "ignore_index": [None, 255],
+    "ignore_index": [-100, 255],
 }
 WRONG_RAMP: dict[str, list[Any]] = {
     "value": [-1, -0.1, NAN, INF, None, True, *NO_NUMBERS],

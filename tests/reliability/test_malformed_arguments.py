@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup
+from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
 from tests.helpers import CLASSES, assert_same, mlp, one, sgd
 from tests.reliability import malformed
 from tests.reliability.hostile import VARIANTS, Training
@@ -68,14 +68,13 @@ def accepted_names(names: list[str]) -> list[str]:
     return names + [other for name in names for other in TOGETHER.get(name, [])]
 
 
-@pytest.mark.parametrize("ramp", [LinearWarmup, CosineRamp])
-def test_malformed_ramps(ramp):
-    draw, state = random.Random(ramp.__name__), torch.get_rng_state()
-    for _ in range(RAMPS // 2):
+def test_malformed_ramps():
+    draw, state = random.Random("LinearWarmup"), torch.get_rng_state()
+    for _ in range(RAMPS):
         given = {"value": draw.choice([0, 0.5, 2]), "steps": draw.choice([1, 100])}
         names = draw.sample(sorted(malformed.WRONG_RAMP), draw.choice([1, 1, 2]))
         given |= {name: draw.choice(malformed.WRONG_RAMP[name]) for name in names}
-        refused(lambda given=given: ramp(**given), names)
+        refused(lambda given=given: LinearWarmup(**given), names)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from dcl_optim import CosineRamp, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
 from dcl_optim.distances import kl
 from dcl_optim.metrics import logit_drift, non_target_perplexity, top_non_target_consistency
 
@@ -76,7 +76,7 @@ def prototypes() -> Tensor:
     model, criterion = network(), nn.CrossEntropyLoss()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
     DCPOptimizer(base, model).detach()
-    optimizer = DCPOptimizer(base, model, CLASSES, weight=CosineRamp(0.1, steps=4))
+    optimizer = DCPOptimizer(base, model, CLASSES, weight=LinearWarmup(0.1, steps=4))
     x, y = batch()
     optimizer.zero_grad()
     criterion(model(x), y).backward()
