@@ -645,7 +645,7 @@ FAULTS = [
         "loss/reader.py",
         "        self._scale = self._latest\n",
         "        pass\n",
-        "a batch whose factor cannot be read gets the factor 1, and smoothed labels are read with it",
+        "a batch whose factor cannot be read gets the factor 1",
         "loss_reader",
     ),
     Fault(
