@@ -194,6 +194,81 @@ def benchmark_source(name: str = "cpu-2-threads") -> str:
     return table.source(_benchmark(name))
 
 
+BOTH = ("DCLOptimizer", "DCPOptimizer")
+METHODS = ("plain", "handwritten DCL", "DCLOptimizer", "handwritten DCP", "DCPOptimizer")
+
+
+def kernels() -> str:
+    """The kernels of a step: of the loops by hand, and of the optimizers before and after the rebuild."""
+    from benchmarks import table
+
+    before, after = (
+        {(row["dtype"], row["loss"], row["method"]): _kernels(row) for row in _benchmark(f"kernels-{when}")["kernels"]}
+        for when in ("before", "after")
+    )
+    lines = [
+        [dtype, loss]
+        + [
+            f"{before[dtype, loss, name]} → {after[dtype, loss, name]}" if name in BOTH else after[dtype, loss, name]
+            for name in METHODS
+        ]
+        for dtype, loss in dict.fromkeys((dtype, loss) for dtype, loss, _ in after)
+    ]
+    return "\n".join(table.grid(["logits", "loss", *METHODS], lines, words=2))
+
+
+def _kernels(row: Mapping[str, Any]) -> str:
+    return "refused" if row["refused"] else f"{row['kernels']:.0f}"
+
+
+def wide() -> str:
+    """The time of a step with many classes over that of a plain step, before and after the rebuild."""
+    from benchmarks import table
+
+    before, after = (
+        {
+            (point["classes"], point["precision"]): {row["name"]: row for row in point["rows"]}
+            for point in _benchmark(f"wide-{when}")["wide"]
+        }
+        for when in ("before", "after")
+    )
+    lines = [
+        [f"{place[0]:,}", place[1], f"{rows['plain']['milliseconds']['median']:.1f}"]
+        + [
+            f"{before[place][name]['ratio_to_plain']['median']:.2f} → {rows[name]['ratio_to_plain']['median']:.2f}"
+            if name in rows
+            else "–"
+            for name in METHODS[1:]
+        ]
+        + [f"{rows[name]['ratio_to_handwritten']['median']:.2f}" if name in rows else "–" for name in BOTH]
+        for place, rows in after.items()
+    ]
+    head = ["classes", "precision", "plain, ms", *METHODS[1:], "DCL ÷ by hand", "DCP ÷ by hand"]
+    return "\n".join(table.grid(head, lines, words=2))
+
+
+def wide_memory() -> str:
+    """The peak of the memory with many classes, before and after the rebuild."""
+    from benchmarks import table
+
+    before, after = (
+        {
+            (row["classes"], row["rows"], row["precision"], row["name"]): f"{row['used_bytes'] / 2**20:,.0f}"
+            for row in _benchmark(f"wide-{when}")["wide_memory"]
+        }
+        for when in ("before", "after")
+    )
+    lines = [
+        [f"{classes:,} × {rows:,}", precision]
+        + [
+            f"{before[place]} → {after[place]}" if (place := (classes, rows, precision, name)) in after else "–"
+            for name in METHODS
+        ]
+        for classes, rows, precision in dict.fromkeys(place[:3] for place in after)
+    ]
+    return "\n".join(table.grid(["classes × rows", "precision", *METHODS], lines, words=2))
+
+
 def _records(name: str) -> list[Any]:
     from examples.paper import records
 
