@@ -35,7 +35,7 @@ def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | Non
     return built
 
 
-def copy_model(model: nn.Module, is_called: bool) -> nn.Module:
+def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
     """Copy a model, with the hooks of libraries and of its own objects; a warning names the others.
 
     Trained parameters and all buffers are the copy's own. ``is_called`` says that the script calls the model itself and
