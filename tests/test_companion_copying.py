@@ -103,8 +103,14 @@ def set_attribute(model: nn.Sequential, optimizer: Any) -> None:
     model[1] = nn.Softsign()
 
 
+class Tripler(nn.Linear):
+    def triple(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * 3
+
+
 def register_hook(model: nn.Sequential, optimizer: Any) -> None:
-    model[0].register_forward_hook(lambda module, inputs, output: output * 3)
+    model[0].__class__ = Tripler
+    model[0].register_forward_hook(model[0].triple)
 
 
 def register_pre_hook_on_the_model(model: nn.Sequential, optimizer: Any) -> None:

@@ -46,7 +46,8 @@ def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
     held = {id(value) for _, module in modules for value in (module, *vars(module).values())}
     foreign = [item for item in hooks if not is_ours(item[2]) and not _is_of_library(item[2])]
     pre_hooks = {key for _, key, _ in hooks_of(model, BEFORE_FORWARD)} if is_called else set()
-    dropped = [item for item in foreign if item[1] not in pre_hooks and id(_owner(item[2])) not in held]
+    outside = _after_ours(model) | {key for _, key, _ in foreign if key in pre_hooks}  # of the two forward passes
+    dropped = [item for item in foreign if item[1] not in outside and id(_owner(item[2])) not in held]
     as_they_are: list[Any] = [p for p in model.parameters() if not p.requires_grad]
     as_they_are += [hook for _, _, hook in dropped]
     as_they_are += [hook for _, _, hook in hooks if isinstance(_function_of(hook), FunctionType)]
@@ -66,7 +67,7 @@ def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
             "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
             "companion="
         ) from error
-    keys = {key for _, key, _ in dropped} | {key for _, key, _ in foreign if key in pre_hooks} | _after_ours(model)
+    keys = outside | {key for _, key, _ in dropped}
     for module in copied.modules():
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
             if key in keys or is_ours(hook):
