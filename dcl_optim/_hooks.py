@@ -38,7 +38,8 @@ class ModuleHooks:
     """The hooks of one optimizer on a model, and on the user's ``own`` module in it.
 
     The listener's ``before_forward``, ``after_forward`` and ``model_loaded`` are called; its ``replaced`` when another
-    optimizer wraps the model. A copy or pickle of both has hooks where these have.
+    optimizer wraps the model. If model and listener are copied or pickled together while the hooks are attached, the
+    copies have hooks too.
 
     Attributes:
         attached: whether the hooks are on the model.

@@ -32,7 +32,7 @@ _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> bool:
     """Whether the backward pass that runs now brings gradients through these nodes to parameters of an optimizer.
 
-    Asked about a pass that does not fill all leaves; an attack's, for the gradient of the inputs, does not.
+    A backward pass for the gradient of the inputs alone, as an adversarial attack runs it, brings none.
     """
     if nodes is None or current_backward() == -1:  # compiled autograd
         return True

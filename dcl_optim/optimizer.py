@@ -209,12 +209,12 @@ class ForecastOptimizer(OptimizerWrapper):
         """Add parameters to the base optimizer; the forecaster follows.
 
         Raises:
-            RuntimeError: the forecaster cannot; nothing is added then.
+            RuntimeError, ValueError: the forecaster cannot; nothing is added then.
         """
-        super().add_param_group(param_group)
+        self.base.add_param_group(param_group)
         try:
             self.forecaster.follow("added")
-        except RuntimeError:
+        except Exception:
             self.base.param_groups.pop()
             raise
 

@@ -325,3 +325,36 @@ def test_the_first_penalty_is_zero(change: Any, order: str) -> None:
         change(model)
     train(model, optimizer, batches(1))
     assert optimizer.penalty == 0
+
+
+class Normalized(nn.Module):
+    """Makes its weight in a pre-hook, which changes the inputs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.direction = mlp(), nn.Parameter(torch.ones(CLASSES).double())
+        self.register_forward_pre_hook(self.make)
+
+    def make(self, module: nn.Module, args: Any) -> Any:
+        module.scale = module.direction / module.direction.norm()
+        return twice_the_input(module, args)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale
+
+
+def test_a_pre_hook_of_the_model_that_makes_a_weight_trains_the_companions() -> None:
+    optimizer = assert_copied(Normalized())
+    assert not torch.equal(optimizer.companion.direction, torch.ones(CLASSES))
+
+
+def test_a_hook_of_a_library_stays_where_a_dropped_one_has_its_number() -> None:
+    """As in a model that was saved whole: the numbers of hooks begin anew in each process."""
+    model = mlp()
+    nn.utils.spectral_norm(model[2])
+    (key,) = model[2]._forward_pre_hooks
+    model[0]._forward_hooks[key] = by_closure([])
+    optimizer, message = wrap_and_hear(model)
+    assert "'0' (record)" in message
+    assert len(optimizer.companion[2]._forward_pre_hooks) == 1
+    assert not optimizer.companion[0]._forward_hooks

@@ -416,3 +416,25 @@ def test_an_output_of_the_wrong_shape_says_which_inputs_companion_fraction_cuts(
     model = Transposing(hidden=3)
     table = torch.ones(BATCH, 3, dtype=torch.float64)
     require_note(model, lambda *inputs: CALLS[call](model, *inputs), table)
+
+
+class Merging(nn.Linear):
+    """Adds a matrix to its weight in evaluation, as loralib's layers do."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        if mode is self.merged:
+            self.weight.data += -1.0 if mode else 1.0
+            self.merged = not mode
+        return super().train(mode)
+
+
+def test_the_check_of_a_part_of_the_batch_writes_to_no_weight() -> None:
+    model = nn.Sequential(Merging(6, 12), nn.Tanh(), nn.Linear(12, 5)).double()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion_fraction=0.5)
+    train(model, optimizer, batches(1))
+    assert torch.equal(model[0].weight, before)
+    assert not optimizer.companion[0].merged

@@ -204,3 +204,42 @@ def test_an_error_in_the_companions_step_names_the_fix_and_the_next_step_is_anot
     failed, calm = optimizers
     assert_same(failed.model, calm.model)
     assert_same(failed.companion, calm.companion)
+
+
+class Hooking(torch.optim.SGD):
+    """Halves the gradients by hooks on the parameters, and takes no learning rate of 0."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            if not group["lr"]:
+                raise ValueError("lr must be positive")
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient / 2)
+
+
+def test_a_constructor_gets_each_parameter_of_the_companion_once() -> None:
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = DCLOptimizer(Hooking(model.parameters()), model)
+    train(model, optimizer, batches(1))
+    model[2].requires_grad_(True)
+    train(model, optimizer, batches(1))
+    assert [len(layer.weight._backward_hooks) for layer in optimizer.companion if isinstance(layer, nn.Linear)] == [
+        1,
+        1,
+    ]
+
+
+def test_a_group_that_the_companions_optimizer_cannot_follow_is_not_added() -> None:
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = DCLOptimizer(Hooking(model[0].parameters()), model)
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[0]["lr"] = 0.0
+    model[2].requires_grad_(True)
+    with pytest.raises(ValueError, match="a second Hooking for the companion could not be built"):
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+    assert len(optimizer.param_groups) == len(optimizer.companion_optimizer.param_groups) == 1
+    assert optimizer.companion[2].weight is model[2].weight

@@ -170,3 +170,14 @@ def test_the_removed_argument_criterion_is_refused_with_what_to_write(wrapper):
     model = mlp()
     with pytest.raises(TypeError, match=r"criterion= was removed: leave it out.* pass targets= or .* pass loss_scale="):
         wrapper(sgd(model), model, criterion=nn.CrossEntropyLoss())
+
+
+def test_add_param_group_is_the_bases_own():
+    class Tagged(torch.optim.SGD):
+        def add_param_group(self, param_group):
+            super().add_param_group({"tag": "set"} | param_group)
+
+    model = mlp()
+    optimizer = DCLOptimizer(Tagged(model[0].parameters(), lr=0.1), model)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert [group["tag"] for group in optimizer.param_groups] == ["set", "set"]

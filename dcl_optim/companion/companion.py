@@ -219,7 +219,8 @@ class Companion(Forecaster):
         In evaluation mode, in which neither batch norm nor dropout makes a part different from the rows of the whole.
         """
         training = [layer for layer in network.module.modules() if layer.training]
-        network.module.eval()
+        for layer in training:
+            layer.training = False  # not eval(), which may write to weights, as where a layer merges LoRA's matrices
         try:
             with torch.no_grad():
                 whole, *pieces = map(run, (slice(None), slice(learned), slice(learned, None)))

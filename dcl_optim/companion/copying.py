@@ -18,8 +18,8 @@ from dcl_optim._hooks import is_ours
 from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, BEFORE_FORWARD, OUR_HOOKS, hooks_of, remove_hook, warn
 from dcl_optim.distributed import is_sharded
 
-# transformers collects hidden states by hooks, and some models build on them.
-LIBRARIES = ("torch.", "transformers.")
+# transformers collects hidden states by hooks, and some models build on them; a companion may be copied too.
+LIBRARIES = ("torch.", "transformers.", __name__)
 
 
 def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None, is_called: bool) -> nn.Module:
@@ -46,8 +46,11 @@ def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
     held = {id(value) for _, module in modules for value in (module, *vars(module).values())}
     foreign = [item for item in hooks if not is_ours(item[2]) and not _is_of_library(item[2])]
     pre_hooks = {key for _, key, _ in hooks_of(model, BEFORE_FORWARD)} if is_called else set()
-    outside = _after_ours(model) | {key for _, key, _ in foreign if key in pre_hooks}  # of the two forward passes
-    dropped = [item for item in foreign if item[1] not in outside and id(_owner(item[2])) not in held]
+    after_ours = _after_ours(model)
+    keys = {(name, key) for name, key, hook in foreign if id(_owner(hook)) not in held}
+    keys |= {("", key) for key in after_ours}
+    outside = {("", key) for key in pre_hooks | after_ours}  # nothing is lost: these are not in what is compared
+    dropped = [item for item in foreign if item[:2] in keys - outside]
     as_they_are: list[Any] = [p for p in model.parameters() if not p.requires_grad]
     as_they_are += [hook for _, _, hook in dropped]
     as_they_are += [hook for _, _, hook in hooks if isinstance(_function_of(hook), FunctionType)]
@@ -67,11 +70,12 @@ def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
             "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
             "companion="
         ) from error
-    keys = outside | {key for _, key, _ in dropped}
-    for module in copied.modules():
+    for name, module in copied.named_modules():
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
-            if key in keys or is_ours(hook):
+            if (name, key) in keys or is_ours(hook):
                 remove_hook(module, table, key)
+            elif is_called and not name and table is vars(module)[BEFORE_FORWARD[0]]:
+                table[key] = _WithoutResult(hook)
     if dropped:
         places = [(f"{name!r}" if name else "the model", _function_of(hook)) for name, _, hook in dropped]
         warn(
@@ -80,6 +84,16 @@ def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
             + "; where one of them changes what the model computes, register it on optimizer.companion too"
         )
     return copied
+
+
+class _WithoutResult:
+    """A pre-hook of the model itself in its copy, which gets the inputs that the model's own pre-hook has made."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> None:
+        self._hook(*arguments)
 
 
 def _computed(model: nn.Module) -> list[Tensor]:

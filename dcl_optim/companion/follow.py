@@ -100,6 +100,7 @@ class ModelFollower:
         self._unshare([parameter for parameter in self._shared if parameter.requires_grad])
 
     def _unshare(self, parameters: Iterable[Tensor]) -> None:
+        self._optimizer.check()
         copying.unshare(self._companion, parameters)
         self._optimizer.follow_parameters()
         self._note_parameters()

@@ -104,26 +104,34 @@ class CompanionOptimizer:
             seen.append((dict(group), versions))
         self._seen = seen
 
+    def check(self) -> None:
+        """Raise ValueError, before anything changes, if :meth:`follow_parameters` could not build an optimizer."""
+        if not self._is_given:
+            check_for_copy(self._base, self._model, None)
+
     def follow_parameters(self) -> None:
         """Train the parameters that the companion has gained, each in its counterpart's slot."""
         ours, slots = self.optimizer, self._slots()
+        held = set(map(id, parameters_of(ours)))
         if self._is_given:
-            held = {id(p) for p in parameters_of(ours)}
             fresh = [p for group in slots for p in group if p.requires_grad and id(p) not in held]
             if fresh:
                 ours.add_param_group({"params": fresh})
             return
-        built, former = build_like(self._base, slots, self._lr_scale), len(ours.param_groups)
-        for group, now in zip(ours.param_groups, built.param_groups, strict=False):
-            group["params"][:] = now["params"]
+        # The constructor gets the new parameters alone: some register hooks on theirs, or give them a state.
+        parts = [[_stand_in(p, 1, p.requires_grad) if id(p) in held else p for p in group] for group in slots]
+        built, former = build_like(self._base, parts, self._lr_scale), len(ours.param_groups)
+        for group, now in zip(ours.param_groups, slots, strict=False):
+            group["params"][:] = now
         for group in built.param_groups[former:]:
             ours.add_param_group(group)
         self._seen += [(dict(group), {}) for group in self._base.param_groups[former:]]
         held = set(map(id, parameters_of(ours)))
         for emptied in [key for key in ours.state if isinstance(key, Tensor) and id(key) not in held]:
             del ours.state[emptied]
-        for parameter, state in built.state.items():  # that a constructor makes, as Adagrad's and SaRA's do
-            ours.state.setdefault(parameter, state)
+        for parameter, state in built.state.items():
+            if id(parameter) in held:
+                ours.state.setdefault(parameter, state)
 
     def step(self) -> None:
         """Step, with random draws that the script's generators do not notice."""

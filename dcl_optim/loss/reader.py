@@ -367,7 +367,7 @@ class _Seen:
         self.z, self.g = z, g
         self.tolerance = cross_entropy.tolerance_of(z.dtype, g.dtype)
         self.size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
-        # How many are not zero, in one kernel:
+        # The number of rows that are not zero: the norm of order 0 takes one kernel.
         self.count = torch.linalg.vector_norm(self.size, 0, dtype=torch.promote_types(g.dtype, torch.float32))
 
     def rows(self, all_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
