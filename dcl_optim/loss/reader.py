@@ -249,8 +249,9 @@ class LossReader:
             if count is not None and not (wants_labels or may_sync):
                 scale = scale * (count > 0)  # a gradient of zero: the loss has the factor 0
         dim = 1 if dim is None else dim
-        if not wants_labels or reading is None or count is None:
+        if reading is None:
             forward.rows = to_rows(forward.logits, dim)
+        if not wants_labels or reading is None or count is None:
             return Loss(scale, forward.targets, None, dim, math.isfinite(total), says)
         return Loss(scale, reading.labels, count.clamp(min=1), dim, True, says)
 
