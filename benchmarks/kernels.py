@@ -70,8 +70,7 @@ def mixed(labels: Tensor) -> Tensor:
 
 
 METHODS: dict[str, Callable[[Script], Training]] = {
-    name: methods.METHODS[name].build
-    for name in ("plain", "handwritten DCL", "DCLOptimizer", "handwritten DCP", "DCPOptimizer")
+    name: methods.METHODS[name].build for name in methods.BY_HAND_AND_WRAPPED
 } | {"DCPOptimizer, set_targets": partial(methods.companion_prototype, gives_targets=True)}
 
 

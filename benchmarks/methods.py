@@ -221,6 +221,9 @@ METHODS: dict[str, Row] = {
     )
 }
 
+# Plain training, and the two methods by hand and by the wrapper: the rows of the narrower tables.
+BY_HAND_AND_WRAPPED = ("plain", "handwritten DCL", "DCLOptimizer", "handwritten DCP", "DCPOptimizer")
+
 
 def missing(packages: set[str]) -> str:
     """Name the optional packages that are not installed and what installs them; empty if all are."""

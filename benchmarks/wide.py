@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import memory, report, table, timing
 from benchmarks.measure import say
-from benchmarks.methods import METHODS, start
+from benchmarks.methods import BY_HAND_AND_WRAPPED, METHODS, start
 from benchmarks.networks import Network, perceptron
 from benchmarks.run import positive
 from benchmarks.setting import Setting
@@ -48,9 +48,6 @@ PRECISIONS = {
 }
 
 
-METHODS_TIMED = ("plain", "handwritten DCL", "DCLOptimizer", "handwritten DCP", "DCPOptimizer")
-
-
 def workload(classes: int, rows: int, precision: str) -> tuple[Workload, Setting]:
     """A network that is little but its head, and what it runs in."""
     build, setting = PRECISIONS[precision]
@@ -60,7 +57,7 @@ def workload(classes: int, rows: int, precision: str) -> tuple[Workload, Setting
 
 def names(classes: int) -> list[str]:
     """The methods that so many classes allow."""
-    return [name for name in METHODS_TIMED if "DCP" not in name or 4 * classes**2 <= MOST_BYTES]
+    return [name for name in BY_HAND_AND_WRAPPED if "DCP" not in name or 4 * classes**2 <= MOST_BYTES]
 
 
 def times(classes: int, precision: str, rounds: int, slot_seconds: float) -> dict[str, Any]:
@@ -101,7 +98,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=positive(int), default=7, help="rounds over all methods (default 7)")
     parser.add_argument("--slot", type=positive(float), default=0.5, help="seconds a method and round (default 0.5)")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory out")
-    parser.add_argument("--weigh", choices=METHODS_TIMED, metavar="NAME", help="print one method's memory, no more")
+    parser.add_argument("--weigh", choices=BY_HAND_AND_WRAPPED, metavar="NAME", help="print one method's memory alone")
     parser.add_argument("--rows", type=positive(int), default=ROWS, help="rows of the batch that is weighed")
     report.add_options(parser, "wide")
     options = parser.parse_args(arguments)

@@ -195,12 +195,12 @@ def benchmark_source(name: str = "cpu-2-threads") -> str:
 
 
 BOTH = ("DCLOptimizer", "DCPOptimizer")
-METHODS = ("plain", "handwritten DCL", "DCLOptimizer", "handwritten DCP", "DCPOptimizer")
 
 
 def kernels() -> str:
     """The kernels of a step: of the loops by hand, and of the optimizers before and after the rebuild."""
     from benchmarks import table
+    from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
 
     before, after = (
         {(row["dtype"], row["loss"], row["method"]): _kernels(row) for row in _benchmark(f"kernels-{when}")["kernels"]}
@@ -224,6 +224,7 @@ def _kernels(row: Mapping[str, Any]) -> str:
 def wide() -> str:
     """The time of a step with many classes over that of a plain step, before and after the rebuild."""
     from benchmarks import table
+    from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
 
     before, after = (
         {
@@ -250,6 +251,7 @@ def wide() -> str:
 def wide_memory() -> str:
     """The peak of the memory with many classes, before and after the rebuild."""
     from benchmarks import table
+    from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
 
     before, after = (
         {

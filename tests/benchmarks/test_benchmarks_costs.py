@@ -63,7 +63,7 @@ def test_wide_divides_by_plain_and_by_hand(tmp_path: Path) -> None:
     words = ("--classes", "10", "20000", "--rounds", "2", "--slot", "0.001", "--precision", "float32", "--no-memory")
     results, printed = run(tmp_path, "wide", *words)
     few, many = results["wide"]
-    assert [row["name"] for row in few["rows"]] == list(wide.METHODS_TIMED)
+    assert [row["name"] for row in few["rows"]] == list(methods.BY_HAND_AND_WRAPPED)
     assert [row["name"] for row in many["rows"]] == ["plain", "handwritten DCL", "DCLOptimizer"]  # K² is too large
     assert few["rows"][0]["ratio_to_plain"]["median"] == 1.0
     assert "### Many classes" in printed
