@@ -1,4 +1,7 @@
-"""Tensors in nested tuples, lists, dicts and dataclasses: the arguments of a model, and what it returns."""
+"""Tensors in nested tuples, lists, dicts and dataclasses, such as the arguments of a model.
+
+Not in companion/inputs.py, which says when arguments are kept, and not how containers are taken apart.
+"""
 
 from __future__ import annotations
 

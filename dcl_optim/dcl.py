@@ -180,7 +180,7 @@ class DCLOptimizer(ForecastOptimizer):
                 module.training = training
 
     def reset_companion(self) -> None:
-        """Start the companion anew: a copy of the model as it is when its next training forward pass begins.
+        """Replace the companion by a new copy of the model, made when its next training forward pass begins.
 
         Call it after loading weights into the model in the middle of a run. Its optimizer starts anew too, and the
         batches since the last step are forgotten. A ``companion=`` callable is called again.

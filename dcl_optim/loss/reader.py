@@ -256,7 +256,7 @@ class LossReader:
         return Loss(scale, reading.labels, count.clamp(min=1), dim, True, says)
 
     def _dim_of(self, logits: Tensor) -> int | None:
-        """The class dimension as far as it is known, counted from 0."""
+        """The class dimension, counted from 0; None while it is not known."""
         dim = self.class_dim if self._given_dim is None else self._given_dim
         if dim is None:
             return 1 if logits.ndim <= 2 else None
