@@ -115,9 +115,10 @@ def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | N
     return Training(script.loop(optimizer), script.model, state, optimizer.companion)
 
 
-def companion_prototype(script: Script, gives_targets: bool = False) -> Training:
+def companion_prototype(script: Script, gives_targets: bool = False, **options: Any) -> Training:
     """Class prototypes in the companion's place, the labels read or given."""
-    optimizer = DCPOptimizer(sgd(trained(script.model)), script.model, weight=WEIGHT, alpha=ALPHA)
+    base = sgd(trained(script.model))
+    optimizer = DCPOptimizer(base, script.model, **{"weight": WEIGHT, "alpha": ALPHA} | options)
     return Training(
         script.loop(optimizer, targets=optimizer.set_targets) if gives_targets else script.loop(optimizer),
         script.model,

@@ -17,4 +17,9 @@ def may_sync(step: int, tensor: Tensor) -> bool:
         step: the number of the optimizer step, from 1; 0 for none.
         tensor: any tensor of the device that is asked about.
     """
-    return tensor.is_cpu or (step > 0 and (step % SYNC_INTERVAL == 0 or step & (step - 1) == 0))
+    return tensor.is_cpu or is_sync_step(step)
+
+
+def is_sync_step(step: int) -> bool:
+    """Whether a step is one of 1, 2, 4, 8, ... and 100, 200, ..."""
+    return step > 0 and (step % SYNC_INTERVAL == 0 or step & (step - 1) == 0)

@@ -208,3 +208,9 @@ class OptimizerInternals(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._set_up_hooks()
+
+
+@functools.lru_cache(maxsize=64)
+def constant(value: int, device: torch.device) -> Tensor:
+    """An integer as a tensor; making it anew in each step would be one kernel more."""
+    return torch.full((), value, device=device)

@@ -28,16 +28,14 @@ from dcl_optim.forward import Forward
 from dcl_optim.loss.outputs import LogitsFinder, conversion_source
 from dcl_optim.loss.reader import LossReader
 from dcl_optim.schedules import Checked
-
-_requires_grad = attrgetter("requires_grad")
+from dcl_optim.weights import FollowsFit
 
 
 class Algorithm:
     r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass.
 
     Args:
-        model, base, forecaster, loss, distance, weight, alpha, find_logits, count_eval: what
-            :class:`~dcl_optim.optimizer.ForecastOptimizer` was given, after its checks.
+        model, base, forecaster, loss, distance, weight, alpha, find_logits, count_eval: ForecastOptimizer's, checked.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class Algorithm:
         loss: LossReader,
         distance: Distance,
         *,
-        weight: Checked,
+        weight: Checked | FollowsFit,
         alpha: Checked,
         find_logits: LogitsFinder,
         count_eval: bool,
@@ -73,7 +71,7 @@ class Algorithm:
         if not (module.training or self._count_eval) or not torch.is_grad_enabled() or is_recorded():
             return
         backward = current_backward()  # in which activation checkpointing recomputes a counted forward pass
-        trained = next(filter(_requires_grad, parameters_of(self._base)), None)
+        trained = next(filter(attrgetter("requires_grad"), parameters_of(self._base)), None)
         if trained is None or (backward != -1 and backward == self.batches.backward):
             return
         if not self.batches.forwards:
@@ -140,6 +138,8 @@ class Algorithm:
             batches.penalties.append(figure.value * (loss.scale * weight))
         regularized = penalty.added_to(gradient, loss.scale, weight, loss.class_dim) if weight else None
         if first:
+            if isinstance(self.weight, FollowsFit):
+                self.weight.count(forward.rows, penalty.labels)
             self.forecaster.observe(forward, loss, penalty, self.distance, alpha)
         return regularized
 
@@ -153,6 +153,8 @@ class Algorithm:
         """Both networks have stepped."""
         self.steps += 1
         self.loss.end_step()
+        if isinstance(self.weight, FollowsFit):
+            self.weight.end_step(self.steps, self.forecaster.group, next(self.model.parameters()).device)
         if self.batches.not_finite and not self._warned_not_finite:
             self._warned_not_finite = True
             warn(
@@ -167,6 +169,8 @@ class Algorithm:
         else:
             self.forecaster.forget()
             self.batches.start()
+            if isinstance(self.weight, FollowsFit):
+                self.weight.forget()
 
     # ---- hooks, copies and state -------------------------------------------------------------------------------------
 

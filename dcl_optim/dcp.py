@@ -13,8 +13,9 @@ from dcl_optim.distances import Distance, DistanceName, Function, resolve_distan
 from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.loss.reader import LossReader, Targets
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.prototypes import REDUCTIONS, Prototypes
+from dcl_optim.prototypes import REDUCTIONS, UPDATES, Prototypes
 from dcl_optim.schedules import Schedule
+from dcl_optim.weights import Weight
 
 
 class DCPOptimizer(ForecastOptimizer):
@@ -44,13 +45,19 @@ class DCPOptimizer(ForecastOptimizer):
         base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
         num_classes: K, the number of classes and of logits, at least 1; the prototypes take K² numbers, at most 1 GiB.
             None (default) for the length of the first logits' class dimension.
-        weight: :math:`\lambda \ge 0`, or a callable of the step. Default 0.1. The paper names no value for DCP; its
-            experiments with DCL use 1.
+        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"``, with which it grows from 0.1 to 1 as the
+            training accuracy grows (:class:`~dcl_optim.AutoWeight`, whose constants may be given). Default 0.1. The
+            paper names no value for DCP; its experiments with DCL use 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
             logits and prototypes grow without end in long training with few rows of a class in a batch.
         distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
         reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
             class, summed over the batch's classes, which synchronizes a GPU. Equation 5 can be read either way.
+        update: how the prototypes learn. ``"batch"`` (default) is Equation 6: a batch's class mean has the share
+            :math:`1-\alpha`, however many rows it is of, and the first one is the prototype. ``"rows"`` is ours: each
+            row of a class counts alike, :math:`n_k \leftarrow \alpha n_k + m_k` and
+            :math:`p^k \leftarrow p^k + \sum_i (z_i - p^k) / n_k` over the :math:`m_k` rows of class k in the batch. It
+            follows the first batches faster.
         targets: the model's keyword that holds the labels, or a callable ``(args, kwargs) -> labels``.
         ignore_index: the label to leave out. Default -100, as in torch. Rows that the loss ignores are left out anyway
             where the labels are read.
@@ -88,10 +95,11 @@ class DCPOptimizer(ForecastOptimizer):
         model: nn.Module,
         num_classes: int | None = None,
         *,
-        weight: float | Schedule = 0.1,
+        weight: Weight = 0.1,
         alpha: float | Schedule = 0.97,
         distance: DistanceName | Distance | Function = "mse",
         reduction: Literal["mean", "per_class"] = "mean",
+        update: Literal["rows", "batch"] = "batch",
         temperature: float | None = None,
         targets: Targets | None = None,
         ignore_index: int = -100,
@@ -105,6 +113,8 @@ class DCPOptimizer(ForecastOptimizer):
         classes = None if num_classes is None else check_integer("num_classes", num_classes, minimum=1)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
+        if update not in UPDATES:
+            raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
         per_class = reduction == "per_class"
         ignored = check_integer("ignore_index", ignore_index)
         class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
@@ -112,7 +122,7 @@ class DCPOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             lambda: Prototypes(
-                classes, per_class, ignored, next(model.parameters()), DataParallelGroup(model, process_group)
+                classes, per_class, ignored, update, next(model.parameters()), DataParallelGroup(model, process_group)
             ),
             resolve_distance(distance, temperature),
             weight=weight,

@@ -11,6 +11,7 @@ from torch import Tensor
 from dcl_optim._rng import RngState, replayed
 from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance, Rows, from_rows, to_rows
+from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forward import Forward
 from dcl_optim.loss.reader import Loss, Scale
 
@@ -24,11 +25,14 @@ class Penalty(NamedTuple):
         rows: the distances :math:`\delta_i` and their gradients.
         number: n, a number or a scalar tensor.
         weights: :math:`w_i`, (N,); None for 1.
+        labels: for the training accuracy: the class of each row (N,), K for none, or soft labels (N, K); None if they
+            are not known.
     """
 
     rows: Rows
     number: float | Tensor
     weights: Tensor | None = None
+    labels: Tensor | None = None
 
     @property
     def value(self) -> Tensor:
@@ -72,9 +76,11 @@ class Forecaster(ABC):
     Attributes:
         replays_draws: whether the random draws of the model are to be replayed; the RNG state is then captured before
             the forward pass.
+        group: the ranks that train the model together; None for one process.
     """
 
     replays_draws = True
+    group: DataParallelGroup | None = None
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:  # noqa: B027
         """Prepare for the training forward pass that begins. Default: nothing.

@@ -19,6 +19,7 @@ from dcl_optim.forecaster import Forecaster
 from dcl_optim.loss.outputs import LogitsFinder
 from dcl_optim.loss.reader import LossReader
 from dcl_optim.schedules import Checked, Schedule
+from dcl_optim.weights import AutoWeight, FollowsFit, Weight, check_state, resolve_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,7 +57,7 @@ class ForecastOptimizer(OptimizerWrapper):
         forecaster: Callable[[], Forecaster],
         distance: DistanceName | Distance | Function = "mse",
         *,
-        weight: float | Schedule,
+        weight: Weight,
         alpha: float | Schedule,
         loss: LossReader | None = None,
         logits: Callable[[Any], Tensor] | None = None,
@@ -67,7 +68,9 @@ class ForecastOptimizer(OptimizerWrapper):
         check_arguments(base_optimizer, model, logits)
         check_flag("strict", strict)
         check_flag("count_eval", count_eval)
-        schedules = {"weight": Checked(weight, "weight"), "alpha": Checked(alpha, "alpha", upper=1.0)}
+        loss = LossReader() if loss is None else loss
+        checked_weight = resolve_weight(weight, loss.reads_labels)
+        checked_alpha = Checked(alpha, "alpha", upper=1.0)
         distance = resolve_distance(distance)
         self._strict, self.model = strict, model
         self.forecaster = forecaster()
@@ -75,9 +78,10 @@ class ForecastOptimizer(OptimizerWrapper):
             model,
             base_optimizer,
             self.forecaster,
-            LossReader() if loss is None else loss,
+            loss,
             distance,
-            **schedules,
+            weight=checked_weight,
+            alpha=checked_alpha,
             find_logits=LogitsFinder(logits),
             count_eval=count_eval,
         )
@@ -219,13 +223,13 @@ class ForecastOptimizer(OptimizerWrapper):
             raise
 
     @property
-    def weight(self) -> float | Schedule:
-        r""":math:`\lambda` as it was given; may be set at any time. Not in ``state_dict``."""
+    def weight(self) -> float | Schedule | AutoWeight:
+        r""":math:`\lambda` as it was given; may be set at any time. Not in ``state_dict``; what auto has counted is."""
         return self._algorithm.weight.given
 
     @weight.setter
-    def weight(self, value: float | Schedule) -> None:
-        self._algorithm.weight = Checked(value, "weight")
+    def weight(self, value: Weight) -> None:
+        self._algorithm.weight = resolve_weight(value, self._algorithm.loss.reads_labels)
 
     @property
     def alpha(self) -> float | Schedule:
@@ -245,21 +249,28 @@ class ForecastOptimizer(OptimizerWrapper):
         """Return the current values as floats, nan for what is not known yet. The keys never change. Synchronizes.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; with DCP ``prototype_norm``, the mean length of the prototypes, and
-        ``prototype_margin``, how far a prototype's logit of its class is above the mean of the others.
+        the last backward pass; with an automatic weight ``train_accuracy``, which it follows; with DCP
+        ``prototype_norm``, the mean length of the prototypes, and ``prototype_margin``, how far a prototype's logit of
+        its class is above the mean of the others.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
         """
         last = dict.fromkeys(FIGURES, math.nan) | self._algorithm.last
         last["penalty"] = getattr(last["penalty"], "value", last["penalty"])
+        if isinstance(self._algorithm.weight, FollowsFit):
+            last["train_accuracy"] = self._algorithm.weight.accuracy
         figures = {"step": self._algorithm.steps, **last, **self.forecaster.figures()}
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
     def __repr__(self) -> str:
         algorithm = self._algorithm
         source = algorithm.loss.source
-        settings = {"weight": algorithm.weight, "alpha": algorithm.alpha, "distance": algorithm.distance}
+        settings: dict[str, Any] = {
+            "weight": algorithm.weight,
+            "alpha": algorithm.alpha,
+            "distance": algorithm.distance,
+        }
         settings["loss_scale"] = source if isinstance(source, (str, int, float)) else type(source).__name__
         settings["model"] = type(unwrapped(self.model)).__name__
         settings |= self.forecaster.settings()
@@ -268,15 +279,21 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _own_state(self) -> dict[str, Any]:
         algorithm = self._algorithm
-        return {"steps": algorithm.steps, "loss": algorithm.loss.state(), "forecaster": self.forecaster.state_dict()}
+        weight = algorithm.weight.state() if isinstance(algorithm.weight, FollowsFit) else None
+        state = {"steps": algorithm.steps, "loss": algorithm.loss.state(), "weight": weight}
+        return state | {"forecaster": self.forecaster.state_dict()}
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         steps = state.get("steps")
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"state_dict[{self._key!r}]['steps']={steps!r} must be a number of steps")
         self._algorithm.loss.check_state(state.get("loss"))
+        check_state(state.get("weight"))
         self.forecaster.check_state(state.get("forecaster", {}))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
+        weight = self._algorithm.weight
+        if isinstance(weight, FollowsFit) and state.get("weight"):
+            weight.load_state(state["weight"])
         self._algorithm.load_state(state["steps"], state["loss"])

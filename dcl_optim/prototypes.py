@@ -14,6 +14,8 @@ from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
 REDUCTIONS = ("mean", "per_class")
+UPDATES = ("rows", "batch")
+NO_ROWS, SOME_ROWS = 1e-30, 1e-20  # a number that counts as none but can be divided by; more than this are some
 MAX_BYTES = 2**30  # of the (K, K) prototypes
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
 
@@ -24,19 +26,24 @@ class Prototypes(Forecaster):
     Prediction: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
     weigh :math:`t_{ik}` in the mean of class k, which for one-hot labels is the same. The penalty is
     :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the n rows with a label; :math:`w_i = 0` for a class that no
-    step has seen. Learning, with :math:`n_k` rows of class k:
+    step has seen. Learning, for the classes of the batch, with :math:`m_k` rows of class k in it:
 
-    .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
+    .. math:: n_k \leftarrow \alpha\,n_k + m_k, \qquad p^k \leftarrow p^k + \tfrac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
+
+    which is the mean of all rows of class k so far, each batch with the class weighing :math:`\alpha` times as much as
+    the next one. ``"batch"`` is Equation 6 instead, in which the first mean becomes the prototype:
+
+    .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{m_k}\sum_{i:\,y_i=k}(z_i - p^k)
         = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
 
-    In this form a step of one process touches only the rows of the batch's classes. The first mean becomes the
-    prototype.
+    In these forms a step of one process touches only the rows of the batch's classes.
 
     Args:
         num_classes: K, at least 1; the logits must have as many. None for as many as the first logits have.
         per_class: average the penalty within each class and sum over the classes (one reading of Equation 5)
             instead of averaging over the batch.
         ignore_index: the label of rows to leave out.
+        update: ``"rows"`` or ``"batch"``.
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
         group: the ranks that train the model together.
 
@@ -45,20 +52,29 @@ class Prototypes(Forecaster):
 
     Examples:
         >>> group = DataParallelGroup(torch.nn.Linear(4, 3), process_group=None)
-        >>> Prototypes(3, per_class=False, ignore_index=-100, like=torch.zeros(()), group=group).values.shape
+        >>> like = torch.zeros(())
+        >>> Prototypes(3, per_class=False, ignore_index=-100, update="rows", like=like, group=group).values.shape
         torch.Size([3, 3])
     """
 
     replays_draws = False
+    group: DataParallelGroup
     # Since the last step:
     _kept: list[tuple[Tensor, Tensor]]  # classes, and differences z - p, of rows
     _sums: Tensor | None  # of further differences, by class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,); infinite for no class
 
     def __init__(
-        self, num_classes: int | None, per_class: bool, ignore_index: int, like: Tensor, group: DataParallelGroup
+        self,
+        num_classes: int | None,
+        per_class: bool,
+        ignore_index: int,
+        update: str,
+        like: Tensor,
+        group: DataParallelGroup,
     ) -> None:
-        self._given, self._per_class, self._ignore_index, self._group = num_classes, per_class, ignore_index, group
+        self._given, self._per_class, self._ignore_index, self.group = num_classes, per_class, ignore_index, group
+        self._by_rows = update == "rows"
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -74,10 +90,10 @@ class Prototypes(Forecaster):
         # Row K is that of rows without a label: not a number, so that they contribute nothing.
         self._rows = torch.zeros(num_classes + 1, num_classes, dtype=dtype, device=like.device)
         self._rows[num_classes:] = torch.nan
-        self._known = torch.zeros(num_classes + 1, dtype=dtype, device=like.device)  # 1 for a class that was seen
-        self._no_rows = torch.full_like(self._known, 1e-30)  # counts of an empty batch; 0 / 1e-30 is 0
+        self._no_rows = self._rows.new_full((num_classes + 1,), NO_ROWS)  # of each class in an empty batch
         self._no_rows[num_classes:] = torch.inf
-        self._one = torch.ones_like(self._known[0])
+        self._numbers = self._no_rows.clone()  # n; 1 for a class that was seen, if each batch counts alike
+        self._one = self._rows.new_ones(())
         self._all_known = False  # as far as is known without a synchronization
 
     @property
@@ -88,7 +104,7 @@ class Prototypes(Forecaster):
     @property
     def seen(self) -> Tensor:
         """Which classes have a prototype, (K,) bool."""
-        return self._known[:-1] > 0
+        return self._numbers[:-1] > SOME_ROWS
 
     @property
     def values(self) -> Tensor:
@@ -101,7 +117,7 @@ class Prototypes(Forecaster):
         Root mean squares over the classes seen; nan without any. A margin that keeps growing beyond about 20 says that
         prototypes and logits amplify each other: use an alpha closer to 1.
         """
-        rows, number = self._rows[:-1], self._known.sum()
+        rows, number = self._rows[:-1], self.seen.sum()
         own = rows.diagonal()
         margins = own - (rows.sum(1) - own) / max(len(rows) - 1, 1)  # 0 for classes not seen
         return {
@@ -112,10 +128,14 @@ class Prototypes(Forecaster):
     def settings(self) -> dict[str, Any]:
         return {"num_classes": self.num_classes or "not known yet"}
 
+    def _known(self) -> Tensor:
+        """1 for a class that was seen, else 0, (K + 1,)."""
+        return (self._numbers > SOME_ROWS).to(self._rows)
+
     # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) --------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: Any, step: int) -> None:
-        self._group.find()
+        self.group.find()
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: Any) -> None:
         """Nothing yet: the labels come with the gradient."""
@@ -130,24 +150,24 @@ class Prototypes(Forecaster):
         labels, count = self._labels_of(forward, loss, z)
         # In another step than the one in which the reader synchronizes:
         if not self._all_known and _sync.may_sync(forward.step - 1, z):
-            self._all_known = bool(self._known[:-1].all())
+            self._all_known = bool(self.seen.all())
         classes, shares = labels, None
         if labels.ndim == 1:
             c = self._rows.index_select(0, labels)
-            weights = None if self._all_known else self._known.index_select(0, labels)
+            weights = None if self._all_known else self._known().index_select(0, labels)
         else:
             classes, shares = self._columns(forward, labels.to(dtype))
             c = shares @ self._rows.index_select(0, classes)
-            unknown = ((shares > 0) & (self._known.index_select(0, classes) == 0)).any(1)
+            unknown = ((shares > 0) & (self._known().index_select(0, classes) == 0)).any(1)
             weights = ((shares.sum(1) > 0.5) & ~unknown).to(z.dtype)
         if self._per_class:
             if labels.ndim == 2:
                 raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes")
             numbers = self._no_rows.index_add(0, labels, z.new_ones(len(labels)))
-            weights, count = (self._known / numbers).index_select(0, labels), 1.0
+            weights, count = (self._known() / numbers).index_select(0, labels), 1.0
         rows = self._rows_of_known(distance, z, c, labels, weights) if distance.couples_rows else distance.rows(z, c)
         forward.prediction = classes, shares, rows.slope if isinstance(distance, SquaredDistance) else None
-        return Penalty(rows, count, weights)
+        return Penalty(rows, count, weights, labels)
 
     def _rows_of_known(self, distance: Distance, z: Tensor, c: Tensor, labels: Tensor, weights: Tensor | None) -> Rows:
         """The distances of all rows, by a distance that gets those with a prototype alone; this synchronizes."""
@@ -190,7 +210,7 @@ class Prototypes(Forecaster):
         classes = (shares != 0).any(0).nonzero().flatten()
         return classes, shares.index_select(1, classes)
 
-    # ---- learning: p^k ← p^k + (1 - α)/n_k Σ (z_i - p^k) -------------------------------------------------------------
+    # ---- learning: p^k ← p^k + 1/n_k Σ (z_i - p^k) -------------------------------------------------------------------
 
     def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
         self._alpha = alpha
@@ -206,14 +226,14 @@ class Prototypes(Forecaster):
         self._counts.index_add_(0, classes, numbers)
         # One sum for each class takes less than the rows of a large batch; the script may write to given labels.
         number = len(classes) + sum(len(kept) for kept, _ in self._kept)
-        if self._sums is not None or number > self._rows.shape[1] or self._group.size > 1:
+        if self._sums is not None or number > self._rows.shape[1] or self.group.size > 1:
             self._sum_by_class().index_add_(0, classes, apart)
         else:
             self._kept.append((classes.clone() if loss.number is None else classes, apart))
 
     def skip(self, forward: Forward, alpha: float) -> None:
         self._alpha = alpha
-        if self._counts is None and self._group.size > 1:  # the others wait for this one's share in the sums
+        if self._counts is None and self.group.size > 1:  # the others wait for this one's share in the sums
             self._counts = self._no_rows.clone()
 
     def _sum_by_class(self) -> Tensor:
@@ -228,28 +248,38 @@ class Prototypes(Forecaster):
         counts = self._counts
         if counts is None:
             return
-        if self._group.size > 1:
-            self._group.all_reduce_sum(counts[:-1])
-            self._group.all_reduce_sum(self._sum_by_class())
-        rate, numbers = 1.0 - self._alpha, counts
-        if not self._all_known:  # the first mean becomes the prototype
-            # In ranks and in resumed runs this may be known at another step, and must not show in the last bits.
-            counts = torch.where(self._known > 0, counts if rate else torch.inf, counts * (rate or 1.0))
-            rate = rate or 1.0
-            torch.maximum(self._known, (numbers > 1e-20).to(numbers), out=self._known)[-1:].zero_()
+        if self.group.size > 1:
+            self.group.all_reduce_sum(counts[:-1])
+            self.group.all_reduce_sum(self._sum_by_class())
+        divisors, rate = self._divisors(counts)
         if self._sums is not None:
-            self._rows[:-1].addcdiv_(self._sums[:-1], counts[:-1, None], value=rate)
+            self._rows[:-1].addcdiv_(self._sums[:-1], divisors[:-1, None], value=rate)
         for classes, apart in self._kept:
-            apart = apart.div_(counts.index_select(0, classes)[:, None])
+            apart = apart.div_(divisors.index_select(0, classes)[:, None])
             self._rows.index_add_(0, classes, apart, alpha=rate)
         self.forget()
+
+    def _divisors(self, counts: Tensor) -> tuple[Tensor, float]:
+        """What the sum of each class's differences is divided by, (K + 1,), and then multiplied by."""
+        if self._by_rows:
+            numbers = torch.add(counts, self._numbers, alpha=self._alpha)
+            torch.where(counts > SOME_ROWS, numbers, self._numbers, out=self._numbers)
+            return self._numbers, 1.0
+        rate = 1.0 - self._alpha
+        if self._all_known:
+            return counts, rate
+        # The first mean becomes the prototype. In ranks and in resumed runs it may be known at another step that all
+        # classes are, and that must not show in the last bits.
+        divisors = torch.where(self._numbers > SOME_ROWS, counts if rate else torch.inf, counts * (rate or 1.0))
+        torch.maximum(self._numbers, (counts > SOME_ROWS).to(counts), out=self._numbers)
+        return divisors, rate or 1.0
 
     def forget(self) -> None:
         self._kept, self._sums, self._counts, self._alpha = [], None, None, 0.0
 
     def _convert(self, z: Tensor) -> None:
         """Follow the model to another device, and to a wider dtype."""
-        for name in ("_rows", "_known", "_no_rows", "_one", "_counts", "_sums"):
+        for name in ("_rows", "_numbers", "_no_rows", "_one", "_counts", "_sums"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.to(z))
         self._kept = [(classes.to(z.device), apart.to(z)) for classes, apart in self._kept]
@@ -257,20 +287,20 @@ class Prototypes(Forecaster):
     # ---- the state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values, "seen": self.seen}
+        return {"values": self.values, "numbers": self._numbers[:-1].clone()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        classes = len(state.get("seen", ())) if self._given is None else self._given
+        classes = len(state.get("numbers", ())) if self._given is None else self._given
         like = torch.empty(classes, classes, device="meta")
-        check_tensors(state, {"values": like, "seen": torch.empty(classes, device="meta")}, "prototypes")
+        check_tensors(state, {"values": like, "numbers": torch.empty(classes, device="meta")}, "prototypes")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
-        values, seen = state["values"], state["seen"]
-        if len(seen) != self.num_classes:
-            self._create(len(seen), self._rows)
+        values, numbers = state["values"], state["numbers"]
+        if len(numbers) != self.num_classes:
+            self._create(len(numbers), self._rows)
         self._rows[:-1] = values.to(self._rows)
-        self._known[:-1] = seen.to(self._known)
+        self._numbers[:-1] = numbers.to(self._numbers)
         self._all_known = False
 
 

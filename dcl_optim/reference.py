@@ -86,12 +86,15 @@ def dcp_step(
     weight: float = 1.0,
     alpha: float = 0.6,
     per_class: bool = False,
+    numbers: dict[int, float] | None = None,
 ) -> Tensor:
-    """One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
+    r"""One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
 
     Args:
         prototypes: the prototype of each class seen so far, (K,) each; updated in place.
         per_class: average the penalty within each class and sum, instead of averaging over the batch.
+        numbers: :math:`n_k` of each class seen so far, updated in place, if every row is to count alike; None for
+            Equation 6.
         model, optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices.
 
     Returns:
@@ -125,6 +128,11 @@ def dcp_step(
     optimizer.step()
 
     for k in sorted({int(label) for label in y}):
-        mean = torch.stack([z[i].detach() for i in range(len(y)) if int(y[i]) == k]).mean(0)
-        prototypes[k] = alpha * prototypes[k] + (1 - alpha) * mean if k in prototypes else mean
+        mine = torch.stack([z[i].detach() for i in range(len(y)) if int(y[i]) == k])
+        if numbers is not None:
+            numbers[k] = alpha * numbers.get(k, 0.0) + len(mine)
+            before = prototypes.get(k, torch.zeros_like(mine[0]))
+            prototypes[k] = before + (mine - before).sum(0) / numbers[k]
+        else:
+            prototypes[k] = alpha * prototypes[k] + (1 - alpha) * mine.mean(0) if k in prototypes else mine.mean(0)
     return loss.detach()

@@ -301,8 +301,8 @@ FAULTS = [
     Fault(
         "steps-not-saved",
         "optimizer.py",
-        'return {"steps": algorithm.steps,',
-        'return {"steps": 0,',
+        'state = {"steps": algorithm.steps,',
+        'state = {"steps": 0,',
         "a resumed run begins the schedules anew",
         "resume",
     ),
@@ -349,8 +349,8 @@ FAULTS = [
     Fault(
         "seen-not-saved",
         "prototypes.py",
-        '"seen": self.seen}',
-        '"seen": torch.ones_like(self.seen)}',
+        '"numbers": self._numbers[:-1].clone()}',
+        '"numbers": torch.ones_like(self._numbers[:-1])}',
         "after resuming, classes not yet seen have a prototype of zero",
         "prototypes",
     ),
@@ -566,19 +566,44 @@ FAULTS = [
         "a companion whose logits are not finite stays",
         "companion_not_finite",
     ),
+    # ---- the weight --------------------------------------------------------------------------------------------------
+    Fault(
+        "skipped-steps-counted",
+        "weights.py",
+        '        """The step of the batches that are pending was skipped."""\n        self._pending = []\n',
+        '        """The step of the batches that are pending was skipped."""\n',
+        "the training accuracy counts batches whose step was skipped",
+        "weights",
+    ),
+    Fault(
+        "accuracy-not-saved",
+        "weights.py",
+        'return {"accuracy": self.accuracy,',
+        'return {"accuracy": 0.0,',
+        "a resumed run begins with the least weight",
+        "weights",
+    ),
     # ---- the prototypes ----------------------------------------------------------------------------------------------
+    Fault(
+        "rows-of-absent-classes-forgotten",
+        "prototypes.py",
+        "torch.where(counts > SOME_ROWS, numbers, self._numbers, out=self._numbers)",
+        "self._numbers.copy_(numbers)",
+        "a class that is absent from many batches forgets its rows",
+        "weights prototypes",
+    ),
     Fault(
         "first-mean-shrunk",
         "prototypes.py",
-        "counts = torch.where(self._known > 0, counts if rate else torch.inf, counts * (rate or 1.0))",
-        "pass",
+        "divisors = torch.where(self._numbers > SOME_ROWS, counts if rate else torch.inf, counts * (rate or 1.0))",
+        "divisors = counts",
         "the first mean does not become the prototype but a part of it",
         "prototypes reference",
     ),
     Fault(
         "unseen-prototypes-pull",
         "prototypes.py",
-        "weights = None if self._all_known else self._known.index_select(0, labels)",
+        "weights = None if self._all_known else self._known().index_select(0, labels)",
         "weights = None",
         "rows of a class not yet seen are held to a prototype of zero",
         "prototypes",
@@ -602,8 +627,8 @@ FAULTS = [
     Fault(
         "mixture-of-unseen",
         "prototypes.py",
-        "unknown = ((shares > 0) & (self._known.index_select(0, classes) == 0)).any(1)",
-        "unknown = ((shares > 0) & (self._known.index_select(0, classes) == 0)).all(1)",
+        "unknown = ((shares > 0) & (self._known().index_select(0, classes) == 0)).any(1)",
+        "unknown = ((shares > 0) & (self._known().index_select(0, classes) == 0)).all(1)",
         "soft labels are held to classes not yet seen",
         "prototypes dcp",
     ),
@@ -708,7 +733,7 @@ FAULTS = [
     Fault(
         "device-always-read",
         "_sync.py",
-        "return tensor.is_cpu or (step > 0 and (step % SYNC_INTERVAL == 0 or step & (step - 1) == 0))",
+        "return tensor.is_cpu or is_sync_step(step)",
         "return True",
         "every step waits for the accelerator",
         "device_kernels",
@@ -716,7 +741,7 @@ FAULTS = [
     Fault(
         "values-never-read",
         "_sync.py",
-        "return tensor.is_cpu or (step > 0 and (step % SYNC_INTERVAL == 0 or step & (step - 1) == 0))",
+        "return tensor.is_cpu or is_sync_step(step)",
         "return False",
         "a batch of another form, a lost companion and labels out of range are not found",
         "companion_not_finite loss_reader",
@@ -725,8 +750,8 @@ FAULTS = [
     Fault(
         "companion-not-averaged",
         "companion/companion.py",
-        "self._group.average([*gradients, diverged])",
-        "self._group.average([diverged])",
+        "self.group.average([*gradients, diverged])",
+        "self.group.average([diverged])",
         "each rank's companion learns from its own batch",
         "distributed",
     ),
@@ -741,7 +766,7 @@ FAULTS = [
     Fault(
         "unused-parameters",
         "companion/companion.py",
-        "        if self._group.size > 1:  # every rank must bring the same tensors to the reduction\n"
+        "        if self.group.size > 1:  # every rank must bring the same tensors to the reduction\n"
         "            optimizer.fill_gradients()\n",
         "",
         "ranks that use other layers reduce other tensors",
@@ -766,7 +791,7 @@ FAULTS = [
     Fault(
         "prototype-counts-not-added",
         "prototypes.py",
-        "            self._group.all_reduce_sum(counts[:-1])\n",
+        "            self.group.all_reduce_sum(counts[:-1])\n",
         "",
         "class means divide by one rank's rows",
         "prototypes",
@@ -782,7 +807,7 @@ FAULTS = [
     Fault(
         "rank-left-waiting-by-prototypes",
         "prototypes.py",
-        "if self._counts is None and self._group.size > 1:  # the others wait",
+        "if self._counts is None and self.group.size > 1:  # the others wait",
         "if False:  # the others wait",
         "a rank whose batch is not finite leaves the others waiting for its class sums",
         "prototypes",

@@ -80,7 +80,7 @@ def step_on(model: nn.Module, optimizer: DCPOptimizer, z: Tensor, labels: Tensor
 
 
 def know(optimizer: DCPOptimizer, values: Tensor, seen: Tensor) -> None:
-    optimizer.forecaster.load_state_dict({"values": values, "seen": seen})
+    optimizer.forecaster.load_state_dict({"values": values, "numbers": seen.to(values)})
 
 
 # ---- penalty and update ----------------------------------------------------------------------------------------------
@@ -718,16 +718,16 @@ def test_a_batch_whose_step_never_came_is_dropped_by_loading_a_state():
 def test_a_state_holds_all_prototypes_and_which_classes_were_seen():
     _, optimizer = trained(2)
     state = optimizer.state_dict()[KEY]["forecaster"]
-    assert state.keys() == {"values", "seen"}
+    assert state.keys() == {"values", "numbers"}
     assert_same(state["values"], optimizer.prototypes)
-    assert state["seen"].nonzero().flatten().tolist() == sorted({int(k) for _, y in batches(2) for k in y})
+    assert state["numbers"].round().nonzero().flatten().tolist() == sorted({int(k) for _, y in batches(2) for k in y})
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, r"state of the prototypes does not fit: missing \['seen', 'values'\]"),
-        ({"values": torch.zeros(3, 3), "seen": torch.zeros(3)}, r"shape \(3, 3\) for 'values', expected \(12, 12\)"),
+        ({}, r"state of the prototypes does not fit: missing \['numbers', 'values'\]"),
+        ({"values": torch.zeros(3, 3), "numbers": torch.zeros(3)}, r"shape \(3, 3\) for 'values', expected \(12, 12\)"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(state, message):

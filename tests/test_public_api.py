@@ -24,9 +24,9 @@ PAGES = [Path(__file__).parent.parent / "docs" / f"{name}.md" for name in ("api"
 DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
 
 FROZEN = """\
-dcl_optim: DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+dcl_optim: AutoWeight, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
 dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
-        reduction='mean', temperature=None, targets=None, ignore_index=-100, process_group='auto',
+        reduction='mean', update='batch', temperature=None, targets=None, ignore_index=-100, process_group='auto',
         loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .prototypes
     .set_targets(self, targets)
@@ -41,6 +41,10 @@ dcl_optim.schedules.RunningAverage()
     .__call__(self, step)
 dcl_optim.schedules.LinearWarmup(value, steps)
     .__call__(self, step)
+dcl_optim.AutoWeight(floor=0.1, power=6.0)
+    .at(self, accuracy)
+    .floor = 0.1
+    .power = 6.0
 dcl_optim.loss.outputs.find_logits(output)
 dcl_optim.metrics.logit_drift(logits_before, logits_after)
 dcl_optim.metrics.non_target_distribution(logits, labels)
@@ -122,7 +126,7 @@ dcl_optim.loss.outputs.find_loss(output)
 dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
         weight=1.0, alpha=0.6, learns=True)
 dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
-        per_class=False)
+        per_class=False, numbers=None)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance='mse', *, weight, alpha,
         loss=None, logits=None, strict=True, count_eval=False)
     .add_param_group(self, param_group)
@@ -161,6 +165,7 @@ dcl_optim.forecaster.Forecaster()
     .figures(self)
     .follow(self, change)
     .forget(self)
+    .group = None
     .load_state_dict(self, state)
     .observe(self, forward, loss, penalty, distance, alpha)
     .penalty(self, forward, loss, distance)
@@ -170,7 +175,7 @@ dcl_optim.forecaster.Forecaster()
     .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
-dcl_optim.forecaster.Penalty(rows, number, weights=None)
+dcl_optim.forecaster.Penalty(rows, number, weights=None, labels=None)
     .added_to(self, gradient, scale, weight, class_dim)
     .value
 dcl_optim.forecaster.replayed(state)
@@ -193,7 +198,7 @@ dcl_optim.companion.Companion(model, base, find_logits, options=CompanionOptions
     .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
-dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, like, group)
+dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, update, like, group)
     .before_forward(self, args, kwargs, rng_state, step)
     .check_state(self, state)
     .figures(self)

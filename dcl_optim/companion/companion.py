@@ -102,6 +102,8 @@ class Companion(Forecaster):
         (True, False)
     """
 
+    group: DataParallelGroup
+
     def __init__(
         self,
         model: nn.Module,
@@ -111,7 +113,7 @@ class Companion(Forecaster):
     ) -> None:
         self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
         refuse_flat_shards(model)
-        self._group = DataParallelGroup(model, options.process_group)
+        self.group = DataParallelGroup(model, options.process_group)
         self._mode: str | None = None  # that the base was switched to, if it has one
         self._network: Network | None = None
         self._captured = inputs.InputCapture()
@@ -133,7 +135,7 @@ class Companion(Forecaster):
         with replayed(rng_state), torch.inference_mode(False):
             module = copying.build(own, options.companion, is_called=own is self._model)
             optimizer = CompanionOptimizer(self._base, own, module, options.lr_scale, options.optimizer, is_copy)
-        follower = ModelFollower(self._model, module, optimizer, is_copy, self._group)
+        follower = ModelFollower(self._model, module, optimizer, is_copy, self.group)
         versions = versions_of(module.parameters())
         self._network = Network(module, optimizer, follower, versions, starts_equal=is_copy)
         if self._mode is not None:
@@ -159,7 +161,7 @@ class Companion(Forecaster):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
         self._learns, self._step = step % self._options.every == 0, step
-        self._group.find()
+        self.group.find()
         network = self._network or self._make()
         if network.loaded_since:
             self._warn_weights_loaded(network)
@@ -300,7 +302,7 @@ class Companion(Forecaster):
 
     def skip(self, forward: Forward, alpha: float) -> None:
         forward.prediction.learned = forward.prediction.learned.detach()
-        if forward.prediction.learns and self._group.size > 1:  # the others wait for this one's share in the mean
+        if forward.prediction.learns and self.group.size > 1:  # the others wait for this one's share in the mean
             self._mean.count += 1
 
     def _run_backward(self) -> None:
@@ -342,7 +344,7 @@ class Companion(Forecaster):
         if self._pending:  # only compiled autograd leaves it to the step
             self._run_backward()
         if mean.count:
-            averages = mean.count > 1 or mean.half or self._group.size > 1
+            averages = mean.count > 1 or mean.half or self.group.size > 1
             if not (averages and self._average(network.optimizer)):
                 network.optimizer.step()
             self._mean = WeightedMean()
@@ -364,14 +366,14 @@ class Companion(Forecaster):
 
     def _average(self, optimizer: CompanionOptimizer) -> bool:
         """Make the mean over the forward passes of the step and over the ranks; say whether it has overflowed."""
-        if self._group.size > 1:  # every rank must bring the same tensors to the reduction
+        if self.group.size > 1:  # every rank must bring the same tensors to the reduction
             optimizer.fill_gradients()
         gradients = list(gradients_of(optimizer.optimizer))
         self._mean.divide(gradients)
-        if self._group.size > 1:
+        if self.group.size > 1:
             # The ranks are recreated together, or none is.
             diverged = torch.full_like(gradients[0].flatten()[:1], float(self._diverged))
-            self._group.average([*gradients, diverged])
+            self.group.average([*gradients, diverged])
             if _sync.may_sync(self._step - 1, diverged):
                 self._diverged = bool(diverged > 0)
         return self._mean.has_overflowed(gradients)

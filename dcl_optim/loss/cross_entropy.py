@@ -28,13 +28,14 @@ All functions are pure and take rows (N, K) in float32 or wider. None reads a va
 
 from __future__ import annotations
 
-import functools
 import math
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from dcl_optim._torch import constant
 
 Kind = Literal["hard", "weighted", "soft", "log", "negative"]
 
@@ -49,12 +50,6 @@ CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is s
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell a line from a point
 READ_SHARE = 0.75  # of the live rows must have a label, or it is another loss
 TINY = 1e-30
-
-
-@functools.lru_cache(maxsize=64)
-def constant(value: int, device: torch.device) -> Tensor:
-    """An integer as a tensor; making it anew in each step would be one kernel more."""
-    return torch.full((), value, device=device)
 
 
 class Form(NamedTuple):

@@ -113,7 +113,7 @@ class LossReader:
             raise TypeError(f"loss_scale must be 'auto', a number, a GradScaler or a callable, got {scale!r}")
         if targets is not None and not isinstance(targets, str) and not callable(targets):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
-        self.source, self._targets, self._reads_labels = scale, targets, reads_labels
+        self.source, self._targets, self.reads_labels = scale, targets, reads_labels
         self._given_dim, self._needs_class_dim = class_dim, needs_class_dim
         self._warned_scale = self._warned_labels = False
         self.load_state({})
@@ -188,7 +188,7 @@ class LossReader:
         loss, output = outputs.through_logits(z, own, output)
         forward.hides_gradient = loss is not own
         labels = kwargs.get("labels")
-        if forward.hides_gradient and self._reads_labels and forward.targets is None and isinstance(labels, Tensor):
+        if forward.hides_gradient and self.reads_labels and forward.targets is None and isinstance(labels, Tensor):
             if self._shifts is None:
                 self._shifts = outputs.find_shift(labels, z, own)
             if self._shifts is not None:
@@ -218,7 +218,7 @@ class LossReader:
         dim = 1 if gradient.ndim <= 2 and self._given_dim is None else self._dim_of(gradient)
         arrived = forward.own_loss is not None and forward.own_loss[0] == current_backward()
         own = forward.own_loss[1] if forward.own_loss is not None and arrived else None
-        wants_labels = self._reads_labels and forward.targets is None
+        wants_labels = self.reads_labels and forward.targets is None
         if own is not None and forward.hides_gradient:
             if wants_labels:
                 raise RuntimeError(HIDDEN_LABELS)

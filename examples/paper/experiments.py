@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper import evidence, pays, peers
+from examples.paper import evidence, pays, peers, rules
 from examples.paper.configuration import DEFAULT_DCL, DEFAULT_DCP, PAPER, Configuration, Experiment
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
@@ -122,4 +122,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     **evidence.EXPERIMENTS,
     **pays.EXPERIMENTS,
     **peers.EXPERIMENTS,
+    **rules.EXPERIMENTS,
 }

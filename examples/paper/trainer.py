@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from dcl_optim import metrics
+from dcl_optim import AutoWeight, metrics
 from dcl_optim.schedules import LinearWarmup, RunningAverage
 from examples.helpers.checkpoint import save_atomically
 from examples.paper import datasets, measures, methods, networks
@@ -30,9 +30,11 @@ SECONDS_BETWEEN_SAVES = 30.0
 AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fifth of the time
 # What JSON has no value for, by the name that a configuration gives, from the number of steps in the training and in
 # an epoch.
-SCHEDULES: dict[str, Callable[[int, int], Callable[[int], float]]] = {
+SCHEDULES: dict[str, Callable[[int, int], Any]] = {
     "running-average": lambda steps, epoch: RunningAverage(),
     "warm-up": lambda steps, epoch: LinearWarmup(1.0, max(1, steps // 2)),
+    "ramp": lambda steps, epoch: LinearWarmup(1.0, steps),
+    **{f"accuracy^{power}": lambda steps, epoch, power=power: AutoWeight(power=power) for power in (3, 6, 9, 12)},
     "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
 

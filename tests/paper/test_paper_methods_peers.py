@@ -212,7 +212,7 @@ def test_mixed_labels_have_the_mixed_loss_of_their_two_classes() -> None:
 def test_the_logit_penalty_is_dcp_with_prototypes_of_zero() -> None:
     plain = started("plain", by_hand(normed), logit_penalty=0.6)
     held = started("dcp", by_hand(normed), weight=0.6, alpha=1.0)
-    state = {"values": torch.zeros(CLASSES, CLASSES), "seen": torch.ones(CLASSES, dtype=torch.bool)}
+    state = {"values": torch.zeros(CLASSES, CLASSES), "numbers": torch.ones(CLASSES)}
     held.main.optimizer.forecaster.load_state_dict(state)
     train(plain), train(held)
     assert_close(plain.networks()["model"], held.networks()["model"])

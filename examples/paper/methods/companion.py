@@ -13,6 +13,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.paper.methods.base import Predictor, Setting, check_range, ensemble, keywords_of
 from examples.paper.methods.companion_and_prototypes import CompanionPrototypeOptimizer
 from examples.paper.methods.plain import Plain
+from examples.paper.methods.weight_rules import PROTOTYPES, Rule
 
 
 class _Wrapped(Plain):
@@ -22,16 +23,36 @@ class _Wrapped(Plain):
         setting: what to train with.
         wrapper: the optimizer's class.
         classes: its further positional arguments.
+        rule: the arguments of a :class:`~examples.paper.methods.weight_rules.Rule` in place of a weight.
         options: its own keywords and those of :class:`Plain`.
     """
 
-    def __init__(self, setting: Setting, wrapper: Callable[..., Optimizer], *classes: int, **options: Any) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        wrapper: Callable[..., Optimizer],
+        *classes: int,
+        rule: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._rule = None if rule is None else Rule(**rule)
+        if self._rule is not None:
+            options["weight"] = self._rule
         shared = {name: options.pop(name) for name in Plain.options() if name in options}
 
         def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
             return wrapper(base, model, *classes, loss_scale=1.0, **options)
 
         super().__init__(setting, wrap, **shared)
+
+    def _evaluate(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        z, loss = super()._evaluate(x, target)
+        if self._rule is not None:
+            self._rule.update(z, target, loss)
+        return z, loss
+
+    def _parts(self) -> dict[str, Any]:
+        return super()._parts() | ({} if self._rule is None else {"rule": self._rule})
 
 
 class _WithCompanion(_Wrapped):
@@ -80,7 +101,7 @@ class CompanionLearning(_WithCompanion):
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        return (*_keywords_of(DCLOptimizer), *super().options())
+        return (*_keywords_of(DCLOptimizer), "rule", *super().options())
 
 
 class CompanionPrototype(_WithPrototypes):
@@ -88,6 +109,7 @@ class CompanionPrototype(_WithPrototypes):
 
     Args:
         setting: what to train with.
+        prototypes: a name of :data:`~examples.paper.methods.weight_rules.PROTOTYPES`, of others than the optimizer's.
         random_prototypes: a control: the standard deviation :math:`\ge 0` of prototypes that are drawn from a Gaussian
             at the start, of torch's global generator, and stay: alpha is 1. Default 0 for those that learn.
         options: the wrapper's own keywords, but for ``targets`` and ``loss_scale``: weight, alpha, distance and so on;
@@ -97,19 +119,25 @@ class CompanionPrototype(_WithPrototypes):
         ValueError: an option out of range, or another alpha with ``random_prototypes``.
     """
 
-    def __init__(self, setting: Setting, *, random_prototypes: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self, setting: Setting, *, prototypes: str | None = None, random_prototypes: float = 0.0, **options: Any
+    ) -> None:
         check_range("random_prototypes", random_prototypes, 0)
         if random_prototypes and options.setdefault("alpha", 1.0) != 1:
             raise ValueError(f"alpha={options['alpha']!r} but random_prototypes stay as they are: leave alpha out")
         super().__init__(setting, DCPOptimizer, setting.classes, **options)
+        if prototypes is not None:
+            forecaster = self.main.optimizer.forecaster
+            forecaster.__class__ = PROTOTYPES[prototypes]  # another way to learn, with the same state
+            forecaster._create(setting.classes, forecaster.values)
         if random_prototypes:
             values = random_prototypes * torch.randn(setting.classes, setting.classes)
-            state = {"values": values, "seen": torch.ones(setting.classes, dtype=torch.bool)}
+            state = {"values": values, "numbers": torch.full((setting.classes,), torch.inf)}
             self.main.optimizer.forecaster.load_state_dict(state)
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        return (*_keywords_of(DCPOptimizer), *keywords_of(cls.__init__), *super().options())
+        return (*_keywords_of(DCPOptimizer), "rule", *keywords_of(cls.__init__), *super().options())
 
 
 class CompanionLearningPrototype(_WithPrototypes, _WithCompanion):

@@ -1,0 +1,164 @@
+r"""The weight :math:`\lambda` of the penalty: a number, a callable of the step, or the training accuracy's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim._sync import is_sync_step
+from dcl_optim._torch import constant
+from dcl_optim._validation import check_number, check_positive, is_number
+from dcl_optim.distributed import DataParallelGroup
+from dcl_optim.schedules import Checked, Schedule
+
+
+@dataclass(frozen=True)
+class AutoWeight:
+    r"""The penalty grows from 0.1 to 1 as the training accuracy grows: :math:`\lambda = \max(\lambda_0, a^k)`.
+
+    A penalty as strong as the paper's (1) pays once the model fits its training data, and costs before. The accuracy a
+    is that of the model's own predictions on the training batches: in steps 3, 4, 6, 10, 18, 34, 66, 102, and then in
+    every 100th, it is counted over the rows with a label since the last time; it is 0 before. Of soft labels the
+    largest share is the label. Micro-batches count by their rows, ranks are summed, and batches whose step was skipped
+    or whose labels cannot be read do not count.
+
+    Args:
+        floor: :math:`\lambda_0`, the least weight, at least 0. Default 0.1.
+        power: k > 0. Default 6: the weight is 0.1 up to an accuracy of 68 %, 0.26 at 80 %, 0.53 at 90 %.
+
+    Raises:
+        ValueError: a negative floor, or a power that is not positive.
+        TypeError: no number.
+
+    Examples:
+        >>> weight = AutoWeight()
+        >>> [round(weight.at(accuracy), 2) for accuracy in (0.0, 0.5, 0.8, 0.9, 1.0)]
+        [0.1, 0.1, 0.26, 0.53, 1.0]
+
+    Source: ours; the paper keeps :math:`\lambda` fixed.
+    """
+
+    floor: float = 0.1
+    power: float = 6.0
+
+    def __post_init__(self) -> None:
+        check_number("floor", self.floor)
+        if not 0 <= self.floor < math.inf:
+            raise ValueError(f"floor={self.floor!r} must be a finite number of at least 0")
+        check_positive("power", self.power)
+
+    def at(self, accuracy: float) -> float:
+        """The weight at a training accuracy in [0, 1]."""
+        return max(self.floor, accuracy**self.power)
+
+
+Weight = float | Schedule | AutoWeight | str
+
+
+def resolve_weight(weight: Weight, reads_labels: bool) -> Checked | FollowsFit:
+    """Turn the argument that a user writes into a callable of the step.
+
+    Raises:
+        ValueError: a name other than ``"auto"``, a number out of range, or an automatic weight without labels.
+        TypeError: anything else.
+    """
+    if isinstance(weight, str):
+        if weight != "auto":
+            raise ValueError(f"weight={weight!r} is unknown; pass 'auto', a number or a callable of the step")
+        weight = AutoWeight()
+    if not isinstance(weight, AutoWeight):
+        return Checked(weight, "weight")
+    if not reads_labels:
+        raise ValueError(
+            "weight='auto' follows the training accuracy, and this optimizer reads no labels; pass a number or a "
+            "callable of the step"
+        )
+    return FollowsFit(weight)
+
+
+class FollowsFit:
+    """An :class:`AutoWeight` with the training accuracy that it follows.
+
+    Each batch is counted in two numbers on its device, the rows predicted right and those without a label; they are
+    read, which synchronizes, in steps in which nothing else is.
+    """
+
+    constant = None
+    accuracy: float
+    _counted: list[tuple[Tensor, int]]  # since the accuracy was read
+    _pending: list[tuple[Tensor, int]]  # in the step that has not been taken
+    _right: int  # of the rows with a label that were read, but not yet taken into the accuracy
+    _labelled: int
+
+    def __init__(self, rule: AutoWeight) -> None:
+        self.given = rule
+        self.load_state({"accuracy": 0.0, "right": 0, "labelled": 0})
+
+    def __call__(self, step: int) -> float:
+        return self.given.at(self.accuracy)
+
+    def __str__(self) -> str:
+        return "auto" if self.given == AutoWeight() else repr(self.given)
+
+    def count(self, z: Tensor, labels: Tensor | None) -> None:
+        """Count a batch: logits (N, K), and the labels (N,), K for none, or soft labels (N, K), if they are known."""
+        if labels is None:
+            return
+        number, classes = z.shape
+        if labels.ndim == 2:
+            labels = torch.where(labels.sum(1) > 0.5, labels.argmax(1), classes)
+        candidates = torch.stack((z.argmax(1), constant(classes, z.device).expand(number)))
+        self._pending.append(((candidates == labels).sum(1), number))
+
+    def end_step(self, step: int, group: DataParallelGroup | None, device: torch.device) -> None:
+        """The batches that are pending were stepped with; read the accuracy if it is time to."""
+        if group is not None and group.size > 1:  # in each step: a state of one rank serves all of them
+            counts = torch.tensor([0, 0, sum(number for _, number in self._pending)], device=device)
+            for found, _ in self._pending:
+                counts[:2] += found
+            group.all_reduce_sum(counts)
+            self._pending = [(counts[:2], counts[2])]  # type: ignore[list-item]
+        self._counted += self._pending
+        self._pending = []
+        if is_sync_step(step - 2):  # the loss and the forecasters are read in the steps before
+            self._read()
+            if self._labelled:
+                self.accuracy, self._right, self._labelled = self._right / self._labelled, 0, 0
+
+    def _read(self) -> None:
+        if self._counted:
+            right, unlabelled = torch.stack([found for found, _ in self._counted]).sum(0).tolist()
+            self._right += right
+            self._labelled += int(sum(number for _, number in self._counted)) - unlabelled
+        self._counted = []
+
+    def forget(self) -> None:
+        """The step of the batches that are pending was skipped."""
+        self._pending = []
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run has to know. Synchronizes."""
+        self._read()
+        return {"accuracy": self.accuracy, "right": self._right, "labelled": self._labelled}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.accuracy, self._right, self._labelled = state["accuracy"], state["right"], state["labelled"]
+        self._counted, self._pending = [], []
+
+
+def check_state(state: Any) -> None:
+    """Raise ValueError unless a state is None, of a weight that follows nothing, or one that can be loaded."""
+    if state is None:
+        return
+    try:
+        fits = all(map(is_number, (state["accuracy"], state["right"], state["labelled"])))
+        fits = fits and 0 <= state["accuracy"] <= 1 and 0 <= state["right"] <= state["labelled"]
+    except (KeyError, TypeError):
+        fits = False
+    if not fits:
+        raise ValueError(f"the state of the weight does not fit: {state!r}")
