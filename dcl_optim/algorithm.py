@@ -139,7 +139,7 @@ class Algorithm:
         regularized = penalty.added_to(gradient, loss.scale, weight, loss.class_dim) if weight else None
         if first:
             if isinstance(self.weight, FollowsFit):
-                self.weight.count(forward.rows, penalty.labels)
+                self.weight.count(forward.step, forward.rows, penalty.labels)
             self.forecaster.observe(forward, loss, penalty, self.distance, alpha)
         return regularized
 

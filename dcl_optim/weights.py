@@ -21,10 +21,10 @@ class AutoWeight:
     r"""The penalty grows from 0.1 to 1 as the training accuracy grows: :math:`\lambda = \max(\lambda_0, a^k)`.
 
     A penalty as strong as the paper's (1) pays once the model fits its training data, and costs before. The accuracy a
-    is that of the model's own predictions on the training batches: in steps 3, 4, 6, 10, 18, 34, 66, 102, and then in
-    every 100th, it is counted over the rows with a label since the last time; it is 0 before. Of soft labels the
-    largest share is the label. Micro-batches count by their rows, ranks are summed, and batches whose step was skipped
-    or whose labels cannot be read do not count.
+    is that of the model's own predictions on the training batches, counted over the rows with a label: at the end of
+    steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th over the steps since the last time, after step 64 over every
+    fourth of them. It is 0 before. Of soft labels the largest share is the label. Micro-batches count by their rows and
+    ranks are summed. Batches whose step was skipped or whose labels cannot be read do not count.
 
     Args:
         floor: :math:`\lambda_0`, the least weight, at least 0. Default 0.1.
@@ -56,6 +56,7 @@ class AutoWeight:
         return max(self.floor, accuracy**self.power)
 
 
+ALL_STEPS, EVERY = 64, 4  # the batches of which steps are counted
 Weight = float | Schedule | AutoWeight | str
 
 
@@ -104,9 +105,9 @@ class FollowsFit:
     def __str__(self) -> str:
         return "auto" if self.given == AutoWeight() else repr(self.given)
 
-    def count(self, z: Tensor, labels: Tensor | None) -> None:
+    def count(self, step: int, z: Tensor, labels: Tensor | None) -> None:
         """Count a batch: logits (N, K), and the labels (N,), K for none, or soft labels (N, K), if they are known."""
-        if labels is None:
+        if labels is None or not _is_counted(step):
             return
         number, classes = z.shape
         if labels.ndim == 2:
@@ -116,7 +117,9 @@ class FollowsFit:
 
     def end_step(self, step: int, group: DataParallelGroup | None, device: torch.device) -> None:
         """The batches that are pending were stepped with; read the accuracy if it is time to."""
-        if group is not None and group.size > 1:  # in each step: a state of one rank serves all of them
+        if (
+            group is not None and group.size > 1 and _is_counted(step)
+        ):  # each time: a state of one rank serves all of them
             counts = torch.tensor([0, 0, sum(number for _, number in self._pending)], device=device)
             for found, _ in self._pending:
                 counts[:2] += found
@@ -149,6 +152,10 @@ class FollowsFit:
         """Go on from a state."""
         self.accuracy, self._right, self._labelled = state["accuracy"], state["right"], state["labelled"]
         self._counted, self._pending = [], []
+
+
+def _is_counted(step: int) -> bool:
+    return step <= ALL_STEPS or step % EVERY == 0
 
 
 def check_state(state: Any) -> None:

@@ -75,10 +75,18 @@ def dcl_rules(plain: Configuration) -> dict[str, Configuration]:
     }
 
 
+def _growth() -> Experiment:
+    """Where the paper's prototypes grow without end: few classes, batch norm, long training."""
+    plain = replace(DIGITS, epochs=300)
+    chosen = {"weight": 1.0, "alpha": 0.6}
+    runs = {update: replace(plain, method="dcp", options=chosen | {"update": update}) for update in ("batch", "rows")}
+    return Experiment("DCP with λ = 1 and α = 0.6 on digits, 300 epochs", "validation", 3, "CE", {"CE": plain} | runs)
+
+
 EXPERIMENTS: dict[str, Experiment] = {
     f"rules-{kind}-{name}": Experiment(
         f"the weight of {kind.upper()}: {title}", "validation", seeds, "CE", rules(plain)
     )
     for name, (title, plain) in (CHOICE | CONFIRMATION).items()
     for kind, seeds, rules in (("dcp", 2, dcp_rules), ("dcl", 1, dcl_rules))
-}
+} | {"growth-digits": _growth()}
