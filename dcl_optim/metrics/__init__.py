@@ -1,4 +1,5 @@
 r"""What the paper measures on logits: top non-target classes, their consistency and perplexity, and logit drift.
+:func:`fit_temperature` is for the use of the probabilities.
 
 The *top non-target* of a sample is the wrong class that the model ranks highest. A model that has found which classes
 resemble each other predicts the same one or two for all samples of a class.
@@ -19,8 +20,10 @@ from dcl_optim.metrics.non_targets import (
     top_non_target_consistency,
     top_non_target_counts,
 )
+from dcl_optim.metrics.temperature import fit_temperature
 
 __all__ = [
+    "fit_temperature",
     "logit_drift",
     "non_target_distribution",
     "non_target_perplexity",
