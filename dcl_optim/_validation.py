@@ -25,12 +25,11 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
 
 
-def check_positive(name: str, value: Any, maximum: float = math.inf) -> None:
-    """Raise unless a value is a finite number above 0, and at most ``maximum``."""
+def check_positive(name: str, value: Any) -> None:
+    """Raise unless a value is a finite number above 0."""
     check_number(name, value)
-    if not 0 < value <= maximum or value == math.inf:
-        allowed = f"in (0, {maximum:g}]" if maximum < math.inf else "a positive finite number"
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a positive finite number")
 
 
 def check_integer(name: str, value: Any, minimum: int | None = None) -> int:

@@ -154,7 +154,7 @@ class Algorithm:
         self.steps += 1
         self.loss.end_step()
         if isinstance(self.weight, FollowsFit):
-            self.weight.end_step(self.steps, self.forecaster.group, next(self.model.parameters()).device)
+            self.weight.end_step(self.steps, self.forecaster.group, self.model)
         if self.batches.not_finite and not self._warned_not_finite:
             self._warned_not_finite = True
             warn(

@@ -55,10 +55,6 @@ class DCLOptimizer(ForecastOptimizer):
             at every step; an optimizer over the given companion's parameters, which is not modified; or a callable that
             builds one from parameters.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
-        companion_fraction: the part of each batch, its first rows, that the companion learns from, in (0, 1]. Default
-            1. The penalty covers the whole batch. Below 1 the companion runs on two parts of the batch, so batch norm
-            sees the parts and dropout masks differ from the model's; each input tensor whose first dimension is as long
-            as the batch is cut.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
         process_group: the ranks over which the companion's gradients are averaged: ``"auto"`` (default) for the model's
             own group when DistributedDataParallel wraps it, before or after this optimizer does, all ranks when FSDP
@@ -119,7 +115,6 @@ class DCLOptimizer(ForecastOptimizer):
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_optimizer: Optimizer | MakeOptimizer | None = None,
         companion_lr_scale: float = 1.0,
-        companion_fraction: float = 1.0,
         companion_every: int = 1,
         process_group: Any = "auto",
         loss_scale: Any = "auto",
@@ -129,12 +124,10 @@ class DCLOptimizer(ForecastOptimizer):
         count_eval: bool = False,
     ) -> None:
         check_positive("companion_lr_scale", companion_lr_scale)
-        check_positive("companion_fraction", companion_fraction, maximum=1.0)
         options = CompanionOptions(
             companion,
             companion_optimizer,
             companion_lr_scale,
-            companion_fraction,
             check_integer("companion_every", companion_every, minimum=1),
             process_group,
         )

@@ -22,17 +22,18 @@ class DCPOptimizer(ForecastOptimizer):
     r"""Train a model with Deep Companion Prototype by wrapping its optimizer.
 
     Each class k has a prototype :math:`p^k \in \mathbb{R}^K` of its logits. The penalty pulls each row towards the
-    prototype of its label, and the prototypes then move to the batch's class means (the paper's appendix, Equations 5
-    and 6):
+    prototype of its label, and the prototypes then follow the rows of the batch (the paper's appendix, Equations 5 and
+    6):
 
     .. math::
         \theta_{t+1} = \text{base step with }
         \nabla_\theta\,\Big[\ell(z, y) + \frac{\lambda}{N}\sum_i \Delta(z_i, p^{y_i}_t)\Big]
 
-    .. math:: p^k_{t+1} = \alpha\,p^k_t + (1-\alpha)\,\text{mean of the } z_i \text{ with } y_i = k
+    .. math:: n_k \leftarrow \alpha\,n_k + m_k, \qquad p^k \leftarrow p^k + \tfrac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
 
-    A class absent from the batch keeps its prototype. A class not yet seen gives no penalty, and its first mean becomes
-    its prototype; the paper does not say.
+    for the classes of the batch, with :math:`m_k` rows of class k in it: the mean of the rows of a class, of which each
+    further batch with the class counts :math:`\alpha` times the next one. A class not yet seen gives no penalty, and
+    its first mean becomes its prototype; the paper does not say.
 
     **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits;
     :mod:`dcl_optim.loss.cross_entropy` says how, and for which forms. For other losses, and for a loss that a compiled
@@ -45,19 +46,17 @@ class DCPOptimizer(ForecastOptimizer):
         base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
         num_classes: K, the number of classes and of logits, at least 1; the prototypes take K² numbers, at most 1 GiB.
             None (default) for the length of the first logits' class dimension.
-        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"``, with which it grows from 0.1 to 1 as the
-            training accuracy grows (:class:`~dcl_optim.AutoWeight`, whose constants may be given). Default 0.1. The
-            paper names no value for DCP; its experiments with DCL use 1.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6, with which
-            logits and prototypes grow without end in long training with few rows of a class in a batch.
+        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"`` (default), with which it grows from 0.1 to
+            1 as the training accuracy grows (:class:`~dcl_optim.AutoWeight`, whose constants may be given). The paper
+            names no value for DCP; its experiments with DCL use 1.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
         distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
         reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
             class, summed over the batch's classes, which synchronizes a GPU. Equation 5 can be read either way.
-        update: how the prototypes learn. ``"batch"`` (default) is Equation 6: a batch's class mean has the share
-            :math:`1-\alpha`, however many rows it is of, and the first one is the prototype. ``"rows"`` is ours: each
-            row of a class counts alike, :math:`n_k \leftarrow \alpha n_k + m_k` and
-            :math:`p^k \leftarrow p^k + \sum_i (z_i - p^k) / n_k` over the :math:`m_k` rows of class k in the batch. It
-            follows the first batches faster.
+        update: how the prototypes learn. ``"rows"`` (default) is the formula above. ``"batch"`` is Equation 6,
+            :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`: a batch's class mean has the share
+            :math:`1-\alpha`, however many rows it is of. It follows the first batches more slowly, and in long training
+            with few rows of a class in a batch logits and prototypes can grow without end.
         targets: the model's keyword that holds the labels, or a callable ``(args, kwargs) -> labels``.
         ignore_index: the label to leave out. Default -100, as in torch. Rows that the loss ignores are left out anyway
             where the labels are read.
@@ -83,10 +82,13 @@ class DCPOptimizer(ForecastOptimizer):
         >>> optimizer.prototypes.shape
         torch.Size([3, 3])
 
-    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix.
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix. Where we differ: the weight, alpha,
+    prototypes that count rows and not batches, and a distance that is linear far out (:func:`dcl_optim.distances.mse`).
+    ``weight=1, alpha=0.6, update="batch", distance="squared"`` is the paper's.
     """
 
     _name = "DCPOptimizer"
+    _prototypes = Prototypes
     forecaster: Prototypes
 
     def __init__(
@@ -95,11 +97,11 @@ class DCPOptimizer(ForecastOptimizer):
         model: nn.Module,
         num_classes: int | None = None,
         *,
-        weight: Weight = 0.1,
+        weight: Weight = "auto",
         alpha: float | Schedule = 0.97,
         distance: DistanceName | Distance | Function = "mse",
         reduction: Literal["mean", "per_class"] = "mean",
-        update: Literal["rows", "batch"] = "batch",
+        update: Literal["rows", "batch"] = "rows",
         temperature: float | None = None,
         targets: Targets | None = None,
         ignore_index: int = -100,
@@ -121,7 +123,7 @@ class DCPOptimizer(ForecastOptimizer):
         super().__init__(
             base_optimizer,
             model,
-            lambda: Prototypes(
+            lambda: self._prototypes(
                 classes, per_class, ignored, update, next(model.parameters()), DataParallelGroup(model, process_group)
             ),
             resolve_distance(distance, temperature),

@@ -7,6 +7,7 @@ entry of z - c that is not finite contributes nothing: masked classes are minus 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,25 +21,54 @@ from torch import Tensor
 from dcl_optim._validation import check_positive
 
 Function = Callable[[Tensor, Tensor], Tensor]
-DistanceName = Literal["mse", "l1", "kl", "infonce"]
+DistanceName = Literal["mse", "squared", "l1", "kl", "infonce"]
 
 DISTANCES: tuple[DistanceName, ...] = get_args(DistanceName)
+RADIUS = 1 / math.sqrt(2.0)  # of mse, for each class
 
 
 def mse(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`.
+    r"""Squared distance of logits, linear far out: :math:`\frac{1}{NK}\sum_i m_i\,(2\,\lVert z_i - c_i\rVert - m_i)`
+    with :math:`m_i = \min(\lVert z_i - c_i\rVert, K/\sqrt2)`.
 
-    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
-    samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed.
+    It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row, at which the gradient is as long as that of a
+    cross-entropy can be, :math:`\sqrt2/N`, and it keeps this length beyond: Huber's loss of the row's distance. So the
+    penalty's step is no longer than the loss's, where that of :func:`squared` grows without bound. For a single output
+    (K = 1), of which there is no cross-entropy, it is :func:`squared`.
 
     Args:
         z, c: rows (N, K), as in all distances.
 
     Examples:
-        >>> mse(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
+        >>> mse(torch.tensor([[1.0, 3.0], [8.0, 6.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
+        tensor(7.0711)
+    """
+    classes = z.shape[1]
+    if classes <= 1:
+        return squared(z, c)
+    return _huber(torch.linalg.vector_norm(difference(z, c), dim=1), RADIUS * classes).mean() * (2.0 / classes)
+
+
+def squared(z: Tensor, c: Tensor) -> Tensor:
+    r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`, which is the paper's.
+
+    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
+    samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed.
+
+    Args:
+        z, c: rows (N, K).
+
+    Examples:
+        >>> squared(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor(2.5000)
     """
     return difference(z, c).square().mean()
+
+
+def _huber(norms: Tensor, radius: float) -> Tensor:
+    """Half of the square up to a radius, and its tangent beyond."""
+    near = norms.clamp(max=radius)
+    return near * (norms - 0.5 * near)
 
 
 def l1(z: Tensor, c: Tensor) -> Tensor:
@@ -135,19 +165,21 @@ class Rows(NamedTuple):
         values: the distances, (N,).
         slope: the gradients divided by ``factor``, (N, K), float32 or wider.
         factor: a number.
-        squared: whether ``values`` are norms whose squares times ``factor`` / 2 are the distances: most steps log
-            nothing, and need no squares.
+        are_norms: whether ``values`` are the norms of the rows of ``slope``, of which the distances are Huber's loss
+            times ``factor``: most steps log nothing, and need no more.
+        radius: with ``are_norms``, the norm that a row of the gradient is cut to.
     """
 
     values: Tensor
     slope: Tensor
     factor: float
-    squared: bool = False
+    are_norms: bool = False
+    radius: float = math.inf
 
     @property
     def distances(self) -> Tensor:
         r""":math:`\delta_i`, (N,)."""
-        return self.values.square() * (0.5 * self.factor) if self.squared else self.values
+        return _huber(self.values, self.radius) * self.factor if self.are_norms else self.values
 
 
 class Distance(ABC):
@@ -164,27 +196,38 @@ class Distance(ABC):
     def __str__(self) -> str:
         return self.name or repr(self)
 
-    def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
-        r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` with respect to c, and a factor of them.
+    def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> Rows:
+        r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` with respect to c, whatever its values say.
 
         ``found`` is what :meth:`rows` gave for the same z and c; its slope may be overwritten.
         """
-        learned = self.rows(c, companion_target(z, c, alpha))
-        return learned.slope, learned.factor
+        return self.rows(c, companion_target(z, c, alpha))
 
 
+@dataclass(frozen=True)
 class SquaredDistance(Distance):
-    """:func:`mse` by rows."""
+    """:func:`mse` by rows, or :func:`squared`.
 
-    name = "mse"
+    Args:
+        bounded: which of them. Default True.
+    """
+
+    bounded: bool = True
     depends_on_class_dim = False
 
-    def rows(self, z: Tensor, c: Tensor) -> Rows:
-        apart = difference(z, c)
-        return Rows(torch.linalg.vector_norm(apart, dim=1), apart, 2.0 / max(z.shape[1], 1), squared=True)
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "mse" if self.bounded else "squared"
 
-    def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> tuple[Tensor, float]:
-        return found.slope, (alpha - 1.0) * found.factor  # one difference serves both gradients
+    def rows(self, z: Tensor, c: Tensor) -> Rows:
+        apart, classes = difference(z, c), z.shape[1]
+        radius = RADIUS * classes if self.bounded and classes > 1 else math.inf
+        return Rows(torch.linalg.vector_norm(apart, dim=1), apart, 2.0 / max(classes, 1), True, radius)
+
+    def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> Rows:
+        # One difference serves both gradients: that to the target is 1 - alpha times as long.
+        share = 1.0 - alpha
+        return found._replace(factor=-share * found.factor, radius=found.radius / share if share else math.inf)
 
 
 class AbsoluteDistance(Distance):
@@ -222,7 +265,7 @@ class MeanDistance(Distance):
         function: the function.
 
     Examples:
-        >>> MeanDistance(mse).rows(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).slope
+        >>> MeanDistance(squared).rows(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).slope
         tensor([[1., 2.]])
     """
 
@@ -268,8 +311,8 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
             raise ValueError(
                 f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}"
             )
-    if distance == "mse":
-        return SquaredDistance()
+    if distance in ("mse", "squared"):
+        return SquaredDistance(bounded=distance == "mse")
     if distance == "l1":
         return AbsoluteDistance()
     if distance == "kl":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -45,18 +46,28 @@ class Penalty(NamedTuple):
 
         The sum is computed in the wider of the two dtypes, and has the dtype of the gradient.
         """
-        slope, factor = self.rows.slope, weight * self.rows.factor
+        slope, factor, radius = self.rows.slope, weight * self.rows.factor, self.rows.radius
         if isinstance(self.number, Tensor):
             scale = scale / self.number
         else:
             factor /= self.number
         if self.weights is not None:
-            slope, scale = slope * (self.weights * scale)[:, None], 1.0
+            scale = self.weights * scale
+        add = torch.addcmul
+        if radius != math.inf:
+            norms, add = self.rows.values.clamp(min=radius), torch.addcdiv
+            if isinstance(scale, Tensor):
+                factor, scale = factor * radius, norms / scale
+            else:
+                factor, scale = factor * radius * scale, norms
+        if isinstance(scale, Tensor) and scale.ndim:
+            scale = scale[:, None]
         if gradient.ndim != 2 or class_dim != 1:
+            scale = from_rows(scale.expand_as(slope), gradient.shape, class_dim) if isinstance(scale, Tensor) else scale
             slope = from_rows(slope, gradient.shape, class_dim)
         out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)
         if isinstance(scale, Tensor):
-            return torch.addcmul(gradient, slope, scale, value=factor, out=out)
+            return add(gradient, slope, scale, value=factor, out=out)
         return torch.add(gradient, slope, alpha=factor * scale, out=out)
 
 

@@ -19,7 +19,7 @@ from dcl_optim.forecaster import Forecaster
 from dcl_optim.loss.outputs import LogitsFinder
 from dcl_optim.loss.reader import LossReader
 from dcl_optim.schedules import Checked, Schedule
-from dcl_optim.weights import AutoWeight, FollowsFit, Weight, check_state, resolve_weight
+from dcl_optim.weights import AutoWeight, FollowsFit, Weight, check_weight_state, resolve_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -288,7 +288,7 @@ class ForecastOptimizer(OptimizerWrapper):
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"state_dict[{self._key!r}]['steps']={steps!r} must be a number of steps")
         self._algorithm.loss.check_state(state.get("loss"))
-        check_state(state.get("weight"))
+        check_weight_state(state.get("weight"))
         self.forecaster.check_state(state.get("forecaster", {}))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcl_optim._sync import is_sync_step
 from dcl_optim._torch import constant
@@ -115,16 +115,16 @@ class FollowsFit:
         candidates = torch.stack((z.argmax(1), constant(classes, z.device).expand(number)))
         self._pending.append(((candidates == labels).sum(1), number))
 
-    def end_step(self, step: int, group: DataParallelGroup | None, device: torch.device) -> None:
+    def end_step(self, step: int, group: DataParallelGroup | None, model: nn.Module) -> None:
         """The batches that are pending were stepped with; read the accuracy if it is time to."""
-        if (
-            group is not None and group.size > 1 and _is_counted(step)
-        ):  # each time: a state of one rank serves all of them
-            counts = torch.tensor([0, 0, sum(number for _, number in self._pending)], device=device)
-            for found, _ in self._pending:
-                counts[:2] += found
+        if group is not None and group.size > 1 and _is_counted(step):
+            # Each time, and not where they are read: a state that one rank saves serves all of them.
+            counts = torch.zeros(2, dtype=torch.int64, device=next(model.parameters()).device)
+            for found, number in self._pending:
+                counts += found
+                counts[1] -= number
             group.all_reduce_sum(counts)
-            self._pending = [(counts[:2], counts[2])]  # type: ignore[list-item]
+            self._pending = [(counts, 0)]
         self._counted += self._pending
         self._pending = []
         if is_sync_step(step - 2):  # the loss and the forecasters are read in the steps before
@@ -136,7 +136,7 @@ class FollowsFit:
         if self._counted:
             right, unlabelled = torch.stack([found for found, _ in self._counted]).sum(0).tolist()
             self._right += right
-            self._labelled += int(sum(number for _, number in self._counted)) - unlabelled
+            self._labelled += sum(number for _, number in self._counted) - unlabelled
         self._counted = []
 
     def forget(self) -> None:
@@ -158,7 +158,7 @@ def _is_counted(step: int) -> bool:
     return step <= ALL_STEPS or step % EVERY == 0
 
 
-def check_state(state: Any) -> None:
+def check_weight_state(state: Any) -> None:
     """Raise ValueError unless a state is None, of a weight that follows nothing, or one that can be loaded."""
     if state is None:
         return

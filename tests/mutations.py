@@ -63,16 +63,16 @@ FAULTS = [
     Fault(
         "penalty-sign",
         "forecaster.py",
-        "slope, factor = self.rows.slope, weight * self.rows.factor",
-        "slope, factor = self.rows.slope, -weight * self.rows.factor",
+        "slope, factor, radius = self.rows.slope, weight * self.rows.factor, self",
+        "slope, factor, radius = self.rows.slope, -weight * self.rows.factor, self",
         "the penalty pushes the model away from the prediction",
         "reference",
     ),
     Fault(
         "weight-squared",
         "forecaster.py",
-        "slope, factor = self.rows.slope, weight * self.rows.factor",
-        "slope, factor = self.rows.slope, weight**2 * self.rows.factor",
+        "slope, factor, radius = self.rows.slope, weight * self.rows.factor, self",
+        "slope, factor, radius = self.rows.slope, weight**2 * self.rows.factor, self",
         "λ counts twice",
         "reference",
     ),
@@ -358,8 +358,8 @@ FAULTS = [
     Fault(
         "alpha-turned-round",
         "distances.py",
-        "return found.slope, (alpha - 1.0) * found.factor",
-        "return found.slope, -alpha * found.factor",
+        "return found._replace(factor=-share * found.factor, radius",
+        "return found._replace(factor=-alpha * found.factor, radius",
         "mse: the companion moves by α and not 1 - α",
         "reference",
     ),
@@ -424,17 +424,18 @@ FAULTS = [
     Fault(
         "stale-prediction",
         "companion/companion.py",
-        "        c, rest = prediction.learned.detach(), prediction.rest\n",
-        '        c, rest = getattr(self, "_former", prediction.learned).detach(), prediction.rest\n'
-        "        self._former = prediction.learned\n",
+        "        prediction.rows = c = to_rows(prediction.logits.detach(), loss.class_dim).to(z.device)\n",
+        '        former = getattr(self, "_former", prediction.logits).detach()\n'
+        "        self._former = prediction.logits\n"
+        "        prediction.rows = c = to_rows(former, loss.class_dim).to(z.device)\n",
         "the model is held to the prediction for the batch before",
         "reference",
     ),
     Fault(
         "draws-not-replayed",
         "companion/companion.py",
-        "with replayed(rng_state), inputs.outside_checkpoints():",
-        "with inputs.outside_checkpoints():",
+        "with replayed(rng_state), inputs.outside_checkpoints(), torch.set_grad_enabled(self._learns):",
+        "with inputs.outside_checkpoints(), torch.set_grad_enabled(self._learns):",
         "the companion has dropout masks of its own",
         "companion",
     ),
@@ -461,14 +462,6 @@ FAULTS = [
         "self._learns, self._step = (step - 1) % self._options.every == 0, step",
         "with companion_every=k the companion learns at the first of k steps",
         "companion_costs",
-    ),
-    Fault(
-        "fraction-of-other-rows",
-        "companion/companion.py",
-        "z, c, found = z[:number], c[:number], found._replace(slope=found.slope[:number])",
-        "z, c, found = z[-number:], c[:number], found._replace(slope=found.slope[-number:])",
-        "the companion learns rows' logits from others",
-        "companion companion_costs",
     ),
     Fault(
         "sum-for-mean",
@@ -545,7 +538,7 @@ FAULTS = [
     Fault(
         "first-prediction-unchecked",
         "companion/companion.py",
-        "            copying.require_equal(forward.logits, learned.detach(), network.module)",
+        "            copying.require_equal(forward.logits, logits.detach(), network.module)",
         "            pass",
         "no warning that the copy is another network",
         "companion_copying",

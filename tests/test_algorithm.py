@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, reference
+from dcl_optim.distances import mse
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -479,7 +480,7 @@ def test_two_backwards_of_one_forward_each_carry_their_own_factor():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(variant, shares):
     model, hand = mlp(), mlp()
-    companion, prototypes = mlp(seed=3), dict[int, Tensor]()
+    companion, prototypes, numbers = mlp(seed=3), dict[int, Tensor](), dict[int, float]()
     if variant == "dcl":
         given = copy.deepcopy(companion)
         optimizer = DCLOptimizer(sgd(model), model, companion=given, weight=2.0, alpha=0.6)
@@ -494,9 +495,9 @@ def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(var
         (shares[1] * loss).backward()
         optimizer.step()
         if variant == "dcl":
-            reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, F.mse_loss, **settings)
+            reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse, **settings)
         else:
-            reference.dcp_step(hand, prototypes, base, x, y, F.cross_entropy, F.mse_loss, **settings)
+            reference.dcp_step(hand, prototypes, base, x, y, F.cross_entropy, mse, **settings, numbers=numbers)
     assert_same(model, hand, rtol=1e-10, atol=1e-10)
     if variant == "dcl":
         assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-10)

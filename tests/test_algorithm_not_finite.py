@@ -123,7 +123,7 @@ def test_a_bad_batch_that_is_stepped_on_is_not_learned_from_and_said_once(varian
         ("dcp, labels given", {"distance": "infonce"}),
         ("dcp, labels read", {}),
     ],
-    ids=["mse", "l1", "kl", "infonce", "a function", "prototypes", "prototypes by infonce", "labels read"],
+    ids=[*DISTANCES, "a function", "prototypes", "prototypes by infonce", "labels read"],
 )
 def test_with_a_loss_scale_that_is_given_it_is_not_learned_from_either(variant, options):
     """Neither the scale nor, where they are given, the labels are then read from the gradient."""

@@ -51,7 +51,7 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
             if use:
                 extra = model(x + 1.0)  # training mode, never followed by a backward
                 forward = forwards[-1]
-                graph = weakref.ref(forward().prediction.learned)
+                graph = weakref.ref(forward().prediction.logits)
                 del extra
                 assert forward() is None
                 assert graph() is None

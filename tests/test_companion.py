@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, distances
 from dcl_optim.companion import Companion
-from dcl_optim.distances import to_rows
+from dcl_optim.distances import mse, to_rows
 from dcl_optim.loss.outputs import find_logits
 from dcl_optim.reference import dcl_step
 from tests.helpers import (
@@ -164,35 +164,9 @@ def test_other_architecture_equals_the_loop_written_out():
     train(model, optimizer, batches(20))
     plain, second = sgd(theirs), sgd(companion, lr=0.05)
     for x, y in batches(20):
-        dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, F.mse_loss)
+        dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, mse)
     assert_same(model, theirs, rtol=1e-9, atol=1e-10)
     assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
-
-
-# ---- learning from a part of the batch -------------------------------------------------------------------------------
-
-
-def test_fraction_learns_from_the_first_rows_and_holds_all():
-    model, companion = mlp(), mlp(seed=4)
-    optimizer = wrap(model, companion=copy.deepcopy(companion), companion_fraction=0.25, alpha=0.6, loss_scale=1.0)
-    x, y = next(iter(batches(1, size=16)))
-    theirs = mlp()
-    z, c = theirs(x), companion(x)
-    (F.cross_entropy(z, y) + F.mse_loss(z, c.detach())).backward()
-    F.mse_loss(c[:4], 0.6 * c[:4].detach() + 0.4 * z[:4].detach()).backward()
-    train(model, optimizer, [(x, y)])
-    sgd(theirs).step()
-    sgd(companion).step()
-    assert_same(model, theirs, rtol=1e-12, atol=1e-14)
-    assert_same(optimizer.companion, companion, rtol=1e-12, atol=1e-14)
-
-
-def test_fraction_keeps_at_least_two_rows_for_batch_norm():
-    model = batch_norm_net()
-    optimizer = wrap(model, companion_fraction=0.01)
-    train(model, optimizer, batches(2))
-    last = wrap(other := batch_norm_net(), companion_fraction=0.95)  # 15 of 16 would leave one row
-    train(other, last, batches(2))
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------

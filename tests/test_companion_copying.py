@@ -455,7 +455,6 @@ QUIET: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "masked": (Masked, {}),
     "dropout": (dropout_net, {}),
     "given": (mlp, {"companion": lambda: mlp(seed=4)}),
-    "fraction": (batch_norm_net, {"companion_fraction": 0.5}),
     "every": (batch_norm_net, {"companion_every": 3}),
 }
 

@@ -1,4 +1,4 @@
-"""What makes the companion cheaper: learning at every k-th step, or from a part of the batch."""
+"""What makes the companion cheaper: learning at every k-th step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dcl_optim import distances, reference
-from tests.helpers import (
-    CLASSES,
-    FEATURES,
-    MODELS,
-    assert_same,
-    backward,
-    batch_norm_net,
-    batches,
-    mlp,
-    sgd,
-    train,
-    wrap,
-)
+from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, wrap
 
 
 @pytest.mark.parametrize(("name", "every"), [("mlp", 2), ("batch_norm", 3), ("dropout", 2)])
@@ -48,16 +35,6 @@ def test_a_step_in_which_the_companion_does_not_learn_keeps_no_graph_of_it():
     optimizer.companion.register_forward_hook(lambda *_: grad_modes.append(torch.is_grad_enabled()))
     train(model, optimizer, batches(4))
     assert grad_modes == [False, True, False, True]
-
-
-@pytest.mark.parametrize(("fraction", "rows"), [(0.29, [5, 11]), (0.28, [4, 12]), (0.01, [2, 14]), (1.0, [16])])
-def test_the_rows_that_the_companion_learns_from_are_the_nearest_number(fraction, rows):
-    model = mlp()
-    optimizer = wrap(model, companion_fraction=fraction)
-    seen = []
-    optimizer.companion.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-    train(model, optimizer, batches(1))
-    assert seen[: len(rows)] == rows  # and then a check, at the first forecast
 
 
 def test_a_skipped_step_does_not_count():
@@ -114,72 +91,3 @@ def test_resuming_keeps_the_count_of_steps():
 def test_bad_values(options, error, message):
     with pytest.raises(error, match=message):
         wrap(mlp(), **options)
-
-
-# ---- a part of the batch: which dimension is the batch? --------------------------------------------------------------
-
-
-class Recurrent(nn.Module):
-    """Takes (time, batch, features); gives logits for each moment, or batch first for the last one."""
-
-    def __init__(self, last: bool, dropout: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.rnn, self.dropout = nn.RNN(FEATURES, 12), nn.Dropout(dropout)
-        self.head, self.last = nn.Linear(12, CLASSES), last
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = self.head(self.dropout(self.rnn(x)[0]))
-        return z[-1] if self.last else z
-
-
-@pytest.mark.parametrize("samples", [8, 12], ids=["as many samples as moments", "more samples"])
-@pytest.mark.parametrize(("last", "dropout"), [(False, 0.0), (False, 0.3), (True, 0.0)])
-def test_a_part_of_a_batch_that_has_the_time_first_is_refused(last, dropout, samples):
-    model = Recurrent(last, dropout)
-    before = copy.deepcopy(model)
-    optimizer = wrap(model, companion_fraction=0.5, class_dim=-1)
-    with pytest.raises(ValueError, match="pass companion_fraction=1"):
-        model(torch.randn(8, samples, FEATURES))
-    assert_same(model, before)
-    assert_same(optimizer.companion, before)
-
-
-def test_a_part_of_the_batch_with_inputs_of_other_lengths_first():
-    """Neither the table nor the scale, which come first, is as long as the batch, whose size changes."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, table, scale, x):
-            return self.net(x) * scale * table.sum()
-
-    model, plain = Scaled(), mlp()
-    rows = []
-    optimizer, expected = wrap(model, companion_fraction=0.25), wrap(plain, companion_fraction=0.25)
-    optimizer.companion.net.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
-    table, scale = torch.full((4,), 0.25, dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    data = [*batches(2), *batches(2, size=12)]
-    for x, y in data:
-        optimizer.zero_grad()
-        F.cross_entropy(model(table, scale, x), y).backward()
-        optimizer.step()
-    train(plain, expected, data)
-    assert_same(model.net, plain)
-    assert_same(optimizer.companion.net, expected.companion)
-    assert rows == [4, 12, 16, 4, 12, 4, 12, 3, 9, 3, 9], "after the first forecast comes the check"
-
-
-def test_the_check_of_a_part_leaves_no_trace():
-    model = batch_norm_net()
-    model[1].eval()
-    optimizer = wrap(model, companion_fraction=0.5)
-    calls = []
-    optimizer.companion.register_forward_hook(lambda module, *_: calls.append([m.training for m in module.modules()]))
-    train(model, optimizer, batches(1))
-    modes = [True, True, False, True, True]
-    assert calls == [modes] * 2 + [[False] * 5] * 3
-    train(model, optimizer, batches(1))
-    assert calls[5:] == [modes] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCLOptimizer, distances, reference
+from dcl_optim import distances, reference
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 
 DATA = list(batches(5))
@@ -265,13 +264,10 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"companion_fraction": 0.5}], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_got_them(
-    change: str, options: dict[str, Any]
-) -> None:
+def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_got_them(change: str) -> None:
     model, expected = Centered(CHANGES[change]), mlp()
-    optimizer, other = wrap(model, **options), wrap(expected, **options)
+    optimizer, other = wrap(model), wrap(expected)
     train(model, optimizer, [(x.clone(), y) for x, y in DATA])
     edited = [(x.clone(), y) for x, y in DATA]
     for x, _ in edited:
@@ -319,122 +315,3 @@ def test_what_the_forward_takes_out_of_its_batch_is_there_for_the_companion() ->
         found.append((model, optimizer.companion))
     assert_same(found[0][0], found[1][0])
     assert_same(found[0][1], found[1][1])
-
-
-# ---- a part of the batch ---------------------------------------------------------------------------------------------
-
-
-def test_a_fraction_of_a_dataclass() -> None:
-    found = []
-    for pack, read in (FORMS["dataclass"], FORMS["dict"]):
-        model = Reading(read)
-        optimizer = wrap(model, companion_fraction=0.5)
-        train(model, optimizer, [(pack(x), y) for x, y in batches(3)])
-        assert [len(read(seen)) for seen in optimizer.companion.seen] == [8, 8, 16] + [8] * 6  # the first is checked
-        found.append((model.net.state_dict(), optimizer.companion.net.state_dict()))
-    assert_same(*found)
-
-
-def test_fraction_needs_the_batch_first():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x, offset):
-            return self.net(x) + offset
-
-    model = Flat()
-    optimizer = wrap(model, companion_fraction=0.5)
-    x, y = next(iter(batches(1)))
-    offset = torch.zeros(16, CLASSES, dtype=torch.float64)
-    F.cross_entropy(model(x, offset), y).backward()
-    optimizer.step()
-    del optimizer
-
-    doubling = nn.Sequential(nn.Linear(FEATURES, 2 * CLASSES), nn.Unflatten(1, (2, CLASSES)), nn.Flatten(0, 1)).double()
-    optimizer = wrap(doubling, companion_fraction=0.5)
-    with pytest.raises(ValueError, match=r"companion_fraction=0.5 .*each input of 32 rows"):
-        optimizer.model(x)  # 32 rows from 16 inputs: no row knows its input
-
-
-class Looking(nn.Module):
-    """Multiplies features by a table of the call's; ``scale`` is of another length than the batch, and stays whole."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.encoder = nn.Linear(FEATURES, hidden).double()
-
-    def forward(self, x: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-        return (self.encoder(x) * scale) @ table
-
-
-CALLS: dict[str, Callable[..., Tensor]] = {
-    "by position": lambda model, x, scale, table: model(x, scale, table),
-    "by name": lambda model, x, scale, table: model(x, scale=scale, table=table),
-}
-
-
-BATCH = 16
-
-
-def require_note(model: Looking, call: Callable[..., Tensor], table: Tensor) -> None:
-    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=0.5, weight=2.0, alpha=0.6)
-    x, y = one()
-    assert len(x) == len(table) == BATCH
-    scale = torch.ones(1, dtype=torch.float64)
-
-    def step() -> None:
-        F.cross_entropy(call(x, scale, table), y).backward()
-        optimizer.step()
-
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        step()
-    message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "companion_fraction" in message
-    assert f"each input of {BATCH} rows" in message
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
-@pytest.mark.parametrize("call", CALLS)
-def test_a_failing_forward_says_which_inputs_companion_fraction_cuts(call):
-    """The table is (hidden, classes), and as many are hidden as the batch has rows."""
-    model = Looking(hidden=BATCH)
-    table = torch.ones(BATCH, CLASSES, dtype=torch.float64)
-    require_note(model, lambda *inputs: CALLS[call](model, *inputs), table)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_an_output_of_the_wrong_shape_says_which_inputs_companion_fraction_cuts(call):
-    """The table is (classes, hidden), and there are as many classes as the batch has rows: half of them are left."""
-
-    class Transposing(Looking):
-        def forward(self, x: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-            return super().forward(x, scale, table.T)
-
-    model = Transposing(hidden=3)
-    table = torch.ones(BATCH, 3, dtype=torch.float64)
-    require_note(model, lambda *inputs: CALLS[call](model, *inputs), table)
-
-
-class Merging(nn.Linear):
-    """Adds a matrix to its weight in evaluation, as loralib's layers do."""
-
-    merged = False
-
-    def train(self, mode: bool = True) -> Any:
-        if mode is self.merged:
-            self.weight.data += -1.0 if mode else 1.0
-            self.merged = not mode
-        return super().train(mode)
-
-
-def test_the_check_of_a_part_of_the_batch_writes_to_no_weight() -> None:
-    model = nn.Sequential(Merging(6, 12), nn.Tanh(), nn.Linear(12, 5)).double()
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion_fraction=0.5)
-    train(model, optimizer, batches(1))
-    assert torch.equal(model[0].weight, before)
-    assert not optimizer.companion[0].merged

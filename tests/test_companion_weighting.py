@@ -14,12 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.companion.weighting import WeightedMean
+from dcl_optim.distances import Rows
 from tests.helpers import assert_same, batches, cells, mlp, sgd, unreadable_device, wrap
 
 ONE, TWO = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, 8.0]])
 
 
 # ---- the mean --------------------------------------------------------------------------------------------------------
+
+
+def rows(slope: torch.Tensor, factor: float = 1.0, radius: float = math.inf) -> Rows:
+    return Rows(slope.norm(dim=1), slope, factor, True, radius)
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["numbers", "tensors"])
@@ -39,15 +44,25 @@ ONE, TWO = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, 8.0]])
 def test_mean_of_gradients(factors, expected, half, kind):
     mean, summed = WeightedMean(), torch.zeros(1, 2)
     for gradient, factor in zip((ONE, TWO), factors, strict=False):
-        summed += mean.weigh(gradient.clone(), 0.5, kind(factor if kind is float else abs(factor)), half)
+        summed += mean.weigh(rows(gradient.clone(), 0.5), 1, kind(factor if kind is float else abs(factor)), half)
     mean.divide([summed])
     assert_same(summed, 0.5 * expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("half", [False, True])
+def test_the_rows_of_a_gradient_are_cut_to_its_radius(half, kind):
+    """Radius 10: of rows of length 5 and 20 the second is halved."""
+    mean, slope = WeightedMean(), torch.tensor([[3.0, 4.0], [16.0, 12.0]])
+    summed = mean.weigh(rows(slope.clone(), 0.5, radius=10), 2, kind(8.0), half)
+    mean.divide([summed])
+    assert_same(summed, torch.tensor([[0.75, 1.0], [2.0, 1.5]]), rtol=1e-6)
 
 
 def test_a_single_gradient_is_multiplied_in_place_by_its_factor_alone():
     mean, gradient = WeightedMean(), torch.rand(3, 4)
     before = gradient.clone()
-    assert mean.weigh(gradient, 0.25, 0.3, False) is gradient
+    assert mean.weigh(rows(gradient), 4, 0.3, False) is gradient
     assert_same(gradient, 0.25 * before)
     mean.divide([gradient])
     assert_same(gradient, 0.25 * before)
@@ -55,8 +70,8 @@ def test_a_single_gradient_is_multiplied_in_place_by_its_factor_alone():
 
 def test_the_mean_over_a_float32_and_a_float16_forward():
     mean, summed = WeightedMean(), torch.zeros(2, 1)
-    summed += mean.weigh(torch.full((2, 1), 1e-3), 1.0, 1.0, half=False)
-    summed += mean.weigh(torch.full((2, 1), 3e-3), 1.0, 1.0, half=True)
+    summed += mean.weigh(rows(torch.full((2, 1), 1e-3)), 1, 1.0, half=False)
+    summed += mean.weigh(rows(torch.full((2, 1), 3e-3)), 1, 1.0, half=True)
     mean.divide([summed])
     assert_same(summed, torch.full((2, 1), 2e-3), rtol=1e-5)
 
@@ -64,8 +79,8 @@ def test_the_mean_over_a_float32_and_a_float16_forward():
 @pytest.mark.parametrize("half", [False, True])
 def test_a_gradient_without_rows_weighs_nothing(half):
     mean = WeightedMean()
-    mean.weigh(torch.empty(0, 1), 1.0, 8.0, half)
-    gradient = mean.weigh(torch.full((2, 1), 3.0), 1.0, 2.0, half)
+    mean.weigh(rows(torch.empty(0, 1)), 1, 8.0, half)
+    gradient = mean.weigh(rows(torch.full((2, 1), 3.0)), 1, 2.0, half)
     mean.divide([gradient])
     assert_same(gradient, torch.full((2, 1), 3.0))
     assert mean.count == 2
@@ -76,7 +91,7 @@ def test_no_device_is_looked_at(half):
     with unreadable_device():
         mean = WeightedMean()
         for _ in range(2):
-            gradient = mean.weigh(torch.ones(2, 3), 1.0, torch.ones(()), half)
+            gradient = mean.weigh(rows(torch.ones(2, 3)), 1, torch.ones(()), half)
         mean.divide([gradient])
 
 
@@ -85,7 +100,7 @@ def test_factors_on_the_models_device_reach_a_companion_elsewhere(half):
     with FakeTensorMode():
         mean = WeightedMean()
         for _ in range(2):
-            gradient = mean.weigh(torch.ones(2, 3), 1.0, torch.ones((), device="cuda"), half)
+            gradient = mean.weigh(rows(torch.ones(2, 3)), 1, torch.ones((), device="cuda"), half)
         mean.divide([gradient])
     assert gradient.device == torch.device("cpu")
 
@@ -148,7 +163,7 @@ def test_a_float16_gradient_has_the_largest_sum_over_its_rows_between_8_and_16(s
     generator = torch.Generator().manual_seed(0)
     given = size * torch.randn(50, 3, generator=generator).abs()
     mean = WeightedMean()
-    gradient = mean.weigh(given.clone(), 0.5, 1.0, half=True)
+    gradient = mean.weigh(rows(given.clone(), 0.5), 1, 1.0, half=True)
     assert 8 <= gradient.sum(0).max() < 16
     mean.divide([gradient])
     assert_same(gradient, 0.5 * given)  # powers of two cost no bit
@@ -157,7 +172,7 @@ def test_a_float16_gradient_has_the_largest_sum_over_its_rows_between_8_and_16(s
 @pytest.mark.parametrize(("value", "expected"), [(math.inf, True), (1.0, False)])
 def test_an_overflow_is_told(value, expected):
     mean = WeightedMean()
-    mean.weigh(torch.ones(2, 3), 1.0, 1.0, half=True)
+    mean.weigh(rows(torch.ones(2, 3)), 1, 1.0, half=True)
     assert mean.has_overflowed([torch.ones(2), torch.tensor([1.0, value])]) is expected
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.distances import DISTANCES, companion_target, from_rows, resolve_distance, to_rows
+from dcl_optim.forecaster import Penalty
 from dcl_optim.reference import dcl_step
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, train
 
@@ -30,8 +31,10 @@ def double(*rows: list[float]) -> Tensor:
 
 
 def random_rows(rows: int = 5, classes: int = 7) -> tuple[Tensor, Tensor]:
+    """The first row is far apart: beyond the radius of mse, seen from both sides of a target."""
     generator = torch.Generator().manual_seed(0)
     z, c = torch.randn(2, rows, classes, generator=generator, dtype=torch.float64)
+    z[0] *= 40
     return z, c
 
 
@@ -46,9 +49,33 @@ FUNCTIONS = {name: getattr(distances, name) for name in DISTANCES} | {huber: hub
 # ---- the formulas ----------------------------------------------------------------------------------------------------
 
 
-def test_mse_and_l1_by_hand():
-    assert distances.mse(Z, C).item() == (1 + 4 + 0 + 16) / 4
+def test_squared_and_l1_by_hand():
+    assert distances.squared(Z, C).item() == (1 + 4 + 0 + 16) / 4
     assert distances.l1(Z, C).item() == (1 + 2 + 0 + 4) / 4
+
+
+def test_mse_by_hand():
+    """Two classes: rows 0.5, 4 and sqrt 2 apart, that is near, far and at the distance sqrt 2 where both forms meet."""
+    z, c = double([0.3, 0.4], [0, -2], [1, 1]), double([0, 0], [0, 2], [0, 0])
+    expected = (0.25 + (2 * 4 - math.sqrt(2)) * math.sqrt(2) + 2) / (3 * 2)
+    assert distances.mse(z, c).item() == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("classes", [2, 10, 1000])
+def test_far_out_the_gradient_of_mse_is_as_long_as_a_cross_entropys_longest(classes):
+    """That of a row whose prediction is certain and wrong; and half as far out, half as long as at the border."""
+    z, c = torch.zeros(2, classes, dtype=torch.float64), torch.zeros(2, classes, dtype=torch.float64)
+    z[0, 0], z[1, 1], at_border = 1e6, 0.5 * classes / math.sqrt(2), math.sqrt(2) / 2
+    leaf = z.clone().requires_grad_()
+    distances.mse(leaf, c).backward()
+    wrong = z[:1].clone().requires_grad_()
+    (0.5 * F.cross_entropy(wrong, torch.tensor([1]))).backward()
+    assert leaf.grad.norm(dim=1).tolist() == pytest.approx([wrong.grad.norm().item(), 0.5 * at_border], rel=1e-12)
+
+
+def test_for_one_output_mse_is_squared_however_far():
+    z, c = double([3], [-70]), double([0], [0])
+    assert distances.mse(z, c) == distances.squared(z, c) == (9 + 4900) / 2
 
 
 def test_kl_by_hand():
@@ -74,6 +101,7 @@ def test_in_infonce_rows_of_z_look_for_rows_of_c():
     ("distance", "options", "function"),
     [
         ("mse", {}, distances.mse),
+        ("squared", {}, distances.squared),
         ("l1", {}, distances.l1),
         ("kl", {}, partial(distances.kl, temperature=4.0)),
         ("kl", {"temperature": 1.5}, partial(distances.kl, temperature=1.5)),
@@ -81,7 +109,7 @@ def test_in_infonce_rows_of_z_look_for_rows_of_c():
         ("infonce", {"temperature": 2}, partial(distances.infonce, temperature=2.0)),
         (huber, {}, huber),
     ],
-    ids=["mse", "l1", "kl", "kl by temperature", "infonce", "infonce by temperature", "a function"],
+    ids=["mse", "squared", "l1", "kl", "kl by temperature", "infonce", "infonce by temperature", "a function"],
 )
 def test_what_a_user_writes_is_the_function(distance, options, function):
     found = resolve_distance(distance, **options).rows(*random_rows())
@@ -99,11 +127,11 @@ def test_a_distance_that_was_resolved_is_taken_as_it_is():
 
 def gradient_of(found: distances.Rows) -> Tensor:
     """Of the mean over rows."""
-    return found.slope * (found.factor / len(found.slope))
+    return Penalty(found, len(found.slope)).added_to(torch.zeros_like(found.slope), 1.0, 1.0, 1)
 
 
-def test_rows_of_mse_and_l1_by_hand():
-    squared, absolute = (resolve_distance(name).rows(Z, C) for name in ("mse", "l1"))
+def test_rows_of_squared_and_l1_by_hand():
+    squared, absolute = (resolve_distance(name).rows(Z, C) for name in ("squared", "l1"))
     assert_same(squared.distances, torch.tensor([5 / 2, 16 / 2], dtype=torch.float64), rtol=1e-15)
     assert_same(squared.slope * squared.factor, Z - C)
     assert absolute.distances.tolist() == [3 / 2, 4 / 2]
@@ -122,7 +150,7 @@ def test_rows_have_the_mean_of_the_function_and_its_gradient(name):
     assert_same(gradient_of(found), leaf.grad, rtol=1e-12, atol=1e-16)
 
 
-@pytest.mark.parametrize("name", ["mse", "l1", "kl"])
+@pytest.mark.parametrize("name", ["mse", "squared", "l1", "kl"])
 def test_a_row_does_not_depend_on_the_others(name):
     distance, (z, c) = resolve_distance(name), random_rows()
     alone = [distance.rows(z[i : i + 1], c[i : i + 1]) for i in range(len(z))]
@@ -139,10 +167,10 @@ def test_nothing_is_written_to_the_logits_and_half_precision_is_lifted(name, dty
     z, c = (rows.clone() for rows in given)
     found = resolve_distance(name).rows(z, c)
     assert found.values.dtype == found.slope.dtype == torch.float32
-    resolve_distance(name).towards_target(z, c, found, 0.6)
-    assert_same([z, c], given)
     exact = resolve_distance(name).rows(*(rows.double() for rows in given))
     assert_same(gradient_of(found).double(), gradient_of(exact), rtol=1e-4, atol=1e-6)
+    resolve_distance(name).towards_target(z, c, found, 0.6)
+    assert_same([z, c], given)
 
 
 def test_a_custom_distance_may_keep_what_it_was_called_with():
@@ -168,8 +196,8 @@ def test_the_gradient_towards_the_target_is_that_of_the_distance_to_it(name, alp
     distance, (z, c) = resolve_distance(name), random_rows()
     leaf = c.clone().requires_grad_()
     FUNCTIONS[name](leaf, alpha * c + (1 - alpha) * z).backward()
-    slope, factor = distance.towards_target(z, c, distance.rows(z, c), alpha)
-    assert_same(slope * (factor / len(slope)), leaf.grad, rtol=1e-12, atol=1e-14)
+    found = distance.towards_target(z, c, distance.rows(z, c), alpha)
+    assert_same(gradient_of(found), leaf.grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
@@ -285,6 +313,49 @@ def test_under_adam_with_alpha_one_a_copy_that_has_not_moved_rests():
     assert_same(optimizer.companion, mlp())
 
 
+# ---- a step that is no longer than the loss's ------------------------------------------------------------------------
+
+
+def largest_loss(make, lr: float) -> float:
+    """Of 100 steps of a linear head on 512 features of squared length 200: a probe of ten classes."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(10, (512,), generator=generator)
+    features = (torch.randn(512, 512, generator=generator) + torch.randn(10, 512, generator=generator)[y]).relu()
+    features *= (200 / features.square().sum(1).mean()).sqrt()
+    torch.manual_seed(0)
+    head, losses = nn.Linear(512, 10), []
+    optimizer = make(torch.optim.SGD(head.parameters(), lr=lr, momentum=0.9), head)
+    for _ in range(100):
+        batch = torch.randperm(512, generator=generator)[:64]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(head(features[batch]), y[batch])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return max(losses) if math.isfinite(sum(losses)) else INF
+
+
+PROBES = {
+    "DCP": partial(DCPOptimizer, update="rows"),
+    "DCP, weight 1": partial(DCPOptimizer, weight=1.0),
+    "DCL": DCLOptimizer,
+    "DCL, weight 1": partial(DCLOptimizer, weight=1.0),
+}
+
+
+@pytest.mark.parametrize("lr", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("name", PROBES)
+def test_a_penalty_by_mse_stays_bounded_where_plain_training_does(name, lr):
+    assert largest_loss(lambda base, head: base, lr) < 10
+    assert largest_loss(PROBES[name], lr) < 1000
+
+
+@pytest.mark.filterwarnings("ignore:non-finite logits", "ignore:the companion's logits were not finite")
+@pytest.mark.parametrize("name", ["DCP, weight 1", "DCL"])
+def test_a_penalty_by_the_papers_distance_does_not(name):
+    assert largest_loss(partial(PROBES[name], distance="squared"), 1.0) > 1e6
+
+
 # ---- logits that are not finite --------------------------------------------------------------------------------------
 
 
@@ -292,8 +363,9 @@ SIDE = 0.5 / (1.0 + math.e)  # of two rows that point at their own predictions, 
 
 # By hand: name, options, z, c, the value, and its gradient with respect to z.
 MASKED_IN_BOTH = [
-    ("mse", {}, [[1, -INF, 3]], [[0, -INF, 1]], 5 / 3, [[2 / 3, 0, 4 / 3]]),
-    ("mse", {}, [[1, INF, 3]], [[0, INF, 1]], 5 / 3, [[2 / 3, 0, 4 / 3]]),
+    ("squared", {}, [[1, -INF, 3]], [[0, -INF, 1]], 5 / 3, [[2 / 3, 0, 4 / 3]]),
+    ("mse", {}, [[1, -INF, 2]], [[0, -INF, 1]], 2 / 3, [[2 / 3, 0, 2 / 3]]),
+    ("mse", {}, [[1, INF, 2]], [[0, INF, 1]], 2 / 3, [[2 / 3, 0, 2 / 3]]),
     ("l1", {}, [[1, -INF, 3]], [[0, -INF, 4]], 2 / 3, [[1 / 3, 0, -1 / 3]]),
     ("kl", {"temperature": 1}, [[0, -INF, LOG_3]], [[0, -INF, 0]], 0.5 * math.log(4 / 3), [[-0.25, 0, 0.25]]),
     ("kl", {"temperature": 2}, [[0, -INF, 2 * LOG_3]], [[0, -INF, 0]], 0.5 * math.log(4 / 3), [[-0.125, 0, 0.125]]),
@@ -328,18 +400,18 @@ def test_a_class_that_the_prediction_alone_rules_out_is_pushed_down_by_kl():
 
 
 @pytest.mark.parametrize("broken", [-INF, INF, NAN])
-@pytest.mark.parametrize("name", ["mse", "l1"])
+@pytest.mark.parametrize("name", ["mse", "squared", "l1"])
 def test_an_entry_that_is_not_finite_on_one_side_contributes_nothing(name, broken):
-    distance, z, c = resolve_distance(name), double([3, 4, 5]), double([1, broken, 2])
+    distance, z, c = resolve_distance(name), double([2, 4, 3]), double([1, broken, 2])
     for pair, sign in (((z, c), 1), ((c, z), -1)):
         found = distance.rows(*pair)
-        assert found.distances.item() == pytest.approx({"mse": 13, "l1": 5}[name] / 3, rel=1e-15)
-        expected = {"mse": [4 / 3, 0, 2], "l1": [1 / 3, 0, 1 / 3]}[name]
+        assert found.distances.item() == pytest.approx(2 / 3, rel=1e-15)
+        expected = [1 / 3, 0, 1 / 3] if name == "l1" else [2 / 3, 0, 2 / 3]
         assert_same(gradient_of(found), sign * double(expected), rtol=1e-15)
-        assert FUNCTIONS[name](*pair).item() == pytest.approx({"mse": 13, "l1": 5}[name] / 3, rel=1e-15)
+        assert FUNCTIONS[name](*pair).item() == pytest.approx(2 / 3, rel=1e-15)
 
 
-@pytest.mark.parametrize("name", ["mse", "l1", "kl"])
+@pytest.mark.parametrize("name", ["mse", "squared", "l1", "kl"])
 def test_a_row_of_nan_contributes_nothing(name):
     """It is the prototype of rows without a label."""
     distance, (z, c) = resolve_distance(name), random_rows()
@@ -378,9 +450,10 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 @pytest.mark.parametrize("name", DISTANCES)
 def test_a_masked_model_trains_as_one_of_its_other_classes(name, variant):
-    """Where the mean is over all classes, the weight makes up for it, and so does the companion's learning rate."""
+    """Where the mean is over all classes, the weight makes up for it, and so does the companion's learning rate; all
+    rows are near each other, as seen by mse."""
     found = []
-    share = CLASSES / (CLASSES + 2) if name in ("mse", "l1") else 1.0
+    share = CLASSES / (CLASSES + 2) if name in ("mse", "squared", "l1") else 1.0
     for masked, weight, lr_scale in ((0, 0.5 * share, share), (2, 0.5, 1.0)):
         model = Masked(masked)
         options = {"weight": weight, "alpha": 0.4, "distance": name}

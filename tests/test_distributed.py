@@ -251,6 +251,7 @@ def by_hand(variant: str, seeds: list[int], one_model: bool, one_forecaster: boo
     """Both ranks in one process: gradients and class sums are averaged where the ranks have them in common."""
     models = [mlp(seed=seed) for seed in seeds]
     companions, prototypes = copy.deepcopy(models), [dict[int, Tensor]() for _ in seeds]
+    numbers = [dict[int, float]() for _ in seeds]
     optimizers, seconds = ([sgd(network) for network in networks] for networks in (models, companions))
     for rows in zip(*map(rows_of, range(PARTS)), strict=True):
         outputs = []
@@ -271,8 +272,9 @@ def by_hand(variant: str, seeds: list[int], one_model: bool, one_forecaster: boo
         joined = [tuple(map(torch.cat, zip(*outputs, strict=True)))] * PARTS
         for rank, (z, y) in enumerate(joined if one_forecaster else outputs):
             for k in set(y.tolist()):
-                mean, before = z[y == k].mean(0), prototypes[rank].get(k)
-                prototypes[rank][k] = mean if before is None else 0.6 * before + 0.4 * mean
+                mine, before = z[y == k], prototypes[rank].get(k, torch.zeros(CLASSES, dtype=torch.float64))
+                numbers[rank][k] = 0.6 * numbers[rank].get(k, 0.0) + len(mine)
+                prototypes[rank][k] = before + (mine - before).sum(0) / numbers[rank][k]
         for networks, together in ((models, one_model), (companions, one_forecaster and variant == "dcl")):
             for parameters in zip(*(network.parameters() for network in networks), strict=True) if together else ():
                 mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)

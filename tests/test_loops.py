@@ -108,13 +108,13 @@ class Loop:
 
 def reference(base, variant, dtype):
     """The model and what the forecaster knows, by the reference: after the run, and before it."""
-    model, companion, prototypes = mlp(dtype=dtype), other(dtype), {}
+    model, companion, prototypes, numbers = mlp(dtype=dtype), other(dtype), {}, {}
     optimizer, chasing = BASES[base](model.parameters()), BASES[base](companion.parameters())
     for x, y in batches(STEPS, BATCH, dtype=dtype):
         if variant == "dcl":
             step = partial(dcl_step, model, companion, optimizer, chasing)
         else:
-            step = partial(dcp_step, model, prototypes, optimizer)
+            step = partial(dcp_step, model, prototypes, optimizer, numbers=numbers)
         step(x, y, F.cross_entropy, distances.mse, **METHOD)
     if variant == "dcl":
         return model, [p.detach() for p in companion.parameters()], [p.detach() for p in other(dtype).parameters()]

@@ -227,7 +227,7 @@ def test_nanogpts_loop(variant, backend):
     base = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9)
     companion = copy.deepcopy(expected)
     chasing = torch.optim.SGD(companion.parameters(), lr=0.2, momentum=0.9)
-    prototypes, seen = torch.zeros(VOCABULARY, VOCABULARY), torch.zeros(VOCABULARY, dtype=torch.bool)
+    prototypes, numbers = torch.zeros(VOCABULARY, VOCABULARY), torch.zeros(VOCABULARY)
     for x, y in texts(6):
         rows = []
         for part, labels in zip(x.chunk(STEPS), y.chunk(STEPS), strict=True):
@@ -237,7 +237,7 @@ def test_nanogpts_loop(variant, backend):
                 loss = loss + F.mse_loss(z, c.detach())
                 (F.mse_loss(c, 0.6 * c.detach() + 0.4 * z.detach()) / STEPS).backward()
             else:
-                flat, known = labels.flatten(), seen[labels.flatten()]
+                flat, known = labels.flatten(), numbers[labels.flatten()] > 0
                 difference = (z.flatten(0, 1) - prototypes[flat])[known]
                 loss = loss + difference.square().sum() / (flat.numel() * VOCABULARY)
                 rows.append((z.detach().flatten(0, 1), flat))
@@ -249,9 +249,9 @@ def test_nanogpts_loop(variant, backend):
         if variant == "dcp":
             z, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
             for k in labels.unique():
-                mean = z[labels == k].mean(0)
-                prototypes[k] = 0.6 * prototypes[k] + 0.4 * mean if seen[k] else mean
-                seen[k] = True
+                mine = z[labels == k]
+                numbers[k] = 0.6 * numbers[k] + len(mine)
+                prototypes[k] += (mine - prototypes[k]).sum(0) / numbers[k]
     assert_same(model, expected, rtol=1e-4, atol=1e-6)
     if variant == "dcl":
         assert_same(optimizer.companion, companion, rtol=1e-4, atol=1e-6)

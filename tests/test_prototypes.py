@@ -99,11 +99,12 @@ def check_against_the_reference(distance: Any, reduction: str, **options: Any) -
     optimizer = wrap(model, **{"weight": 0.7, "alpha": 0.4, "distance": distance, "reduction": reduction} | options)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
     function, alpha = FUNCTIONS[distance], options.get("alpha", 0.4)
+    numbers = None if options.get("update") == "batch" else {}
     for x, y in batches(30):
         train(model, optimizer, [(x, y)])
         dcp_step(
             *(theirs, known, plain, x, y, F.cross_entropy, function),
-            weight=0.7, alpha=alpha, per_class=reduction == "per_class",
+            weight=0.7, alpha=alpha, per_class=reduction == "per_class", numbers=numbers,
         )  # fmt: skip
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
     assert_same(model, theirs, **CLOSE)
@@ -115,23 +116,30 @@ def test_thirty_steps_equal_the_reference(distance, reduction):
     check_against_the_reference(distance, reduction)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "per_class"])
+def test_equation_6_to_the_letter_too(reduction):
+    check_against_the_reference("squared", reduction, update="batch")
+
+
+@pytest.mark.parametrize("update", ["rows", "batch"])
 @pytest.mark.parametrize(("distance", "reduction"), [("mse", "mean"), ("kl", "mean"), ("mse", "per_class")])
-def test_also_where_it_may_never_be_read_that_all_classes_are_known(distance, reduction, monkeypatch):
+def test_also_where_it_may_never_be_read_that_all_classes_are_known(distance, reduction, update, monkeypatch):
     """As on a device, between the steps in which it is waited for."""
     monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: False)
-    check_against_the_reference(distance, reduction)
+    check_against_the_reference(distance, reduction, update=update)
 
 
+@pytest.mark.parametrize("update", ["rows", "batch"])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_at_the_ends_of_alpha_too(alpha):
-    """Prototypes that are the last means, or the first ones for good."""
-    check_against_the_reference("mse", "mean", alpha=alpha)
+def test_at_the_ends_of_alpha_too(alpha, update):
+    """Prototypes that are the last means, or those of all rows alike or the first ones for good."""
+    check_against_the_reference("mse", "mean", alpha=alpha, update=update)
 
 
 @pytest.mark.parametrize("parts", [(20, 30, 10), (3, 4, 2), (1,) * 30], ids=str)
 def test_several_forwards_before_a_step_count_as_one(parts):
     """Whether they have more rows than there are classes or fewer."""
-    model, expected = network(), {}
+    model, expected, numbers = network(), {}, dict.fromkeys(range(CLASSES), 0.0)
     optimizer = wrap(model, alpha=0.3)
     for x, y in batches(6, size=sum(parts)):
         z = model(x).detach()
@@ -140,8 +148,8 @@ def test_several_forwards_before_a_step_count_as_one(parts):
             (F.cross_entropy(model(x[rows]), y[rows]) / len(parts)).backward()
         optimizer.step()
         for k in y.unique().tolist():
-            mean = z[y == k].mean(0)
-            expected[k] = 0.3 * expected[k] + 0.7 * mean if k in expected else mean
+            numbers[k], before = 0.3 * numbers[k] + int((y == k).sum()), expected.get(k, 0.0)
+            expected[k] = before + (z[y == k] - before).sum(0) / numbers[k]
         for k, prototype in expected.items():
             assert_same(optimizer.prototypes[k], prototype, **CLOSE)
 
@@ -284,23 +292,23 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
     function = FUNCTIONS[distance]
-    values, seen = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), torch.zeros(CLASSES, dtype=torch.bool)
+    values, numbers = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), torch.zeros(CLASSES, dtype=torch.float64)
     for x, shares in mixtures(30):
         optimizer.zero_grad()
         optimizer.set_targets(shares)
         F.cross_entropy(model(x), shares).backward()
         optimizer.step()
 
-        z, known = theirs(x), ~((shares > 0) & ~seen).any(1)
+        z, known = theirs(x), ~((shares > 0) & (numbers == 0)).any(1)
         penalty = function(z[known], (shares @ values)[known]) * known.double().mean() if known.any() else 0.0
         plain.zero_grad()
         (F.cross_entropy(z, shares) + penalty).backward()
         plain.step()
-        totals = shares.sum(0)[:, None]
-        means = shares.T @ z.detach() / totals.clamp(min=1e-30)
-        moved = torch.where(seen[:, None], 0.6 * values + 0.4 * means, means)
-        values, seen = torch.where(totals > 0, moved, values), seen | (totals[:, 0] > 0)
-        assert_same(optimizer.forecaster.seen, seen)
+        totals = shares.sum(0)
+        numbers = torch.where(totals > 0, 0.6 * numbers + totals, numbers)
+        apart = shares.T @ z.detach() - totals[:, None] * values
+        values = values + apart / numbers.clamp(min=1e-30)[:, None]
+        assert_same(optimizer.forecaster.seen, numbers > 0)
     assert_same(model, theirs, **CLOSE)
     assert_same(optimizer.prototypes, values, **CLOSE)
 
@@ -308,7 +316,7 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
 def test_soft_labels_by_hand():
     """t = (3/4, 1/4): the prediction is a mixture of prototypes, and each class's mean weighs the row by its share."""
     model = Logits()
-    optimizer = wrap(model, lr=0.0, num_classes=2, alpha=0.5)
+    optimizer = wrap(model, lr=0.0, num_classes=2, alpha=0.5, distance="squared", update="batch")
     know(optimizer, torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([True, True]))
     z = torch.tensor([[4.0, 0.0], [8.0, 0.0]], dtype=torch.float64)
     step_on(model, optimizer, z, torch.tensor([[0.75, 0.25], [0.0, 1.0]], dtype=torch.float64))
@@ -320,7 +328,7 @@ def test_soft_labels_by_hand():
 
 def test_soft_labels_with_an_unseen_class_give_no_penalty():
     model = Logits()
-    optimizer = wrap(model, lr=0.0, num_classes=3)
+    optimizer = wrap(model, lr=0.0, num_classes=3, distance="squared")
     know(optimizer, torch.zeros(3, 3), torch.tensor([True, False, False]))
     labels = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
     step_on(model, optimizer, torch.tensor([[5.0, 6.0, 7.0], [1.0, 2.0, 3.0]], dtype=torch.float64), labels)

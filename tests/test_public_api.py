@@ -25,14 +25,14 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)member
 
 FROZEN = """\
 dcl_optim: AutoWeight, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
-dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight=0.1, alpha=0.97, distance='mse',
-        reduction='mean', update='batch', temperature=None, targets=None, ignore_index=-100, process_group='auto',
+dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight='auto', alpha=0.97, distance='mse',
+        reduction='mean', update='rows', temperature=None, targets=None, ignore_index=-100, process_group='auto',
         loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .prototypes
     .set_targets(self, targets)
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', temperature=None,
-        companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0, companion_every=1,
-        process_group='auto', loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
+        companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_every=1, process_group='auto',
+        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .companion
     .companion_optimizer
     .evaluating(self)
@@ -46,6 +46,7 @@ dcl_optim.AutoWeight(floor=0.1, power=6.0)
     .floor = 0.1
     .power = 6.0
 dcl_optim.loss.outputs.find_logits(output)
+dcl_optim.metrics.fit_temperature(logits, labels)
 dcl_optim.metrics.logit_drift(logits_before, logits_after)
 dcl_optim.metrics.non_target_distribution(logits, labels)
 dcl_optim.metrics.non_target_perplexity(logits, labels)
@@ -72,12 +73,13 @@ dcl_optim.metrics.streaming.LogitDrift(**kwargs)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.demo.main(argv=None)
 dcl_optim.distances.mse(z, c)
+dcl_optim.distances.squared(z, c)
 dcl_optim.distances.l1(z, c)
 dcl_optim.distances.kl(z, c, temperature=4.0)
 dcl_optim.distances.infonce(z, c, temperature=0.1)
 dcl_optim.distances.difference(z, c)
 dcl_optim.distances.companion_target(z, c, alpha)
-dcl_optim.distances.Rows(values, slope, factor, squared=False)
+dcl_optim.distances.Rows(values, slope, factor, are_norms=False, radius=inf)
     .distances
 dcl_optim.distances.Distance()
     .couples_rows = False
@@ -85,9 +87,10 @@ dcl_optim.distances.Distance()
     .name = ''
     .rows(self, z, c)
     .towards_target(self, z, c, found, alpha)
-dcl_optim.distances.SquaredDistance()
+dcl_optim.distances.SquaredDistance(bounded=True)
+    .bounded = True
     .depends_on_class_dim = False
-    .name = 'mse'
+    .name
     .rows(self, z, c)
     .towards_target(self, z, c, found, alpha)
 dcl_optim.distances.AbsoluteDistance()
@@ -181,7 +184,7 @@ dcl_optim.forecaster.Penalty(rows, number, weights=None, labels=None)
 dcl_optim.forecaster.replayed(state)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
 dcl_optim.companion.Companion(model, base, find_logits, options=CompanionOptions(companion=None, optimizer=None,
-        lr_scale=1.0, fraction=1.0, every=1, process_group='auto'))
+        lr_scale=1.0, every=1, process_group='auto'))
     .before_forward(self, args, kwargs, rng_state, step)
     .before_step(self, creates_state=False)
     .check_state(self, state)

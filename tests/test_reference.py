@@ -27,6 +27,7 @@ def huber(z, c):
 
 DISTANCES = {
     "mse": ({"distance": "mse"}, distances.mse),
+    "squared": ({"distance": "squared"}, distances.squared),
     "l1": ({"distance": "l1"}, distances.l1),
     "kl": ({"distance": "kl"}, distances.kl),
     "kl_cold": ({"distance": "kl", "temperature": 1.5}, partial(distances.kl, temperature=1.5)),
@@ -108,7 +109,7 @@ def test_dcp_equals_reference_with_every_distance(distance):
 def check_dcp(base, kind, loop, distance):
     options, function = DISTANCES[distance]
     model = MODELS[kind]()
-    theirs, prototypes = copy.deepcopy(model), {}
+    theirs, prototypes, numbers = copy.deepcopy(model), {}, {}
     labels = [y for _, y in batches(STEPS)]
     optimizer = DCPOptimizer(
         BASES[base](model.parameters()), model, CLASSES, weight=0.7, alpha=0.4, **options,
@@ -120,7 +121,7 @@ def check_dcp(base, kind, loop, distance):
     plain = BASES[base](theirs.parameters())
     torch.manual_seed(5)
     for x, y in batches(STEPS):
-        dcp_step(theirs, prototypes, plain, x, y, F.cross_entropy, function, weight=0.7, alpha=0.4)
+        dcp_step(theirs, prototypes, plain, x, y, F.cross_entropy, function, weight=0.7, alpha=0.4, numbers=numbers)
 
     assert_same(model, theirs, **CLOSE)
     assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **CLOSE)
@@ -157,5 +158,6 @@ def test_two_dcp_steps_by_hand():
         optimizer.step()
     # step 1: no prototype yet, W00 = 2 - 0.5 * 1 = 1.5; step 2: gradient 2 (1.5 - 2) / 2 = -0.5, W00 = 1.75
     assert model.weight[0, 0].item() == 1.75
-    assert optimizer.prototypes.tolist() == [[0.25 * 2.0 + 0.75 * 1.5, 0.0], [0.0, 0.0]]
+    # two rows, of which the first one weighs a quarter: n = 1.25
+    assert optimizer.prototypes.tolist() == [[pytest.approx((0.25 * 2.0 + 1.5) / 1.25), 0.0], [0.0, 0.0]]
     assert optimizer.forecaster.seen.tolist() == [True, False]

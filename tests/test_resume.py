@@ -30,7 +30,7 @@ def build(variant: str, base: str):
     schedules = {"weight": LinearWarmup(1.0, steps=8), "alpha": RunningAverage()}
     inner = BASES[base](model.parameters())
     if variant == "dcl":
-        optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **{"weight": 1.0} | schedules)
+        optimizer = DCLOptimizer(inner, model, **{"weight": 1.0} | schedules)
     else:
         optimizer = DCPOptimizer(inner, model, CLASSES, **{"weight": 1.0, "alpha": 0.6} | schedules)
     return model, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)

@@ -27,10 +27,13 @@ def test_they_are_what_was_given():
 
 
 @pytest.mark.parametrize(
-    ("kind", "alpha"),
-    [(DCLOptimizer, 0.6), (DCPOptimizer, 0.97)],
+    ("kind", "defaults"),
+    [
+        (DCLOptimizer, {"weight": 0.1, "alpha": 0.6}),
+        (DCPOptimizer, {"weight": "auto", "alpha": 0.97, "update": "rows"}),
+    ],
 )
-def test_the_defaults_are_these_numbers(kind, alpha):
+def test_the_defaults_are_these(kind, defaults):
     """Not the paper's, which are weight=1 and alpha=0.6 for both."""
 
     def trained(**options):
@@ -40,7 +43,7 @@ def test_the_defaults_are_these_numbers(kind, alpha):
         train(model, optimizer, batches(6), criterion)
         return model.state_dict(), optimizer.state_dict()
 
-    assert_same(trained(), trained(weight=0.1, alpha=alpha, distance="mse"))
+    assert_same(trained(), trained(**defaults, distance="mse"))
     for other in ({"weight": 1.0}, {"alpha": 0.5}):
         with pytest.raises(AssertionError):
             assert_same(trained(), trained(**other))

@@ -20,7 +20,6 @@ from dcl_optim._torch import call_after_backward, current_backward, versions_of,
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.follow import ModelFollower
-from dcl_optim.companion.inputs import Arguments
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, check_for_copy
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, from_rows, to_rows
@@ -42,7 +41,6 @@ class CompanionOptions:
     companion: nn.Module | Callable[[], nn.Module] | None = None
     optimizer: Optimizer | MakeOptimizer | None = None
     lr_scale: float = 1.0
-    fraction: float = 1.0
     every: int = 1
     process_group: Any = "auto"
 
@@ -58,7 +56,6 @@ class Network:
     starts_equal: bool  # whether its first prediction has to be the model's logits
     has_predicted: bool = False
     has_learned: bool = False
-    cuts_rows: bool = False  # whether the parts of a batch are known to be rows of it
     loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
 
 
@@ -66,10 +63,9 @@ class Network:
 class Prediction:
     """The companion's logits for one forward pass, in the shape of the model's."""
 
-    learned: Tensor  # of the rows that the companion learns from; with a graph until it has
-    rest: Tensor | None  # of the others
+    logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
-    rows: Tensor | None = None  # all of them as rows (N, K)
+    rows: Tensor | None = None  # the logits as rows (N, K)
 
 
 class Companion(Forecaster):
@@ -178,84 +174,23 @@ class Companion(Forecaster):
         arguments = self._captured.after_forward(args, kwargs)
         if not network.has_predicted:
             network.follower.require_unwritten(network.versions)
-        with replayed(rng_state), inputs.outside_checkpoints():
-            learned, rest = self._logits_of(network, arguments, len(forward.logits))
-        shape = learned.shape if rest is None else (len(learned) + len(rest), *learned.shape[1:])
-        if shape != forward.logits.shape:
-            hint = "" if rest is None else " " + self._about_fraction(len(forward.logits))
+        with replayed(rng_state), inputs.outside_checkpoints(), torch.set_grad_enabled(self._learns):
+            try:
+                output = network.module(*arguments[0], **arguments[1])
+            except Exception as error:
+                _add_note(error, IN_COMPANION.format("forward"))
+                raise
+            logits = self._find_logits(output)
+        if logits.shape != forward.logits.shape:
             raise ValueError(
-                f"companion gives logits of shape {tuple(shape)} where the model gives {tuple(forward.logits.shape)}; "
-                f"its architecture is free, its output shape is not.{hint} If the model's head was replaced, wrap the "
-                "model again"
+                f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
+                f"{tuple(forward.logits.shape)}; its architecture is free, its output shape is not. If the model's "
+                "head was replaced, wrap the model again"
             )
-        if network.starts_equal and not network.has_predicted and rest is None:
-            copying.require_equal(forward.logits, learned.detach(), network.module)
+        if network.starts_equal and not network.has_predicted:
+            copying.require_equal(forward.logits, logits.detach(), network.module)
         network.has_predicted = True
-        forward.prediction = Prediction(learned, rest, self._learns)
-
-    def _logits_of(self, network: Network, arguments: Arguments, batch: int) -> tuple[Tensor, Tensor | None]:
-        """The companion's logits: of the whole batch, or of the rows that it learns from and then of the others."""
-        fraction = self._options.fraction
-        learned = batch if fraction == 1 else max(2, round(fraction * batch))
-        if not self._learns or batch - learned < 2:  # batch normalization cannot take a single sample
-            with torch.set_grad_enabled(self._learns):
-                return self._run(network, arguments), None
-
-        def run(rows: slice) -> Tensor:
-            return self._run(network, self._captured.slice(arguments, batch, rows))
-
-        try:
-            first = run(slice(learned))
-            with torch.no_grad():  # this is where a fraction saves its time
-                rest = run(slice(learned, None))
-            if not network.cuts_rows:
-                self._require_rows(network, run, learned)
-        except Exception as error:
-            _add_note(error, self._about_fraction(batch))
-            raise
-        return first, rest
-
-    def _require_rows(self, network: Network, run: Callable[[slice], Tensor], learned: int) -> None:
-        """Raise ValueError if the first dimension is not that of independent samples, but time, say; checked once.
-
-        In evaluation mode, in which neither batch norm nor dropout makes a part different from the rows of the whole.
-        """
-        training = [layer for layer in network.module.modules() if layer.training]
-        for layer in training:
-            layer.training = False  # not eval(), which may write to weights, as where a layer merges LoRA's matrices
-        try:
-            with torch.no_grad():
-                whole, *pieces = map(run, (slice(None), slice(learned), slice(learned, None)))
-        finally:
-            for layer in training:
-                layer.training = True
-        together = torch.cat(pieces)
-        if together.shape == whole.shape and not whole.is_meta:  # other shapes are refused with the prediction
-            error = (together - whole).nan_to_num().abs().max()  # -inf of masked classes in both
-            half = next(network.module.parameters()).dtype.itemsize < 4 or torch.is_autocast_enabled(whole.device.type)
-            rounding = 0.05 if half else 0.005  # a kernel for fewer rows sums in another order, or in TF32
-            if error > rounding * whole.nan_to_num(neginf=0.0, posinf=0.0).abs().max():
-                raise ValueError(
-                    f"companion_fraction={self._options.fraction}: the companion's logits for a part of the batch are "
-                    "not those rows of the whole batch's, so the first dimension of the inputs is not that of "
-                    "independent samples (but time, or a graph's nodes); pass companion_fraction=1"
-                )
-        network.cuts_rows = True
-
-    def _run(self, network: Network, arguments: Arguments) -> Tensor:
-        try:
-            output = network.module(*arguments[0], **arguments[1])
-        except Exception as error:
-            _add_note(error, IN_COMPANION.format("forward"))
-            raise
-        return self._find_logits(output)
-
-    def _about_fraction(self, batch: int) -> str:
-        return (
-            f"With companion_fraction={self._options.fraction} the companion runs on two parts of the batch: each "
-            f"input of {batch} rows, as many as the logits have, is cut, and no other; where that is wrong pass "
-            "companion_fraction=1."
-        )
+        forward.prediction = Prediction(logits, self._learns)
 
     def _warn_weights_loaded(self, network: Network) -> None:
         network.loaded_since = False
@@ -272,10 +207,7 @@ class Companion(Forecaster):
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
         z, prediction = forward.rows, forward.prediction
-        c, rest = prediction.learned.detach(), prediction.rest
-        if c.ndim != 2 or loss.class_dim != 1 or rest is not None:
-            c = torch.cat([to_rows(part, loss.class_dim) for part in (c, rest) if part is not None])
-        prediction.rows = c = c.to(z.device)
+        prediction.rows = c = to_rows(prediction.logits.detach(), loss.class_dim).to(z.device)
         # A device is read in another step than the one in which the loss reader does so.
         if _sync.may_sync(forward.step - 1, z) and not math.isfinite(c.sum()):
             self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
@@ -283,25 +215,19 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        logits, prediction.learned = prediction.learned, prediction.learned.detach()
+        logits, prediction.logits = prediction.logits, prediction.logits.detach()
         if not prediction.learns:
             return
-        z, c, found = forward.rows, prediction.rows, penalty.rows
+        c = prediction.rows
         assert c is not None
-        number = len(c) if prediction.rest is None else logits.numel() // c.shape[1]
-        if number < len(c):
-            z, c, found = z[:number], c[:number], found._replace(slope=found.slope[:number])
-        gradient, factor = distance.towards_target(z, c, found, alpha)
-        half = logits.dtype == torch.float16
-        gradient = self._mean.weigh(gradient, factor / max(number, 1), loss.scale, half)
-        if logits.ndim != 2 or loss.class_dim != 1:
-            gradient = from_rows(gradient, logits.shape, loss.class_dim)
-        self._pending.append((logits, gradient.to(logits)))
+        found = distance.towards_target(forward.rows, c, penalty.rows, alpha)
+        gradient = self._mean.weigh(found, max(len(c), 1), loss.scale, logits.dtype == torch.float16)
+        self._pending.append((logits, from_rows(gradient, logits.shape, loss.class_dim).to(logits)))
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
 
     def skip(self, forward: Forward, alpha: float) -> None:
-        forward.prediction.learned = forward.prediction.learned.detach()
+        forward.prediction.logits = forward.prediction.logits.detach()
         if forward.prediction.learns and self.group.size > 1:  # the others wait for this one's share in the mean
             self._mean.count += 1
 

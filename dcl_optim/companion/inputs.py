@@ -1,4 +1,4 @@
-"""The companion's inputs: the model's arguments out of their graph, or a part of them."""
+"""The companion's inputs: the model's arguments out of their graph."""
 
 from __future__ import annotations
 
@@ -59,15 +59,6 @@ class InputCapture:
         self._writes = writes or bool(self._writes)
         self._tensors, self._clones, self._arguments = (), None, ((), {})
         return arguments
-
-    def slice(self, arguments: Arguments, batch: int, rows: slice) -> Arguments:
-        """Some rows of every tensor with the batch as its first dimension; cloned for a forward pass that writes."""
-
-        def part(tensor: Tensor) -> Tensor:
-            found = tensor[rows] if tensor.ndim > 0 and len(tensor) == batch else tensor
-            return found.clone() if self._writes else found
-
-        return map_tensors(part, arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_writes": self._writes, "_call": None}

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim._torch import constant
+from dcl_optim.distances import Rows
 from dcl_optim.loss.reader import Scale
 
 
@@ -32,11 +34,16 @@ class WeightedMean:
         self._room: Any = 1.0
         self._total: Any = 0.0  # sum of the weights so far
 
-    def weigh(self, gradient: Tensor, factor: float, scale: Scale, half: bool) -> Tensor:
-        """Multiply a gradient, rows (N, K), by a factor and by its weight, in place; ``half`` if it becomes float16."""
+    def weigh(self, rows: Rows, number: int, scale: Scale, half: bool) -> Tensor:
+        """The gradient of a mean over a number of rows, (N, K), by its weight, in the memory of their slope; ``half``
+        if it becomes float16."""
+        gradient, factor, norms = rows.slope, rows.factor / number, None
         size = (scale.to(gradient.device) if isinstance(scale, Tensor) else abs(scale)) if len(gradient) else 0.0
+        if rows.radius != math.inf:
+            norms, factor = rows.values.clamp(min=rows.radius)[:, None], factor * rows.radius
         if half:
-            gradient, factor = gradient.mul_(factor), 1.0
+            gradient = gradient.mul_(factor) if norms is None else gradient.mul_(factor / norms)
+            factor, norms = 1.0, None
         if self.count == 0:
             if half and len(gradient):
                 self._room = _room_for(gradient)
@@ -50,7 +57,11 @@ class WeightedMean:
         self.half |= half
         self.count += 1
         self._total = weight if self.count == 1 else self._total + weight
-        return gradient.mul_(weight * factor)
+        if norms is None:
+            return gradient.mul_(weight * factor)
+        if not isinstance(weight, Tensor):
+            factor, weight = factor * weight, constant(1, norms.device)
+        return gradient.mul_(torch.addcdiv(constant(0, norms.device), weight, norms, value=factor))
 
     def divide(self, gradients: list[Tensor]) -> None:
         """Divide sums of weighted gradients by the sum of the weights, in place."""

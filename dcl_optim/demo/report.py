@@ -49,7 +49,7 @@ def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]
     """Compute the table's rows from the last epoch of every run."""
     final = {method: [100 * run["accuracy"][-1] for run in runs] for method, runs in histories.items()}
     seconds = {m: statistics.median(t for run in runs for t in run["seconds"]) for m, runs in histories.items()}
-    diverged = {m: sum(run.get("diverged", False) for run in runs) for m, runs in histories.items()}
+    diverged = {m: sum(run["diverged"] for run in runs) for m, runs in histories.items()}
     rows = []
     for method, runs in histories.items():
         differences = [ours - plain for ours, plain in zip(final[method], final["plain"], strict=True)]

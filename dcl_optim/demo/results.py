@@ -99,7 +99,7 @@ def _render(args: argparse.Namespace, histories: Histories) -> tuple[str, Figure
 def _csv_rows(histories: Histories) -> list[list[Any]]:
     head = ["method", "seed", "accuracy", "diverged"]
     return [head] + [
-        [method, run["seed"], run["accuracy"][-1], run.get("diverged", False)]
+        [method, run["seed"], run["accuracy"][-1], run["diverged"]]
         for method, runs in histories.items()
         for run in runs
     ]

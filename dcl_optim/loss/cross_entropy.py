@@ -296,7 +296,7 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
 
 
 def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> Tensor:
-    """The smoothing of rows with so many labels each; 0 if a line without a floor fits equally."""
+    """The label smoothing of rows with this many labels each; 0 if a line without a floor fits as well."""
     # A label that is too certain for a smoothed target has the highest entry of g. The line through the entries between
     # the highest and the lowest ones is then the better guess.
     lowest, highest = g.topk(labels, 1, largest=False).indices, g.argmax(1, keepdim=True)

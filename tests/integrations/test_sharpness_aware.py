@@ -118,7 +118,7 @@ def test_sam_is_sam_with_the_penalty_in_both_gradients(kind: str, loop: Callable
 def test_prototypes_learn_once_a_step_from_the_unperturbed_model() -> None:
     hand, model = mlp(), mlp()
     criterion = nn.CrossEntropyLoss()
-    optimizer = DCPOptimizer(sam(model), model, CLASSES, weight=0.0, alpha=0.6)
+    optimizer = DCPOptimizer(sam(model), model, CLASSES, weight=0.0, alpha=0.6, update="batch")
     base, still = sam(hand), torch.optim.SGD(hand.parameters(), lr=0.0)
     prototypes: dict[int, Tensor] = {}
     for x, y in batches(5):

@@ -50,7 +50,7 @@ def test_mixup_with_soft_targets_trains_as_the_algorithm_written_out() -> None:
 
 def test_prototypes_take_mixed_labels_that_are_given() -> None:
     model, criterion = create(), timm.loss.SoftTargetCrossEntropy()
-    optimizer = DCPOptimizer(adamw(model), model, CLASSES, weight=1.0, alpha=0.6)
+    optimizer = DCPOptimizer(adamw(model), model, CLASSES, weight=1.0, alpha=0.6, update="batch", distance="squared")
     data = list(mixed(2, smoothing=0.1))  # smoothed: every class has its share of every row
     expected, logits = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), []
     for step, (x, y) in enumerate(data):

@@ -182,7 +182,9 @@ def test_the_factor_is_read_where_every_head_has_its_loss(name: str) -> None:
 def test_prototypes_take_dense_labels_and_leave_ignored_pixels_out(make: Callable[[], nn.Module]) -> None:
     model, by_hand = build(make), build(make)
     criterion, base = nn.CrossEntropyLoss(ignore_index=IGNORED), sgd(by_hand.parameters())
-    optimizer = DCPOptimizer(sgd(model.parameters()), model, CLASSES, weight=WEIGHT, alpha=0.6)
+    optimizer = DCPOptimizer(
+        sgd(model.parameters()), model, CLASSES, weight=WEIGHT, alpha=0.6, update="batch", distance="squared"
+    )
     prototypes = torch.zeros(CLASSES, CLASSES, dtype=torch.float64)
     for step, (x, y) in enumerate(batches(2, (3, 32, 32), dense=True)):
         output = seeded(by_hand, x)

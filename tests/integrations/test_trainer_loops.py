@@ -287,18 +287,6 @@ def test_train_called_twice_goes_on_with_the_same_companion(method, tmp_path):
     assert_same_run(model, optimizer, expected, second)
 
 
-def test_a_companion_that_learns_from_half_the_batch_takes_trainers_arguments(tmp_path):
-    """`num_items_in_batch` has no rows to be cut; words and labels have."""
-    model, optimizer, expected, second = pair("dcl", image_classifier, companion_fraction=0.5, weight=2.0)
-    tape = Tape()
-    train(tmp_path, model, optimizer, images(), tape)
-    repeat(expected, second, tape.updates(1, EPOCH))
-    assert_same_run(model, optimizer, expected, second)
-    whole = wrap("dcl", learned := image_classifier(), weight=2.0)
-    repeat(learned, whole, tape.updates(1, EPOCH))
-    assert any(not torch.equal(a, b) for a, b in zip(learned.parameters(), model.parameters(), strict=True))
-
-
 def test_the_hooks_by_which_transformers_collects_hidden_states_are_copied():
     """It puts them on once, when they are first asked for: a copy without them would give no hidden states."""
     model = text_classifier()

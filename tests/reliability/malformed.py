@@ -37,7 +37,6 @@ WRONG_DCL: dict[str, list[Any]] = {
     "companion": ["resnet", 3, [], lambda: 3, lambda: None, nn.ReLU()],
     "companion_optimizer": [3, "sgd", [], torch.optim.SGD(mlp().parameters(), lr=0.1)],
     "companion_lr_scale": [0, -1, NAN, INF, True, None, *NO_NUMBERS],
-    "companion_fraction": [0.0, -0.5, 1.01, NAN, INF, True, None, *NO_NUMBERS],
     "companion_every": [0, -3, None, *NO_INTEGERS],
     "num_classes": [CLASSES],
     "reduction": ["mean", "per_class"],
@@ -47,7 +46,7 @@ WRONG_DCP: dict[str, list[Any]] = {
     "num_classes": [0, -1, *(value for value in NO_INTEGERS if value is not None)],
     "targets": [3, [], {}, 1.5, torch.zeros(3)],
     "ignore_index": NO_INTEGERS,
-    "companion_fraction": [0.5],
+    "companion_every": [2],
 }
 RIGHT: dict[str, list[Any]] = {
     "weight": [0.0, 0.1, 2, LinearWarmup(1.0, 3)],
@@ -61,7 +60,6 @@ RIGHT: dict[str, list[Any]] = {
 RIGHT_DCL: dict[str, list[Any]] = {
     "companion": [None, partial(mlp, 3)],
     "companion_lr_scale": [0.5, 1],
-    "companion_fraction": [0.5, 1],
     "companion_every": [1, 2],
 }
 RIGHT_DCP: dict[str, list[Any]] = {
