@@ -8,11 +8,14 @@ from typing import Any
 
 from examples.paper.records import fingerprint
 
-# Of both methods; the tables' rows "preset paper" have these, under the name they had when they were recorded.
-PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6}
-# The wrappers' defaults, written out: a run's settings must not change when a default does.
-DEFAULT_DCL: dict[str, Any] = {"weight": 0.1}
-DEFAULT_DCP: dict[str, Any] = {"weight": 0.1, "alpha": 0.97}
+# The tables' rows "preset paper" have these, under the name they had when they were recorded.
+PAPER: dict[str, Any] = {"weight": 1.0, "alpha": 0.6, "distance": "squared"}
+BY_BATCH: dict[str, Any] = {"update": "batch"}  # the paper's prototypes
+# Settings are written out: a run's must not change when a default does. DCL's default distance is the paper's as long
+# as no row is farther from its companion than the distance is squared, which none of these runs was.
+DCL: dict[str, Any] = PAPER | {"weight": 0.1}
+DCP: dict[str, Any] = {"weight": "auto", "alpha": 0.97, "update": "rows", "distance": "mse"}
+DCP_01: dict[str, Any] = PAPER | BY_BATCH | {"weight": 0.1, "alpha": 0.97}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from examples.paper.configuration import DEFAULT_DCL, DEFAULT_DCP, PAPER, Configuration, Experiment
+from examples.paper.configuration import BY_BATCH, DCL, DCP, DCP_01, PAPER, Configuration, Experiment
 from examples.paper.gains import Row
 
 # 4,000 steps each: of these sizes an epoch has 25 and 250.
@@ -16,8 +16,6 @@ KANJI = Configuration(
 SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, train_size=8_000, lr=0.1)
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
 TITLES = {"kanji": "150 kanji in unseen fonts", "scripts": "100 writing systems, unseen letters"}
-
-DCL, DCP = PAPER | DEFAULT_DCL, PAPER | DEFAULT_DCP
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 DECAYS = (1e-4, 5e-4, 2e-3)
@@ -33,6 +31,7 @@ CURVES = {
     "DCL": Row("DCL"),
     "DCL, λ = 1": Row("DCL, λ = 1"),
     "DCP": Row("DCP"),
+    "DCP, λ = 0.1": Row("DCP, λ = 0.1"),
     "DCP, λ = 1, α = 0.6": Row("DCP, λ = 1, α = 0.6"),
 }
 
@@ -50,7 +49,8 @@ def compared(plain: Configuration) -> dict[str, Configuration]:
         "DCL": _with(plain, "dcl", **DCL),
         "DCL, λ = 1": _with(plain, "dcl", **PAPER),
         "DCP": _with(plain, "dcp", **DCP),
-        "DCP, λ = 1, α = 0.6": _with(plain, "dcp", **PAPER),
+        "DCP, λ = 0.1": _with(plain, "dcp", **DCP_01),
+        "DCP, λ = 1, α = 0.6": _with(plain, "dcp", **PAPER, **BY_BATCH),
     }
 
 
@@ -65,9 +65,10 @@ def tuning(name: str, plain: Configuration, rates: Sequence[float], decays: Sequ
     return Experiment(title, "validation", 2, _label(plain.lr, plain.weight_decay), grid)
 
 
-def _comparison(setting: str, plain: Configuration, seeds: int = 5) -> Experiment:
+def _comparison(setting: str, plain: Configuration, seeds: int = 5, without: str | None = None) -> Experiment:
     """What is compared at each length, on test data."""
-    return Experiment(f"CE, label smoothing, DCL and DCP on {setting}", "test", seeds, "CE", compared(plain))
+    runs = {label: run for label, run in compared(plain).items() if label != without}
+    return Experiment(f"CE, label smoothing, DCL and DCP on {setting}", "test", seeds, "CE", runs)
 
 
 def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
@@ -76,6 +77,7 @@ def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
             f"{name}, {length} steps",
             replace(plain, epochs=round(times * plain.epochs)),
             seeds=SEEDS_OF_64K[name] if length == "64k" else 5,
+            without="DCP" if length == "64k" else None,  # an hour and a half more, for the defaults of today
         )
         for length, times in LENGTHS.items()
     }
@@ -100,19 +102,24 @@ def _noise() -> dict[str, Experiment]:
     }
 
 
+def _prototypes(**options: Any) -> Configuration:
+    """The paper's prototypes with λ = 1, on kanji."""
+    return _with(KANJI, "dcp", weight=1.0, distance="squared", **BY_BATCH, **options)
+
+
 def _controls() -> Experiment:
     """What would show the gain to be something simpler, all with λ = 1, and DCP with both values of α to compare."""
     never = 10**9
     found = {
         "CE": KANJI,
-        "DCP": _with(KANJI, "dcp", **DCP),
-        "DCP, λ = 1, α = 0.6": _with(KANJI, "dcp", **PAPER),
-        "DCP, λ = 1": _with(KANJI, "dcp", weight=1.0, alpha=0.97),
+        "DCP, λ = 0.1": _with(KANJI, "dcp", **DCP_01),
+        "DCP, λ = 1, α = 0.6": _prototypes(alpha=0.6),
+        "DCP, λ = 1": _prototypes(alpha=0.97),
         "λ = 1, penalty on the logits": _with(KANJI, "plain", logit_penalty=1.0),
-        "λ = 1, α = 0: the class's mean in the last batch that had it": _with(KANJI, "dcp", weight=1.0, alpha=0.0),
-        "λ = 1, prototypes of the first epoch": _with(KANJI, "dcp", weight=1.0, alpha="frozen-after-first-epoch"),
-        "λ = 1, random prototypes": _with(KANJI, "dcp", weight=1.0, random_prototypes=1.0),
-        "λ = 1, random prototypes, three times as large": _with(KANJI, "dcp", weight=1.0, random_prototypes=3.0),
+        "λ = 1, α = 0: the class's mean in the last batch that had it": _prototypes(alpha=0.0),
+        "λ = 1, prototypes of the first epoch": _prototypes(alpha="frozen-after-first-epoch"),
+        "λ = 1, random prototypes": _prototypes(random_prototypes=1.0),
+        "λ = 1, random prototypes, three times as large": _prototypes(random_prototypes=3.0),
         "λ = 1, a companion that never learns": _with(KANJI, "dcl", **PAPER, companion_every=never),
     }
     return Experiment("controls: what else would give DCP's gain, kanji, 4,000 steps", "test", 5, "CE", found)
@@ -122,11 +129,18 @@ def _scale() -> Experiment:
     """Label smoothing so strong that it makes the logits as small as DCP does; a diagnosis, not on test data."""
     smoothed = {f"label smoothing {share:g}": _with(KANJI, "plain", label_smoothing=share) for share in SMOOTHED}
     held = {
-        "DCP": _with(KANJI, "dcp", **DCP),
-        "DCP, λ = 1": _with(KANJI, "dcp", weight=1.0, alpha=0.97),
+        "DCP, λ = 0.1": _with(KANJI, "dcp", **DCP_01),
+        "DCP, λ = 1": _prototypes(alpha=0.97),
     }
     runs = {"CE": KANJI} | smoothed | held
     return Experiment("label smoothing at DCP's scale of the logits, kanji, 4,000 steps", "validation", 5, "CE", runs)
+
+
+def _probabilities() -> Experiment:
+    """Measured before and after one temperature; without averages, which makes them runs of their own."""
+    plain = replace(KANJI, averages=())
+    runs = {label: run for label, run in compared(plain).items() if label in ("CE", "label smoothing 0.1", "DCP")}
+    return Experiment("probabilities, kanji, 4,000 steps", "test", 5, "CE", runs)
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -137,4 +151,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     "wide-kanji": _comparison("kanji, twice the width, 4,000 steps", replace(KANJI, network="strided-cnn-wide")),
     "controls-kanji": _controls(),
     "scale-kanji": _scale(),
+    "probabilities-kanji": _probabilities(),
 }

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from examples.paper import evidence, pays, peers, rules
-from examples.paper.configuration import DEFAULT_DCL, DEFAULT_DCP, PAPER, Configuration, Experiment
+from examples.paper.configuration import BY_BATCH, DCL, DCP_01, PAPER, Configuration, Experiment
+from examples.paper.pays import DIGITS
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
 SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40, train_size=8_000)
-DIGITS = Configuration("digits", "small-cnn", "plain", epochs=100, batch_size=32, lr=0.05)
 CIFAR = Configuration("cifar100", "resnet18", "plain", epochs=200, augmentation="authors")
 
 # The learning rate and decay of AdamW's own defaults, with which it is mostly used.
@@ -23,8 +23,8 @@ SHORT = {
     "scripts": replace(SCRIPTS, epochs=8),
 }
 
-# What the paper's settings have already (α = 0.6, mse, the model's learning rate, the whole batch) is named by {}, so
-# that it is one run for all ablations.
+# What the paper's settings have already (α = 0.6, mse, the model's learning rate) is named by {}, so that it is one run
+# for all ablations.
 ALPHAS: dict[str, dict[str, Any]] = {
     f"α = {alpha:g}": {} if alpha == 0.6 else {"alpha": alpha}
     for alpha in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
@@ -38,9 +38,6 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "half as wide": {"companion": "small-cnn-half"},
     "a quarter as wide": {"companion": "small-cnn-quarter"},
 }
-FRACTIONS: dict[str, dict[str, Any]] = {
-    f"{100 * part:g} %": {"companion_fraction": part} for part in (0.1, 0.2, 0.5, 0.8)
-} | {"100 %": {}}
 
 
 def _dcl(plain: Configuration, **options: Any) -> Configuration:
@@ -48,15 +45,15 @@ def _dcl(plain: Configuration, **options: Any) -> Configuration:
 
 
 def _dcp(plain: Configuration, **options: Any) -> Configuration:
-    return replace(plain, method="dcp", options=PAPER | options)
+    return replace(plain, method="dcp", options=PAPER | BY_BATCH | options)
 
 
 def _main(plain: Configuration) -> dict[str, Configuration]:
     return {
         "CE": plain,
-        "DCL": _dcl(plain, **DEFAULT_DCL),
+        "DCL": _dcl(plain, **DCL),
         "DCL, preset paper": _dcl(plain),
-        "DCP": _dcp(plain, **DEFAULT_DCP),
+        "DCP, λ = 0.1": _dcp(plain, **DCP_01),
         "DCP, preset paper": _dcp(plain),
     }
 
@@ -97,7 +94,23 @@ def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict
     return found
 
 
-EXPERIMENTS: dict[str, Experiment] = {
+# Their row "DCP", the defaults of today, has not been run: an hour and more on two cores.
+WITHOUT_DCP = (
+    "length-scripts-16k",
+    "data-kanji-1600",
+    "data-kanji-4800",
+    "noise-kanji-40",
+    "wide-kanji",
+    "pays-fashion-50k",
+    "pays-scripts",
+)
+
+
+def _without_dcp(experiment: Experiment) -> Experiment:
+    return replace(experiment, runs={label: run for label, run in experiment.runs.items() if label != "DCP"})
+
+
+EVERY: dict[str, Experiment] = {
     **_defaults("short", 5, SHORT),
     **_defaults("long", 3, LONG),
     "adamw-fashion": Experiment(
@@ -118,9 +131,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "distance": _ablation("the distance (Table 6)", DISTANCES),
     "rate": _ablation("the companion's learning rate", RATES),
     "companion": _ablation("smaller companions (Table 9)", COMPANIONS),
-    "fraction": _ablation("the companion's part of the batch (Table 10)", FRACTIONS),
     **evidence.EXPERIMENTS,
     **pays.EXPERIMENTS,
     **peers.EXPERIMENTS,
     **rules.EXPERIMENTS,
 }
+EXPERIMENTS = {name: _without_dcp(found) if name in WITHOUT_DCP else found for name, found in EVERY.items()}

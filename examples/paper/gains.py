@@ -18,6 +18,7 @@ MEASURES: dict[str, Measure] = {
     "NLL": lambda record, name: record["quality"][name]["nll"],
     "NLL, scaled": lambda record, name: record["quality"][name]["nll_scaled"],
     "ECE, %": lambda record, name: 100 * record["quality"][name]["ece"],
+    "ECE, scaled, %": lambda record, name: 100 * record["quality"][name]["ece_scaled"],
     "Brier": lambda record, name: record["quality"][name]["brier"],
     "largest logit": lambda record, name: record["spread"][name]["top"],
     "within / between": lambda record, name: record["spread"][name]["within"] / record["spread"][name]["between"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,12 +14,13 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
     Args:
         z: logits, (N, K).
         y: class indices, (N,).
-        temperature: that logits are divided by for ``nll_scaled``; see :func:`fitted_temperature`.
+        temperature: that logits are divided by for the scaled ones; see
+            :func:`dcl_optim.metrics.fit_temperature`.
 
     Returns:
         ``nll``, the mean negative log-likelihood; ``nll_scaled``, that of the logits divided by the temperature;
-        ``ece``, the expected calibration error of the top class with 15 bins; ``brier``, the mean over the rows of the
-        squared distance of the softmax from the one-hot label.
+        ``ece`` and ``ece_scaled``, the expected calibration errors of the top class with 15 bins; ``brier``, the mean
+        over the rows of the squared distance of the softmax from the one-hot label.
 
     Raises:
         ImportError: torchmetrics is not installed.
@@ -30,12 +30,16 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
     except ImportError as error:
         raise ImportError("the calibration error needs torchmetrics: pip install 'dcl-optim[metrics]'") from error
     softmax = F.softmax(z, dim=1)
-    ece = multiclass_calibration_error(softmax, y, num_classes=z.shape[1], n_bins=BINS)
+    scaled = F.softmax(z / temperature, dim=1)
+    ece, ece_scaled = (
+        multiclass_calibration_error(p, y, num_classes=z.shape[1], n_bins=BINS) for p in (softmax, scaled)
+    )
     brier = (softmax - F.one_hot(y, z.shape[1])).square().sum(1).mean()
     return {
         "nll": float(F.cross_entropy(z, y)),
         "nll_scaled": float(F.cross_entropy(z / temperature, y)),
         "ece": float(ece),
+        "ece_scaled": float(ece_scaled),
         "brier": float(brier),
     }
 
@@ -63,24 +67,3 @@ def spread(z: Tensor, y: Tensor) -> dict[str, float]:
         "within": float((z - means[y]).square().mean().sqrt()),
         "between": float((means[y] - z.mean(0)).square().mean().sqrt()),
     }
-
-
-def fitted_temperature(z: Tensor, y: Tensor) -> float:
-    """Give the temperature that minimises the negative log-likelihood of some logits, to be used on others.
-
-    It tells calibration that one number can mend from what the training has changed (Guo et al., ICML 2017).
-    """
-    z = z.double()
-    slope = torch.zeros(
-        (), dtype=torch.float64, requires_grad=True
-    )  # log 1/T, so that T is above 0; the loss is convex in 1/T
-    solver = torch.optim.LBFGS([slope], max_iter=100, line_search_fn="strong_wolfe")
-
-    def evaluate() -> Tensor:
-        solver.zero_grad()
-        loss = F.cross_entropy(z * slope.exp(), y)
-        loss.backward()
-        return loss
-
-    solver.step(evaluate)
-    return float((-slope.detach()).exp())

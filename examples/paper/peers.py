@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper.configuration import Configuration, Experiment
+from examples.paper.configuration import BY_BATCH, DCP, Configuration, Experiment
 from examples.paper.evidence import KANJI
 from examples.paper.gains import Row
 
 Grid = dict[str, Configuration]
+LITERAL: dict[str, Any] = {"distance": "squared"} | BY_BATCH
 
 BOTH = "DCL (λ = 0.1) and DCP"
 # By validation accuracy in peers-kanji-grids, before any of these was tried on the test images.
@@ -53,13 +54,13 @@ def grids(plain: Configuration) -> dict[str, Grid]:
         "CS-KD": _options(plain, "cs-kd", "weight", (0.3, 1.0, 3.0, 10.0)),
         "mixup": _options(plain, "plain", "mixup", (0.1, 0.2, 0.5, 1.0)),
         "SAM": _options(plain, "plain", "rho", (0.02, 0.05, 0.1, 0.2)),
-        "DCL": _options(plain, "dcl", "weight", (0.03, 0.1, 0.3, 1.0), alpha=0.6),
+        "DCL": _options(plain, "dcl", "weight", (0.03, 0.1, 0.3, 1.0), alpha=0.6, distance="squared"),
         # T² = 16 makes the gradient of the divergence as large as without a temperature.
         "DCL, KL with T = 4": _options(
             plain, "dcl", "weight", (1.6, 4.8, 16.0, 48.0), alpha=0.6, distance="kl", temperature=4.0
         ),
-        "DCP": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.97),
-        "DCP, α = 0.6": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.6),
+        "DCP": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.97, **LITERAL),
+        "DCP, α = 0.6": _options(plain, "dcp", "weight", (0.1, 0.3, 1.0, 3.0), alpha=0.6, **LITERAL),
         BOTH: _options(
             plain, "dcl-dcp", "dcp_weight", (0.1, 0.3, 1.0, 3.0), dcl_weight=0.1, dcl_alpha=0.6, dcp_alpha=0.97
         ),
@@ -89,7 +90,7 @@ def _tuning(name: str, plain: Configuration) -> Experiment:
 def _comparison(name: str, plain: Configuration) -> Experiment:
     """Each method with its best value, pairs, and plain training of twice the steps; five seeds."""
     runs = {"CE": plain, "CE, twice the steps": replace(plain, epochs=2 * plain.epochs)}
-    runs |= _chosen(plain) | _pairs(plain)
+    runs |= _chosen(plain) | _pairs(plain) | {"DCP, auto": replace(plain, method="dcp", options=DCP)}
     return Experiment(f"peers of DCP and DCL on {name}, 4,000 steps", "test", 5, "CE", runs)
 
 
@@ -101,6 +102,7 @@ EMA = "EMA over 100 steps"
 # What a table compares with CE, by what training costs: DCP's company, and DCL's.
 PLAIN_COST: dict[str, Row] = {
     "EMA of the weights": Row("CE", EMA),
+    "DCP, nothing chosen": Row("DCP, auto"),
     **{f"{method} ({value})": _row(method) for method, value in CHOSEN.items() if method not in TWICE},
     "DCP and label smoothing": Row("DCP and label smoothing"),
     "DCP and mixup": Row("DCP and mixup"),

@@ -8,32 +8,34 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper.configuration import Configuration, Experiment
+from examples.paper import evidence
+from examples.paper.configuration import BY_BATCH, DCL, PAPER, Configuration, Experiment
 from examples.paper.evidence import KANJI, SCRIPTS, TITLES
-from examples.paper.pays import DEBIAN, DEBIAN_ADAMW, FASHION, TEXT
-
-DIGITS = Configuration("digits", "small-cnn", "plain", epochs=100, batch_size=32, lr=0.05)
+from examples.paper.pays import DIGITS, PLACES
 
 CHOICE: dict[str, tuple[str, Configuration]] = {
     "kanji": (f"{TITLES['kanji']}, 4,000 steps", KANJI),
-    "noise": (f"{TITLES['kanji']}, 20 % wrong labels", replace(KANJI, label_noise=0.2)),
+    "noise": (f"{TITLES['kanji']}, 20 % wrong labels", evidence.EXPERIMENTS["noise-kanji-20"].runs["CE"]),
     "scripts": (f"{TITLES['scripts']}, 4,000 steps", SCRIPTS),
-    "debian-adamw": (f"{TEXT}, AdamW", DEBIAN_ADAMW),
+    "debian-adamw": PLACES["debian-adamw"],
 }
 CONFIRMATION: dict[str, tuple[str, Configuration]] = {
-    "kanji-480": (f"{TITLES['kanji']}, 480 images", replace(KANJI, train_size=480, epochs=267)),
-    "kanji-1k": (f"{TITLES['kanji']}, 1,000 steps", replace(KANJI, epochs=40)),
-    "debian": (TEXT, DEBIAN),
-    "fashion-5k": ("Fashion-MNIST, 5,000 images", replace(FASHION, averages=())),
+    "kanji-480": (f"{TITLES['kanji']}, 480 images", evidence.EXPERIMENTS["data-kanji-480"].runs["CE"]),
+    "kanji-1k": (f"{TITLES['kanji']}, 1,000 steps", evidence.EXPERIMENTS["length-kanji-1k"].runs["CE"]),
+    "debian": PLACES["debian"],
+    "fashion-5k": PLACES["fashion-5k"],
     "digits": ("digits", DIGITS),
-    "kanji-16k": (f"{TITLES['kanji']}, 16,000 steps", replace(KANJI, epochs=640)),
-    "scripts-16k": (f"{TITLES['scripts']}, 16,000 steps", replace(SCRIPTS, epochs=64)),
-    "fashion-50k": ("Fashion-MNIST, 50,000 images", replace(FASHION, train_size=None, epochs=10, averages=())),
+    "kanji-16k": PLACES["kanji"],
+    "scripts-16k": PLACES["scripts"],
+    "fashion-50k": PLACES["fashion-50k"],
 }
+
+
+LONG = ("kanji-16k", "scripts-16k", "fashion-50k")  # one seed of each
 
 
 def _dcp(plain: Configuration, **options: Any) -> Configuration:
-    return replace(plain, method="dcp", options={"alpha": 0.97, "update": "rows"} | options)
+    return replace(plain, method="dcp", options={"alpha": 0.97, "update": "rows", "distance": "squared"} | options)
 
 
 def _dcl(plain: Configuration, temperature: float, power: float, alpha: float = 0.6) -> Configuration:
@@ -64,29 +66,52 @@ def dcp_rules(plain: Configuration) -> dict[str, Configuration]:
 
 
 def dcl_rules(plain: Configuration) -> dict[str, Configuration]:
-    """Temperatures and powers for DCL by divergence."""
+    """Temperatures and powers for DCL by divergence; the controls pull to equal logits in place of a companion's."""
     plain = replace(plain, averages=())
     return {
         "CE": plain,
-        "mse, λ = 0.1": replace(plain, method="dcl", options={"alpha": 0.6, "weight": 0.1}),
+        "mse, λ = 0.1": replace(plain, method="dcl", options=DCL),
         **{f"KL, T = {temperature}, accuracy^6": _dcl(plain, temperature, 6) for temperature in (2, 4, 8)},
         **{f"KL, T = 2, accuracy^{power}": _dcl(plain, 2, power) for power in (3, 9, 12)},
         "KL, T = 2, accuracy^6, α = 0.9": _dcl(plain, 2, 6, alpha=0.9),
+        **{
+            f"no companion, KL, T = {temperature}, accuracy^6": _uniform(plain, temperature)
+            for temperature in (2, 4, 8)
+        },
     }
+
+
+def _uniform(plain: Configuration, temperature: float) -> Configuration:
+    """The same penalty with a forecast of equal logits for each row, by prototypes that stay (almost) zero."""
+    options = _dcl(plain, temperature, 6).options | BY_BATCH | {"alpha": 1.0, "random_prototypes": 1e-9}
+    return replace(plain, method="dcp", options=options)
+
+
+def confirmed(plain: Configuration) -> dict[str, Configuration]:
+    """The rule that was chosen and what it is compared with, by the distance that is the default since the choice."""
+    found = dcp_rules(plain)
+    prototypes = {label: found[label] for label in ("λ = 0.1", "λ = 1", "accuracy^6", "accuracy^6, batch")}
+    changed = {label: replace(run, options={**run.options, "distance": "mse"}) for label, run in prototypes.items()}
+    return {"CE": found["CE"]} | changed
 
 
 def _growth() -> Experiment:
     """Where the paper's prototypes grow without end: few classes, batch norm, long training."""
     plain = replace(DIGITS, epochs=300)
-    chosen = {"weight": 1.0, "alpha": 0.6}
-    runs = {update: replace(plain, method="dcp", options=chosen | {"update": update}) for update in ("batch", "rows")}
+    runs = {update: replace(plain, method="dcp", options=PAPER | {"update": update}) for update in ("batch", "rows")}
     return Experiment("DCP with λ = 1 and α = 0.6 on digits, 300 epochs", "validation", 3, "CE", {"CE": plain} | runs)
 
 
+def _rules(kind: str, title: str, seeds: int, runs: dict[str, Configuration]) -> Experiment:
+    return Experiment(f"the weight of {kind}: {title}", "validation", seeds, "CE", runs)
+
+
 EXPERIMENTS: dict[str, Experiment] = {
-    f"rules-{kind}-{name}": Experiment(
-        f"the weight of {kind.upper()}: {title}", "validation", seeds, "CE", rules(plain)
-    )
-    for name, (title, plain) in (CHOICE | CONFIRMATION).items()
-    for kind, seeds, rules in (("dcp", 2, dcp_rules), ("dcl", 1, dcl_rules))
-} | {"growth-digits": _growth()}
+    "growth-digits": _growth(),
+    **{f"rules-dcp-{name}": _rules("DCP", title, 2, dcp_rules(plain)) for name, (title, plain) in CHOICE.items()},
+    **{f"rules-dcl-{name}": _rules("DCL", title, 1, dcl_rules(plain)) for name, (title, plain) in CHOICE.items()},
+    **{
+        f"rules-dcp-{name}": _rules("DCP", title, 1 if name in LONG else 2, confirmed(plain))
+        for name, (title, plain) in CONFIRMATION.items()
+    },
+}

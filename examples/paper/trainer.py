@@ -149,7 +149,7 @@ class Run:
         keys = ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
         found: dict[str, dict[str, Any]] = {key: {} for key in keys}
         validation = list(self.logits("validation"))
-        temperatures = {name: measures.fitted_temperature(z, y) for name, z, y in validation}
+        temperatures = {name: _temperature(z, y) for name, z, y in validation}
         for name, z, y in validation if part == "validation" else self.logits(part):
             found["accuracy"][name] = _accuracy(z, y)
             found["quality"][name] = measures.quality(z, y, temperatures[name])
@@ -188,6 +188,14 @@ def load_data(configuration: Configuration) -> Data:
             raise ValueError(f"label_noise={chosen.label_noise} is for data sets in memory, not {chosen.data}")
         data.relabel(chosen.label_noise, torch.Generator().manual_seed(0))
     return data
+
+
+def _temperature(z: Tensor, y: Tensor) -> float:
+    """The best one, or 1 if there is none, as where all is right."""
+    try:
+        return metrics.fit_temperature(z, y)
+    except ValueError:
+        return 1.0
 
 
 def _accuracy(z: Tensor, y: Tensor) -> float:

@@ -22,7 +22,7 @@ def record(label, seed, accuracy, average=0.0, nll=1.0):
         "seed": seed,
         "accuracy": {"model": accuracy, EMA: average},
         "train_accuracy": {"model": 1.0},
-        "quality": {"model": {"nll": nll, "nll_scaled": nll / 2, "ece": 0.05, "brier": 0.3}},
+        "quality": {"model": {"nll": nll, "nll_scaled": nll / 2, "ece": 0.05, "ece_scaled": 0.04, "brier": 0.3}},
         "spread": {"model": {"top": 7.0, "within": 1.0, "between": 4.0}},
         "corrupted": {"noise": {"model": 0.5}, "blur": {"model": 0.7}},
     }
@@ -46,7 +46,7 @@ def test_a_predictor_of_the_baseline_has_a_gain_of_its_own_and_no_p_without_a_sp
 
 
 def test_measures_by_hand():
-    expected = (80.0, 1.0, 0.5, 5.0, 0.3, 7.0, 0.25, 100.0, 60.0)
+    expected = (80.0, 1.0, 0.5, 5.0, 4.0, 0.3, 7.0, 0.25, 100.0, 60.0)
     assert [values(CE, Row("CE"), name)[0] for name in MEASURES] == pytest.approx(expected)
     assert gain(CE + DCP, Row("DCP"), Row("CE"), "NLL").mean == pytest.approx(-0.1)
 

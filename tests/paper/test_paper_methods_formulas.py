@@ -211,7 +211,7 @@ def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: 
 
 
 def test_companion_prototype_holds_the_model_to_its_class_means() -> None:
-    method = started("dcp", by_hand(), weight=0.5, alpha=0.3)
+    method = started("dcp", by_hand(), weight=0.5, alpha=0.3, update="batch", distance="squared")
     net, prototypes = twin(method), {}
     for batch in batches():
         epoch, _, x, y, _ = batch

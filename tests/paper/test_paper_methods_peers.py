@@ -46,7 +46,7 @@ from tests.paper.test_paper_methods_formulas import (
 WRAPPED: dict[str, dict[str, Any]] = {
     "plain": {},
     "dcl": {"weight": 0.5, "alpha": 0.3},
-    "dcp": {"weight": 0.7, "alpha": 0.4},
+    "dcp": {"weight": 0.7, "alpha": 0.4, "update": "batch", "distance": "squared"},
     "dcl-dcp": {"dcl_weight": 0.5, "dcl_alpha": 0.3, "dcp_weight": 0.7, "dcp_alpha": 0.4},
 }
 # Each with what is used by hand below.
@@ -211,7 +211,7 @@ def test_mixed_labels_have_the_mixed_loss_of_their_two_classes() -> None:
 
 def test_the_logit_penalty_is_dcp_with_prototypes_of_zero() -> None:
     plain = started("plain", by_hand(normed), logit_penalty=0.6)
-    held = started("dcp", by_hand(normed), weight=0.6, alpha=1.0)
+    held = started("dcp", by_hand(normed), weight=0.6, alpha=1.0, update="batch", distance="squared")
     state = {"values": torch.zeros(CLASSES, CLASSES), "numbers": torch.ones(CLASSES)}
     held.main.optimizer.forecaster.load_state_dict(state)
     train(plain), train(held)
@@ -339,7 +339,7 @@ def test_without_its_weight_class_wise_distillation_is_plain_training_but_for_wh
 
 
 def test_random_prototypes_are_there_from_the_start_and_stay() -> None:
-    method = started("dcp", by_hand(), weight=0.5, random_prototypes=2.0)
+    method = started("dcp", by_hand(), weight=0.5, random_prototypes=2.0, distance="squared")
     optimizer, net = method.main.optimizer, twin(method)
     prototypes = optimizer.prototypes
     assert 1.0 < float(prototypes.std()) < 3.0
@@ -387,11 +387,11 @@ def test_dcl_reports_the_mean_of_both_softmaxes() -> None:
 # ---- dcl-dcp ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_defaults_of_both_are_the_wrappers() -> None:
+def test_the_alphas_of_both_are_the_wrappers_and_the_distances_the_papers() -> None:
     ours = inspect.signature(CompanionPrototypeOptimizer).parameters
     for prefix, wrapper in (("dcl_", DCLOptimizer), ("dcp_", DCPOptimizer)):
-        for name in ("weight", "alpha", "distance"):
-            assert ours[prefix + name].default == inspect.signature(wrapper).parameters[name].default
+        assert ours[prefix + "alpha"].default == inspect.signature(wrapper).parameters["alpha"].default
+        assert (ours[prefix + "weight"].default, ours[prefix + "distance"].default) == (0.1, "squared")
     assert ours["companion_lr_scale"].default == 1.0
 
 
@@ -399,7 +399,7 @@ def test_the_defaults_of_both_are_the_wrappers() -> None:
 def test_without_one_of_its_weights_both_is_the_other(alone: str, without: str) -> None:
     given = setting(normed)
     options = {"weight": 0.5, "alpha": 0.3, "distance": "kl"}
-    single = started(alone, given, **options)
+    single = started(alone, given, **options, **({"update": "batch"} if alone == "dcp" else {}))
     both = started("dcl-dcp", given, **{without: 0.0, **{f"{alone}_{name}": value for name, value in options.items()}})
     train(single), train(both)
     for name, net in single.networks().items():

@@ -13,7 +13,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.paper.methods.base import Predictor, Setting, check_range, ensemble, keywords_of
 from examples.paper.methods.companion_and_prototypes import CompanionPrototypeOptimizer
 from examples.paper.methods.plain import Plain
-from examples.paper.methods.weight_rules import PROTOTYPES, Rule
+from examples.paper.methods.weight_rules import OPTIMIZERS, Rule
 
 
 class _Wrapped(Plain):
@@ -90,7 +90,7 @@ class CompanionLearning(_WithCompanion):
     Args:
         setting: what to train with.
         options: the wrapper's own keywords, but for ``loss_scale``: weight, alpha, distance, companion (a callable that
-            builds the network), companion_lr_scale, companion_fraction and so on; and those of :class:`Plain`.
+            builds the network), companion_lr_scale, companion_every and so on; and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range.
@@ -109,7 +109,7 @@ class CompanionPrototype(_WithPrototypes):
 
     Args:
         setting: what to train with.
-        prototypes: a name of :data:`~examples.paper.methods.weight_rules.PROTOTYPES`, of others than the optimizer's.
+        prototypes: a name of :data:`~examples.paper.methods.weight_rules.OPTIMIZERS`; None for DCPOptimizer's own.
         random_prototypes: a control: the standard deviation :math:`\ge 0` of prototypes that are drawn from a Gaussian
             at the start, of torch's global generator, and stay: alpha is 1. Default 0 for those that learn.
         options: the wrapper's own keywords, but for ``targets`` and ``loss_scale``: weight, alpha, distance and so on;
@@ -125,11 +125,7 @@ class CompanionPrototype(_WithPrototypes):
         check_range("random_prototypes", random_prototypes, 0)
         if random_prototypes and options.setdefault("alpha", 1.0) != 1:
             raise ValueError(f"alpha={options['alpha']!r} but random_prototypes stay as they are: leave alpha out")
-        super().__init__(setting, DCPOptimizer, setting.classes, **options)
-        if prototypes is not None:
-            forecaster = self.main.optimizer.forecaster
-            forecaster.__class__ = PROTOTYPES[prototypes]  # another way to learn, with the same state
-            forecaster._create(setting.classes, forecaster.values)
+        super().__init__(setting, OPTIMIZERS[prototypes], setting.classes, **options)
         if random_prototypes:
             values = random_prototypes * torch.randn(setting.classes, setting.classes)
             state = {"values": values, "numbers": torch.full((setting.classes,), torch.inf)}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -103,8 +104,8 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
     .. math:: \theta_{t+1} = \text{base step with } \nabla_\theta\,\Big[\ell(z, y) + \lambda_1\,\Delta_1(z, c)
         + \frac{\lambda_2}{N} \sum_i \Delta_2(z_i, p^{y_i})\Big]
 
-    Companion and prototypes learn as in :class:`~dcl_optim.DCLOptimizer` and :class:`~dcl_optim.DCPOptimizer`, whose
-    defaults these are. For one process.
+    The companion learns as in :class:`~dcl_optim.DCLOptimizer`, and the prototypes as in
+    :class:`~dcl_optim.DCPOptimizer` with ``update="batch"``. For one process.
 
     Args:
         base_optimizer: the optimizer to wrap.
@@ -130,12 +131,12 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
         *,
         dcl_weight: float | Schedule = 0.1,
         dcl_alpha: float | Schedule = 0.6,
-        dcl_distance: DistanceName | Distance = "mse",
+        dcl_distance: DistanceName | Distance = "squared",
         companion: nn.Module | Callable[[], nn.Module] | None = None,
         companion_lr_scale: float = 1.0,
         dcp_weight: float | Schedule = 0.1,
         dcp_alpha: float | Schedule = 0.97,
-        dcp_distance: DistanceName | Distance = "mse",
+        dcp_distance: DistanceName | Distance = "squared",
         loss_scale: Any = "auto",
     ) -> None:
         dcl = _term("dcl", dcl_distance, dcl_weight, dcl_alpha)
@@ -164,10 +165,9 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
 
 def _weighted(penalty: Penalty, weight: float) -> tuple[Tensor, Tensor]:
     """The distances of rows and their gradients, each times its weight in the sum."""
-    rows = penalty.rows
-    factor = weight / penalty.number if penalty.weights is None else penalty.weights * (weight / penalty.number)
-    slope = rows.slope * rows.factor
-    return rows.distances * factor, slope * (factor[:, None] if isinstance(factor, Tensor) and factor.ndim else factor)
+    slope = penalty.added_to(torch.zeros_like(penalty.rows.slope), 1.0, weight, 1)
+    shares = 1.0 if penalty.weights is None else penalty.weights
+    return penalty.rows.distances * shares * (weight / penalty.number), slope
 
 
 def _term(prefix: str, distance: DistanceName | Distance, weight: float | Schedule, alpha: float | Schedule) -> Term:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim import AutoWeight, DCPOptimizer
 from dcl_optim.distances import Distance
 from dcl_optim.forecaster import Forward, Loss, Penalty
 from dcl_optim.prototypes import SOME_ROWS, Prototypes
@@ -27,19 +28,19 @@ class Rule:
     """
 
     def __init__(self, signal: str, power: float, floor: float = 0.1, factor: float = 1.0) -> None:
-        self.signal, self.power, self.floor, self.factor = signal, power, floor, factor
+        self._signal, self._factor, self._weight_at = signal, factor, AutoWeight(floor, power).at
         self._sum = self._weight = 0.0
 
     def update(self, z: Tensor, y: Tensor, loss: Tensor) -> None:
         """Take note of a step: logits, class indices and loss."""
-        found = (z.argmax(1) == y).float().mean() if self.signal == "accuracy" else loss
+        found = (z.argmax(1) == y).float().mean() if self._signal == "accuracy" else loss
         self._sum, self._weight = DECAY * self._sum + float(found), DECAY * self._weight + 1.0
 
     def __call__(self, step: int) -> float:
-        mean = self._sum / self._weight if self._weight else math.nan
-        if self.signal == "loss":
-            mean = math.exp(-mean)
-        return self.factor * (self.floor if math.isnan(mean) else max(self.floor, mean**self.power))
+        if not self._weight:
+            return self._factor * self._weight_at(0.0)
+        mean = self._sum / self._weight
+        return self._factor * self._weight_at(math.exp(-mean) if self._signal == "loss" else mean)
 
     def state_dict(self) -> dict[str, Any]:
         """The running mean."""
@@ -96,4 +97,20 @@ class WeightsByClass(Prototypes):
         self._right = state["right"].to(self._right)
 
 
-PROTOTYPES: dict[str, type[Prototypes]] = {"batch means": BatchMeans, "weights by class": WeightsByClass}
+class BatchMeansOptimizer(DCPOptimizer):
+    """DCP with :class:`BatchMeans`."""
+
+    _prototypes = BatchMeans
+
+
+class WeightsByClassOptimizer(DCPOptimizer):
+    """DCP with :class:`WeightsByClass`."""
+
+    _prototypes = WeightsByClass
+
+
+OPTIMIZERS: dict[str | None, type[DCPOptimizer]] = {
+    None: DCPOptimizer,
+    "batch means": BatchMeansOptimizer,
+    "weights by class": WeightsByClassOptimizer,
+}
