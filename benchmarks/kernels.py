@@ -73,8 +73,7 @@ METHODS: dict[str, Callable[[Script], Training]] = {
     name: methods.METHODS[name].build for name in methods.BY_HAND_AND_WRAPPED
 } | {
     "DCPOptimizer, set_targets": partial(methods.companion_prototype, gives_targets=True),
-    "DCPOptimizer, auto": partial(methods.companion_prototype, weight="auto"),
-    "DCPOptimizer, rows": partial(methods.companion_prototype, update="rows"),
+    "DCPOptimizer, defaults": partial(methods.companion_prototype, weight="auto", update="rows"),
 }
 
 

@@ -74,18 +74,6 @@ KNOBS: dict[str, Knob] = {
     for knob in (
         Knob("DCLOptimizer", changes=DEFAULT, accuracy="82.4 % (Table 8)"),
         Knob(
-            "companion_fraction=0.5",
-            lambda script: {"companion_fraction": 0.5},
-            "the companion learns from half of the batch",
-            "81.4 % (Table 10)",
-        ),
-        Knob(
-            "companion_fraction=0.1",
-            lambda script: {"companion_fraction": 0.1},
-            "the companion learns from a tenth of the batch",
-            "80.7 % (Table 10)",
-        ),
-        Knob(
             "companion_every=2",
             lambda script: {"companion_every": 2},
             "the companion learns at every second step",

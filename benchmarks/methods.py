@@ -108,7 +108,7 @@ def prototypes_by_hand(script: Script) -> Training:
 def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | None = None, **options: Any) -> Training:
     """The same by wrapping the optimizer; ``finish`` is what a script does to the wrapper before it trains."""
     base = sgd(trained(script.model))
-    optimizer = DCLOptimizer(base, script.model, **{"weight": WEIGHT} | options)
+    optimizer = DCLOptimizer(base, script.model, **{"weight": WEIGHT, "distance": "squared"} | options)
     if finish is not None:
         finish(optimizer)
     state = [optimizer.base, optimizer.companion_optimizer]
@@ -116,9 +116,11 @@ def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | N
 
 
 def companion_prototype(script: Script, gives_targets: bool = False, **options: Any) -> Training:
-    """Class prototypes in the companion's place, the labels read or given."""
+    """Class prototypes in the companion's place, the labels read or given; as the loop by hand unless told."""
     base = sgd(trained(script.model))
-    optimizer = DCPOptimizer(base, script.model, **{"weight": WEIGHT, "alpha": ALPHA} | options)
+    optimizer = DCPOptimizer(
+        base, script.model, **{"weight": WEIGHT, "alpha": ALPHA, "update": "batch", "distance": "squared"} | options
+    )
     return Training(
         script.loop(optimizer, targets=optimizer.set_targets) if gives_targets else script.loop(optimizer),
         script.model,

@@ -225,7 +225,7 @@ def test_verdict(difference: float, error: float | None, expected: str):
 
 def test_the_table_is_of_the_last_epoch_and_of_differences_by_seed():
     def run(*accuracy: float) -> dict:
-        return {"accuracy": accuracy, "seconds": [1.0], "parameters_added": 0, "bytes_added": 0}
+        return {"accuracy": accuracy, "seconds": [1.0], "diverged": False, "parameters_added": 0, "bytes_added": 0}
 
     plain, ours = report.summarise({"plain": [run(0.5, 0.4), run(0.6, 0.7)], "DCL": [run(0.9, 0.5), run(0.8, 0.7)]})
     assert (plain.accuracy, ours.accuracy) == pytest.approx((55, 60))
@@ -342,14 +342,24 @@ def test_a_saved_run_is_shown_again(
     assert (tmp_path / "second.csv").read_bytes() == (tmp_path / "first.csv").read_bytes()
 
 
-def test_a_run_saved_before_divergence_was_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The committed one, whose table README shows."""
-    old = Path(__file__).parent.parent / "docs" / "results" / "demo.json"
-    assert demo.main(["--from", str(old), "--out", str(tmp_path)]) == 0
-    assert "\nDCP     97.72 ± 0.22 %  +0.65 ± 0.16      1.16 x " in capsys.readouterr().out
+def test_the_committed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    docs = Path(__file__).parent.parent / "docs"
+    assert demo.main(["--from", str(docs / "results" / "demo.json"), "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1]
+    assert table.startswith("method   test accuracy   minus plain")
+    assert table.count("\n") == 4
+    assert f"\n{table}\n" in (docs / "results.md").read_text(encoding="utf-8")
 
 
-ONE = {"seed": 0, "accuracy": [0.5], "consistency": [0.5], "seconds": [1.0], "parameters_added": 0, "bytes_added": 0}
+ONE = {
+    "seed": 0,
+    "accuracy": [0.5],
+    "consistency": [0.5],
+    "seconds": [1.0],
+    "diverged": False,
+    "parameters_added": 0,
+    "bytes_added": 0,
+}
 SAVED = {
     "arguments": {"epochs": 1, "train_size": 64, "validation": False, "weight": None, "alpha": None},
     "histories": {"plain": [ONE], "DCL": [ONE]},
@@ -373,7 +383,7 @@ SAVED = {
                 [],
                 [ONE, ONE],
                 [{"accuracy": [0.5]}],
-                [{key: value for key, value in ONE.items() if key != "seed"}],
+                *([{key: value for key, value in ONE.items() if key != name}] for name in ("seed", "diverged")),
                 [ONE | {"accuracy": []}],
                 [ONE | {"accuracy": ["high"]}],
                 [ONE | {"consistency": [0.5, 0.5]}],

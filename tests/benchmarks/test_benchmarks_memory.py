@@ -74,10 +74,10 @@ def test_the_process_trains_the_row_it_was_asked_for(monkeypatch, capsys):
     started: list[tuple] = []
     monkeypatch.setattr(memory, "start", lambda *arguments: started.append(arguments))
     threads = str(torch.get_num_threads())
-    memory.main(["cnn", "companion_fraction=0.5", "--precision", "bf16-channels-last", "--threads", threads])
+    memory.main(["cnn", "companion_every=2", "--precision", "bf16-channels-last", "--threads", threads])
     ((row, work, setting, steps),) = started
     assert (row.name, work.title, setting) == (
-        "companion_fraction=0.5",
+        "companion_every=2",
         "CNN 28x28",
         Setting("cpu", "bf16-channels-last"),
     )

@@ -265,9 +265,9 @@ def test_periods_are_those_of_the_options():
 
 def test_a_wrapper_is_a_wrapper():
     """The rows of the package's name train through the package."""
-    for name in ("DCLOptimizer", "companion_fraction=0.1"):
+    for name in ("DCLOptimizer", "companion_every=4"):
         assert KNOBS[name].row().build.__self__ is KNOBS[name]
     assert isinstance(companion_learning(script()).second, nn.Module)
     seen: list[DCLOptimizer] = []
-    companion_learning(script(), finish=seen.append, companion_fraction=0.25)
+    companion_learning(script(), finish=seen.append, companion_every=2)
     assert type(seen[0]) is DCLOptimizer
