@@ -11,7 +11,6 @@ from peft import (
     AdaLoraConfig,
     IA3Config,
     LoraConfig,
-    PrefixTuningConfig,
     PromptTuningConfig,
     VBLoRAConfig,
     VeraConfig,
@@ -36,7 +35,6 @@ METHODS = {
     "VeRA": lambda: VeraConfig(r=4, **PLACES),
     "VBLoRA": lambda: VBLoRAConfig(r=2, num_vectors=16, vector_length=4, topk=2, **PLACES),
     "IA3": lambda: IA3Config(target_modules=["key", "dense"], feedforward_modules=["dense"]),
-    "prefix tuning": lambda: PrefixTuningConfig(num_virtual_tokens=2),
     "prompt tuning": lambda: PromptTuningConfig(num_virtual_tokens=2),
 }
 FROZEN_BUFFERS = {"VeRA": "vera_"}  # random matrices that do not train, which this method keeps as buffers
