@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGES = (
     "README.md",
-    *(f"docs/{page}.md" for page in ("applications", "evidence", "extending", "index", "performance", "results")),
+    *(
+        f"docs/{page}.md"
+        for page in ("applications", "evidence", "extending", "index", "performance", "results", "results/gains")
+    ),
 )
 
 
@@ -39,6 +42,7 @@ OVERVIEW = {
     "150 kanji, 5 images of each, a quarter of the steps": "length-kanji-1k",
     "100 writing systems, unseen letters": "length-scripts-4k",
     "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
+    "Fashion-MNIST, 50,000 images": "pays-fashion-50k",
     "40 sections of Debian from a line of text": "pays-debian",
     "40 sections of Debian, AdamW": "pays-debian-adamw",
 }

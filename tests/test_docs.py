@@ -45,7 +45,7 @@ def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
 
 @pytest.mark.example
 def test_all_results_are_on_a_page():
-    page = "".join((ROOT / "docs" / name).read_text() for name in ("results.md", "applications.md", "evidence.md"))
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("results.md", "applications.md", "evidence.md", "results/gains.md"))
     for path in (ROOT / "docs" / "results").glob("*.jsonl"):
         kind = path.stem.split("-")[0]
         assert path.stem in page or f"{kind}-{{" in page, path.stem

@@ -94,23 +94,7 @@ def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict
     return found
 
 
-# Their row "DCP", the defaults of today, has not been run: an hour and more on two cores.
-WITHOUT_DCP = (
-    "length-scripts-16k",
-    "data-kanji-1600",
-    "data-kanji-4800",
-    "noise-kanji-40",
-    "wide-kanji",
-    "pays-fashion-50k",
-    "pays-scripts",
-)
-
-
-def _without_dcp(experiment: Experiment) -> Experiment:
-    return replace(experiment, runs={label: run for label, run in experiment.runs.items() if label != "DCP"})
-
-
-EVERY: dict[str, Experiment] = {
+EXPERIMENTS: dict[str, Experiment] = {
     **_defaults("short", 5, SHORT),
     **_defaults("long", 3, LONG),
     "adamw-fashion": Experiment(
@@ -136,4 +120,3 @@ EVERY: dict[str, Experiment] = {
     **peers.EXPERIMENTS,
     **rules.EXPERIMENTS,
 }
-EXPERIMENTS = {name: _without_dcp(found) if name in WITHOUT_DCP else found for name, found in EVERY.items()}
