@@ -45,7 +45,8 @@ def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
 
 @pytest.mark.example
 def test_all_results_are_on_a_page():
-    page = "".join((ROOT / "docs" / name).read_text() for name in ("results.md", "applications.md", "evidence.md", "results/gains.md"))
+    pages = ("results.md", "applications.md", "evidence.md", "results/gains.md")
+    page = "".join((ROOT / "docs" / name).read_text() for name in pages)
     for path in (ROOT / "docs" / "results").glob("*.jsonl"):
         kind = path.stem.split("-")[0]
         assert path.stem in page or f"{kind}-{{" in page, path.stem

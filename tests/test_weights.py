@@ -150,6 +150,20 @@ def test_a_step_that_was_skipped_does_not_count():
     assert weights(optimizer)["labelled"] == ROWS  # that of step 5: the accuracy was read after step 4
 
 
+def test_a_step_that_a_gradient_scaler_skips_does_not_count():
+    model = network()
+    optimizer, scaler = wrap(model), torch.amp.GradScaler("cpu", init_scale=16.0)
+    for t, (x, y) in enumerate(batches(6)):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        if t == 4:
+            model[0].weight.grad.fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert weights(optimizer)["labelled"] == ROWS
+
+
 def test_a_batch_that_is_not_finite_does_not_count():
     model = network()
     optimizer = wrap(model)

@@ -31,10 +31,10 @@ CONFIRMATION: dict[str, tuple[str, Configuration]] = {
 }
 
 
-# Named before any of their runs was made, after the automatic weight had lost 0.4 points on Fashion-MNIST: is the pull too
-# strong where there are few classes? The mean squared distance divides by their number K, so that a weight of 0.1 pulls
-# a logit as hard with 10 classes as one of 1 with 100, the fewest that the paper has. If a weight of 0.1 is not worse
-# than accuracy^6 in these, K/100 becomes the most that the weight grows to.
+# Named before any of their runs was made, after the automatic weight had lost 0.4 points on Fashion-MNIST: is the pull
+# too strong where there are few classes? The mean squared distance divides by their number K, so that a weight of 0.1
+# pulls a logit as hard with 10 classes as one of 1 with 100, the fewest that the paper has. If a weight of 0.1 is not
+# worse than accuracy^6 in these, K/100 becomes the most that the weight grows to.
 FEW_CLASSES: dict[str, tuple[str, Configuration]] = {
     "fashion-noise": (
         "Fashion-MNIST, 5,000 images, 20 % wrong labels",
