@@ -83,6 +83,11 @@ def dcp_rules(plain: Configuration) -> dict[str, Configuration]:
     }
 
 
+def _standardized(plain: Configuration, factor: float) -> Configuration:
+    rule = {"signal": "accuracy", "power": 6, "floor": 0.0, "factor": factor}
+    return replace(plain, method="dcl", options={"alpha": 0.6, "distance": "standardized", "rule": rule})
+
+
 def dcl_rules(plain: Configuration) -> dict[str, Configuration]:
     """Temperatures and powers for DCL by divergence; the controls pull to equal logits in place of a companion's."""
     plain = replace(plain, averages=())
@@ -92,6 +97,7 @@ def dcl_rules(plain: Configuration) -> dict[str, Configuration]:
         **{f"KL, T = {temperature}, accuracy^6": _dcl(plain, temperature, 6) for temperature in (2, 4, 8)},
         **{f"KL, T = 2, accuracy^{power}": _dcl(plain, 2, power) for power in (3, 9, 12)},
         "KL, T = 2, accuracy^6, α = 0.9": _dcl(plain, 2, 6, alpha=0.9),
+        **{f"standardized logits, {factor:g} accuracy^6": _standardized(plain, factor) for factor in (1.0, 16.0)},
         **{
             f"no companion, KL, T = {temperature}, accuracy^6": _uniform(plain, temperature)
             for temperature in (2, 4, 8)

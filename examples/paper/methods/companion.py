@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.distances import squared
 from examples.paper.methods.base import Predictor, Setting, check_range, ensemble, keywords_of
 from examples.paper.methods.companion_and_prototypes import CompanionPrototypeOptimizer
 from examples.paper.methods.plain import Plain
@@ -81,6 +82,12 @@ class _WithPrototypes(_Wrapped):
         return super()._evaluate(x, target)
 
 
+def standardized(z: Tensor, c: Tensor) -> Tensor:
+    """The mean squared distance of logits less their mean and divided by their standard deviation, row by row."""
+    z, c = ((rows - rows.mean(1, keepdim=True)) / (rows.std(1, keepdim=True) + 1e-6) for rows in (z, c))
+    return squared(z, c)
+
+
 class CompanionLearning(_WithCompanion):
     """Deep Companion Learning (R. Zhu and V. Saligrama, ECCV 2024): the optimizer in :class:`DCLOptimizer`.
 
@@ -90,13 +97,16 @@ class CompanionLearning(_WithCompanion):
     Args:
         setting: what to train with.
         options: the wrapper's own keywords, but for ``loss_scale``: weight, alpha, distance, companion (a callable that
-            builds the network), companion_lr_scale, companion_every and so on; and those of :class:`Plain`.
+            builds the network), companion_lr_scale, companion_every and so on; and those of :class:`Plain`. A distance
+            "standardized" is :func:`standardized`.
 
     Raises:
         ValueError: an option out of range.
     """
 
     def __init__(self, setting: Setting, **options: Any) -> None:
+        if options.get("distance") == "standardized":
+            options["distance"] = standardized
         super().__init__(setting, DCLOptimizer, **options)
 
     @classmethod
