@@ -47,8 +47,8 @@ class DCPOptimizer(ForecastOptimizer):
         num_classes: K, the number of classes and of logits, at least 1; the prototypes take K² numbers, at most 1 GiB.
             None (default) for the length of the first logits' class dimension.
         weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"`` (default), with which it grows from 0.1 to
-            1 as the training accuracy grows (:class:`~dcl_optim.AutoWeight`, whose constants may be given). The paper
-            names no value for DCP; its experiments with DCL use 1.
+            1, with fewer than 100 classes to K/100, as the training accuracy grows (:class:`~dcl_optim.AutoWeight`,
+            whose constants may be given). The paper names no value for DCP; its experiments with DCL use 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
         distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
         reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each

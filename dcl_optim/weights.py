@@ -18,42 +18,52 @@ from dcl_optim.schedules import Checked, Schedule
 
 @dataclass(frozen=True)
 class AutoWeight:
-    r"""The penalty grows from 0.1 to 1 as the training accuracy grows: :math:`\lambda = \max(\lambda_0, a^k)`.
+    r"""The penalty grows from 0.1 to 1, with fewer than 100 classes to K/100, as the training accuracy a grows.
 
-    A penalty as strong as the paper's (1) pays once the model fits its training data, and costs before. The accuracy a
-    is that of the model's own predictions on the training batches, counted over the rows with a label: at the end of
-    steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th over the steps since the last time, after step 64 over every
-    fourth of them. It is 0 before. Of soft labels the largest share is the label. Micro-batches count by their rows and
-    ranks are summed. Batches whose step was skipped or whose labels cannot be read do not count.
+    .. math:: \lambda = \max\big(\lambda_0,\ \min(1, K/C)\,a^k\big)
+
+    A penalty as strong as the paper's (1) pays once the model fits its training data, and costs before. The mean
+    squared distance divides by the number K of classes, so the same weight pulls a logit harder where they are fewer.
+    The paper's data has C = 100 classes or more.
+
+    The accuracy a is that of the model's own predictions on the training batches, counted over the rows with a label:
+    at the end of steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th over the steps since the last time, after step
+    64 over every fourth of them. It is 0 before. Of soft labels the largest share is the label. Micro-batches count by
+    their rows and ranks are summed. Batches whose step was skipped or whose labels cannot be read do not count.
 
     Args:
         floor: :math:`\lambda_0`, the least weight, at least 0. Default 0.1.
-        power: k > 0. Default 6: the weight is 0.1 up to an accuracy of 68 %, 0.26 at 80 %, 0.53 at 90 %.
+        power: k > 0. Default 6: with 100 classes the weight is 0.1 up to an accuracy of 68 %, 0.26 at 80 %, 0.53 at 90.
+        classes: C > 0, the number of classes from which on the weight grows to 1. Default 100.
 
     Raises:
-        ValueError: a negative floor, or a power that is not positive.
+        ValueError: a negative floor, or another argument that is not positive.
         TypeError: no number.
 
     Examples:
         >>> weight = AutoWeight()
-        >>> [round(weight.at(accuracy), 2) for accuracy in (0.0, 0.5, 0.8, 0.9, 1.0)]
+        >>> [round(weight.at(accuracy, num_classes=100), 2) for accuracy in (0.0, 0.5, 0.8, 0.9, 1.0)]
         [0.1, 0.1, 0.26, 0.53, 1.0]
+        >>> weight.at(1.0, num_classes=40)
+        0.4
 
     Source: ours; the paper keeps :math:`\lambda` fixed.
     """
 
     floor: float = 0.1
     power: float = 6.0
+    classes: float = 100.0
 
     def __post_init__(self) -> None:
         check_number("floor", self.floor)
         if not 0 <= self.floor < math.inf:
             raise ValueError(f"floor={self.floor!r} must be a finite number of at least 0")
         check_positive("power", self.power)
+        check_positive("classes", self.classes)
 
-    def at(self, accuracy: float) -> float:
+    def at(self, accuracy: float, num_classes: int) -> float:
         """The weight at a training accuracy in [0, 1]."""
-        return max(self.floor, accuracy**self.power)
+        return max(self.floor, min(1.0, num_classes / self.classes) * accuracy**self.power)
 
 
 ALL_STEPS, EVERY = 64, 4  # the batches of which steps are counted
@@ -94,13 +104,14 @@ class FollowsFit:
     _pending: list[tuple[Tensor, int]]  # in the step that has not been taken
     _right: int  # of the rows with a label that were read, but not yet taken into the accuracy
     _labelled: int
+    _classes: int  # K; 0 before a batch was counted
 
     def __init__(self, rule: AutoWeight) -> None:
         self.given = rule
-        self.load_state({"accuracy": 0.0, "right": 0, "labelled": 0})
+        self.load_state({"accuracy": 0.0, "right": 0, "labelled": 0, "classes": 0})
 
     def __call__(self, step: int) -> float:
-        return self.given.at(self.accuracy)
+        return self.given.at(self.accuracy, self._classes)
 
     def __str__(self) -> str:
         return "auto" if self.given == AutoWeight() else repr(self.given)
@@ -110,6 +121,7 @@ class FollowsFit:
         if labels is None or not _is_counted(step):
             return
         number, classes = z.shape
+        self._classes = classes
         if labels.ndim == 2:
             labels = torch.where(labels.sum(1) > 0.5, labels.argmax(1), classes)
         candidates = torch.stack((z.argmax(1), constant(classes, z.device).expand(number)))
@@ -146,11 +158,13 @@ class FollowsFit:
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
         self._read()
-        return {"accuracy": self.accuracy, "right": self._right, "labelled": self._labelled}
+        counts = {"right": self._right, "labelled": self._labelled, "classes": self._classes}
+        return {"accuracy": self.accuracy} | counts
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        self.accuracy, self._right, self._labelled = state["accuracy"], state["right"], state["labelled"]
+        self.accuracy, self._classes = state["accuracy"], state["classes"]
+        self._right, self._labelled = state["right"], state["labelled"]
         self._counted, self._pending = [], []
 
 
@@ -163,7 +177,7 @@ def check_weight_state(state: Any) -> None:
     if state is None:
         return
     try:
-        fits = all(map(is_number, (state["accuracy"], state["right"], state["labelled"])))
+        fits = all(is_number(state[name]) for name in ("accuracy", "right", "labelled", "classes"))
         fits = fits and 0 <= state["accuracy"] <= 1 and 0 <= state["right"] <= state["labelled"]
     except (KeyError, TypeError):
         fits = False

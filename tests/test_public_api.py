@@ -41,8 +41,9 @@ dcl_optim.schedules.RunningAverage()
     .__call__(self, step)
 dcl_optim.schedules.LinearWarmup(value, steps)
     .__call__(self, step)
-dcl_optim.AutoWeight(floor=0.1, power=6.0)
-    .at(self, accuracy)
+dcl_optim.AutoWeight(floor=0.1, power=6.0, classes=100.0)
+    .at(self, accuracy, num_classes)
+    .classes = 100.0
     .floor = 0.1
     .power = 6.0
 dcl_optim.loss.outputs.find_logits(output)

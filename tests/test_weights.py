@@ -24,7 +24,7 @@ CLASSES, FEATURES, ROWS = 4, 6, 12
 KEY = "dcl_optim.DCPOptimizer"
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 READ = (3, 4, 6, 10, 18, 34, 66, 102, 202)  # the steps at whose end the accuracy is read
-RULE = AutoWeight(floor=0.05, power=2.0)  # which moves in the first steps already
+RULE = AutoWeight(floor=0.05, power=2.0, classes=CLASSES)  # which moves in the first steps already
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -70,9 +70,17 @@ def weights(optimizer: DCPOptimizer) -> dict[str, Any]:
 
 
 def test_the_weight_by_hand():
-    assert [AutoWeight().at(a) for a in (0.0, 0.68, 1.0)] == [0.1, 0.1, 1.0]
-    assert AutoWeight().at(0.9) == pytest.approx(0.531441)
-    assert AutoWeight(0.0, 2).at(0.5) == 0.25
+    assert [AutoWeight().at(a, 100) for a in (0.0, 0.68, 1.0)] == [0.1, 0.1, 1.0]
+    assert AutoWeight().at(0.9, 1_000) == pytest.approx(0.531441)
+    assert AutoWeight(0.0, 2).at(0.5, 100) == 0.25
+
+
+def test_with_fewer_than_100_classes_it_grows_to_their_number_over_100():
+    assert [AutoWeight().at(1.0, k) for k in (2, 10, 40, 99, 100, 101)] == [0.1, 0.1, 0.4, 0.99, 1.0, 1.0]
+    assert AutoWeight().at(0.9, 50) == pytest.approx(0.2657205)
+    assert AutoWeight(0.0, 1, classes=4).at(0.5, 2) == 0.25
+    _, optimizer = trained(20, weight=AutoWeight(floor=0.0, power=1.0, classes=10 * CLASSES))
+    assert optimizer.logs()["weight"] == pytest.approx(optimizer.logs()["train_accuracy"] / 10)
 
 
 @pytest.mark.parametrize("update", ["rows", "batch"])
@@ -95,12 +103,12 @@ def test_training_equals_a_loop_by_hand(update):
     assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **CLOSE)
     assert optimizer.logs()["train_accuracy"] == accuracy
     assert optimizer.logs()["weight"] == pytest.approx(accuracy**2)
-    assert weights(optimizer) == {"accuracy": accuracy, "right": right, "labelled": rows}
+    assert weights(optimizer) == {"accuracy": accuracy, "right": right, "labelled": rows, "classes": CLASSES}
 
 
 def test_auto_is_the_default_rule_and_reads_the_labels_itself():
     _, optimizer = trained(10, weight="auto")
-    assert optimizer.weight == AutoWeight(floor=0.1, power=6.0)
+    assert optimizer.weight == AutoWeight(floor=0.1, power=6.0, classes=100.0)
     assert "weight=auto" in repr(optimizer)
     _, given = trained(10, weight=AutoWeight())
     assert_same(optimizer.state_dict(), given.state_dict())
@@ -257,6 +265,7 @@ def test_it_may_be_set_in_the_middle_of_a_run():
         ({"floor": math.inf}, ValueError, r"floor=inf must be a finite number"),
         ({"floor": "0"}, TypeError, r"floor='0' must be a number"),
         ({"power": 0}, ValueError, r"power=0 must be a positive finite number"),
+        ({"classes": 0}, ValueError, r"classes=0 must be a positive finite number"),
     ],
 )
 def test_what_cannot_be_is_refused(options, error, message):

@@ -34,7 +34,10 @@ SCHEDULES: dict[str, Callable[[int, int], Any]] = {
     "running-average": lambda steps, epoch: RunningAverage(),
     "warm-up": lambda steps, epoch: LinearWarmup(1.0, max(1, steps // 2)),
     "ramp": lambda steps, epoch: LinearWarmup(1.0, steps),
-    **{f"accuracy^{power}": lambda steps, epoch, power=power: AutoWeight(power=power) for power in (3, 6, 9, 12)},
+    **{  # to 1 for any number of classes
+        f"accuracy^{power}": lambda steps, epoch, power=power: AutoWeight(power=power, classes=1)
+        for power in (3, 6, 9, 12)
+    },
     "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
 

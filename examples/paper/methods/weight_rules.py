@@ -3,6 +3,7 @@ r"""Rules for the penalty's weight that were compared with :class:`~dcl_optim.Au
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class Rule:
     """
 
     def __init__(self, signal: str, power: float, floor: float = 0.1, factor: float = 1.0) -> None:
-        self._signal, self._factor, self._weight_at = signal, factor, AutoWeight(floor, power).at
+        self._signal, self._factor = signal, factor
+        self._weight_at = partial(AutoWeight(floor, power).at, num_classes=100)
         self._sum = self._weight = 0.0
 
     def update(self, z: Tensor, y: Tensor, loss: Tensor) -> None:
