@@ -18,13 +18,13 @@ from dcl_optim.schedules import Checked, Schedule
 
 @dataclass(frozen=True)
 class AutoWeight:
-    r"""The penalty grows from 0.1 to 1, with K < 100 classes to :math:`\sqrt{K/100}`, as the training accuracy a grows.
+    r"""The penalty grows from 0.1 to 1, with fewer than 100 classes to K/100, as the training accuracy a grows.
 
-    .. math:: \lambda = \max\big(\lambda_0,\ \min(1, \sqrt{K/C})\,a^k\big)
+    .. math:: \lambda = \max\big(\lambda_0,\ \min(1, K/C)\,a^k\big)
 
-    A penalty as strong as the paper's (1) pays once the model fits its training data, and costs before. The gradient of
-    the mean squared distance of a row is :math:`2(z-c)/K`. For logits that differ by the same it is longer with fewer
-    classes, in proportion to :math:`1/\sqrt K`; a cross-entropy's is not. The paper has C = 100 classes or more.
+    A penalty as strong as the paper's (1) pays once the model fits its training data, and costs before. The mean
+    squared distance divides by the number K of classes, so the same weight pulls a logit harder where they are fewer.
+    The paper's data has C = 100 classes or more.
 
     The accuracy a is that of the model's own predictions on the training batches, counted over the rows with a label:
     at the end of steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th over the steps since the last time, after step
@@ -45,7 +45,7 @@ class AutoWeight:
         >>> [round(weight.at(accuracy, num_classes=100), 2) for accuracy in (0.0, 0.5, 0.8, 0.9, 1.0)]
         [0.1, 0.1, 0.26, 0.53, 1.0]
         >>> weight.at(1.0, num_classes=40)
-        0.6324555320336759
+        0.4
 
     Source: ours; the paper keeps :math:`\lambda` fixed.
     """
@@ -63,7 +63,7 @@ class AutoWeight:
 
     def at(self, accuracy: float, num_classes: int) -> float:
         """The weight at a training accuracy in [0, 1]."""
-        return max(self.floor, min(1.0, math.sqrt(num_classes / self.classes)) * accuracy**self.power)
+        return max(self.floor, min(1.0, num_classes / self.classes) * accuracy**self.power)
 
 
 ALL_STEPS, EVERY = 64, 4  # the batches of which steps are counted

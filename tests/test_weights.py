@@ -75,11 +75,11 @@ def test_the_weight_by_hand():
     assert AutoWeight(0.0, 2).at(0.5, 100) == 0.25
 
 
-def test_with_fewer_than_100_classes_it_grows_to_the_root_of_their_number_over_100():
-    assert [AutoWeight().at(1.0, k) for k in (1, 4, 25, 49, 100, 101)] == [0.1, 0.2, 0.5, 0.7, 1.0, 1.0]
-    assert AutoWeight().at(0.9, 25) == pytest.approx(0.2657205)
-    assert AutoWeight(0.0, 1, classes=4).at(0.5, 1) == 0.25
-    _, optimizer = trained(20, weight=AutoWeight(floor=0.0, power=1.0, classes=100 * CLASSES))
+def test_with_fewer_than_100_classes_it_grows_to_their_number_over_100():
+    assert [AutoWeight().at(1.0, k) for k in (2, 10, 40, 99, 100, 101)] == [0.1, 0.1, 0.4, 0.99, 1.0, 1.0]
+    assert AutoWeight().at(0.9, 50) == pytest.approx(0.2657205)
+    assert AutoWeight(0.0, 1, classes=4).at(0.5, 2) == 0.25
+    _, optimizer = trained(20, weight=AutoWeight(floor=0.0, power=1.0, classes=10 * CLASSES))
     assert optimizer.logs()["weight"] == pytest.approx(optimizer.logs()["train_accuracy"] / 10)
 
 

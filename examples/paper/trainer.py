@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -38,6 +39,7 @@ SCHEDULES: dict[str, Callable[[int, int], Any]] = {
         f"accuracy^{power}": lambda steps, epoch, power=power: AutoWeight(power=power, classes=1)
         for power in (3, 6, 9, 12)
     },
+    "accuracy^6 / √10": lambda steps, epoch: AutoWeight(classes=10 * math.sqrt(10)),  # to √(K/100), of ten classes
     "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
 
