@@ -219,6 +219,27 @@ def test_labels_are_read_from_the_first_step_until_the_data_are_known_by_heart(c
     assert model(x).argmax(1).equal(y)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_smoothed_labels_of_two_classes_are_read_where_the_model_is_surer_than_every_target(variant, dtype):
+    """The gradient then has the sign of the other class in every row, as where the model is sure of the wrong one."""
+    model = nn.Linear(2, 2, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+    optimizer = make(variant, model, weight=0.0)
+    found = readings(optimizer)
+    torch.manual_seed(0)
+    for size in (1, 1, 1, 5, 8, 12, 1):
+        y = torch.randint(2, (32,))
+        x = (1.0 + torch.rand(32, 1)) * size * F.one_hot(y, 2) + torch.randn(32, 2) * (size == 1)
+        train(model, optimizer, [(x.to(dtype), y)], lambda z, y: 0.25 * smoothed(z, y))
+        assert optimizer.logs()["loss_scale"] == pytest.approx(0.25, rel=3e-2)
+        # A row that is as sure as its target sends no gradient, so it has no label.
+        assert variant == "dcl" or all(((loss.labels == y) | (loss.labels == 2)).all() for loss in found)
+        assert len(found) == 1 or dtype == torch.bfloat16  # whose rounding may be all that is left
+        found.clear()
+
+
 # ---- what the loss was multiplied by ---------------------------------------------------------------------------------
 
 

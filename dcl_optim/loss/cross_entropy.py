@@ -121,7 +121,10 @@ def _read_hard(
 ) -> Reading:
     p, smoothing = torch.softmax(z, 1), form.smoothing
     if smoothing:
-        y = torch.addcmul(g, p, _steepest(p, g, smoothing / z.shape[1]), value=-0.5).argmin(1)
+        guess = _steepest(p, g, smoothing / z.shape[1])
+        if z.shape[1] == 2:  # each row has it at one of the two, unless the model is too sure of the wrong class
+            guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
+        y = torch.addcmul(g, p, guess, value=-0.5).argmin(1)
     elif wants_labels:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
         y = torch.add(g, p, alpha=-TINY).argmin(1)
     else:
