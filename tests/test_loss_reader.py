@@ -415,6 +415,23 @@ def test_a_gradient_of_zero_has_the_scale_zero_and_no_penalty(variant):
         assert_same(optimizer.prototypes, before)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_so_has_one_of_a_loss_that_cannot_be_read(reads, monkeypatch):
+    """As in a ramp's first step, or where a script leaves a loss out."""
+    model = mlp()
+    optimizer = wrap(model)
+    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads)
+    train(model, optimizer, vectors(2), squares)
+    x, y = one()
+    optimizer.zero_grad()
+    (0.0 * squares(model(x), y)).backward()
+    assert optimizer.logs()["loss_scale"] == 0.0
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+    optimizer.step()
+    train(model, optimizer, vectors(1), squares)
+    assert optimizer.logs()["loss_scale"] == 1.0
+
+
 def test_the_models_own_loss_tells_the_factor_where_the_gradient_of_the_logits_does_not():
     model = mlp()
     optimizer = wrap(own := OwnLoss(model))
