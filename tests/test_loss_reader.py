@@ -521,6 +521,30 @@ def test_an_unreadable_scale_is_warned_about_once_and_only_when_it_may_matter(se
     backward(*data[5])
 
 
+@pytest.mark.parametrize("entropy_first", [True, False])
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_entropy_in_addition_to_the_loss_is_warned_about_in_either_order(entropy_first, asks):
+    """The penalty is added with each; DCP refuses or skips the entropy, whose gradient shows no labels."""
+
+    def entropy(z: Tensor) -> Tensor:
+        return -(z.softmax(1) * z.log_softmax(1)).sum(1).mean()
+
+    def ask(loss: Tensor) -> None:
+        if asks:
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        else:
+            loss.backward(retain_graph=True)
+
+    model = mlp()
+    optimizer = wrap(model)
+    x, y = one()
+    z = model(x)
+    losses = [F.cross_entropy(z, y), entropy(z)]
+    with pytest.warns(UserWarning, match=r"loss scale .*cannot be read"):
+        list(map(ask, reversed(losses) if entropy_first else losses))
+    assert optimizer.logs()["loss_scale"] == 1.0
+
+
 # ---- labels that are given -------------------------------------------------------------------------------------------
 
 
