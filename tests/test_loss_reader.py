@@ -240,6 +240,26 @@ def test_smoothed_labels_of_two_classes_are_read_where_the_model_is_surer_than_e
         found.clear()
 
 
+def test_mixed_labels_of_a_batch_that_the_model_is_certain_of_tell_neither_shares_nor_scale():
+    """What is left of the entries without a share is rounding: the last scale stays."""
+    model = nn.Linear(5, 5, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(5))
+    optimizer = make("dcp", model, weight=0.0)
+    found = readings(optimizer)
+    torch.manual_seed(0)
+    for size in (1.0, 1.0, 1.0, 20.0, 30.0, 1.0):
+        y = torch.randint(5, (16,))
+        share = torch.where(torch.arange(16) < 2, 0.6, 1.0)[:, None] if size > 1 else torch.rand(16, 1)
+        q = share * F.one_hot(y, 5) + (1 - share) * F.one_hot(y.roll(1), 5)
+        found.clear()
+        train(
+            model, optimizer, [(size * F.one_hot(y, 5) + torch.randn(16, 5), q)], lambda z, q: F.cross_entropy(z, q) / 4
+        )
+        assert optimizer.logs()["loss_scale"] == pytest.approx(0.25, rel=1e-3)
+        assert len(found) == (size == 1)
+
+
 # ---- what the loss was multiplied by ---------------------------------------------------------------------------------
 
 

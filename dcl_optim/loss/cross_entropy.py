@@ -221,8 +221,9 @@ def _read_soft(
     slope, rest = line[0], _rest_of_line(p, g, others, line)
     shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
-    bound = tolerance * torch.linalg.vector_norm(g * others) + ROUNDING * slope * math.sqrt(len(z))
-    fits = (slope > 0) & (rest <= bound)
+    whole = torch.linalg.vector_norm(g * others)
+    bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
+    fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope)
     return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
 
