@@ -677,7 +677,7 @@ FAULTS = [
     Fault(
         "smoothed-label-is-lowest",
         "loss/cross_entropy.py",
-        "y = torch.addcmul(g, p, _steepest(p, g, smoothing / z.shape[1]), value=-0.5).argmin(1)",
+        "y = torch.addcmul(g, p, guess, value=-0.5).argmin(1)",
         "y = g.argmin(1)",
         "with label smoothing rows that are too sure of their label get another one",
         "loss_cross_entropy",

@@ -7,6 +7,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,27 @@ def test_the_companions_backward_runs_when_the_models_has_ended(bring):
         assert_same(ours.grad, expected.grad, rtol=1e-10, atol=1e-13)
     optimizer.step()
     assert all(parameter.grad is None for parameter in optimizer.companion.parameters())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_buffer_of_the_inputs_may_be_refilled_before_the_step(parts):
+    """As a loader's does that hands out one array; the step may also never come, and the batch is given up then."""
+    runs = []
+    for refills in (False, True):
+        model, buffer = mlp(), numpy.zeros((16 // parts, FEATURES))
+        optimizer = wrap(model)
+        for step, (x, y) in enumerate(batches(8)):
+            optimizer.zero_grad()
+            for rows, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                inputs = buffer if refills else numpy.empty(rows.shape)
+                inputs[:] = rows
+                (F.cross_entropy(model(torch.from_numpy(inputs)), labels) / parts).backward()
+                if refills:
+                    inputs[:] = 1000.0
+            if step % 3 != 1:
+                optimizer.step()
+        runs.append((model.state_dict(), optimizer.companion.state_dict(), optimizer.state_dict()))
+    assert_same(*runs)
 
 
 # ---- random draws ----------------------------------------------------------------------------------------------------

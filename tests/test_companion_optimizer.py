@@ -33,6 +33,26 @@ def test_several_groups_are_mirrored_by_name():
     assert not torch.equal(optimizer.companion[2].weight, before[2].weight)
 
 
+@pytest.mark.parametrize("change", [lambda groups: groups.pop(0), lambda groups: groups.pop(), list.reverse])
+def test_groups_that_are_removed_or_change_places_are_refused_before_anything_changes(change):
+    """The companion's groups would take one another's options."""
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.01}]
+    optimizer = DCLOptimizer(torch.optim.SGD(groups), model, weight=1.0)
+    train(model, optimizer, batches(2))
+    before = copy.deepcopy((model.state_dict(), optimizer.companion.state_dict()))
+    change(optimizer.param_groups)
+    with pytest.raises(RuntimeError, match=r"removed or changed places.*wrap the model again"):
+        train(model, optimizer, batches(1))
+    with pytest.raises(RuntimeError, match="wrap the model again"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.ones(()))})
+    assert_same((model.state_dict(), optimizer.companion.state_dict()), before)
+    again = DCLOptimizer(optimizer.base, model, weight=1.0)
+    train(model, again, batches(2))
+    mirrored = again.companion_optimizer.param_groups
+    assert [group["lr"] for group in mirrored] == [group["lr"] for group in again.param_groups]
+
+
 def test_companion_optimizer_of_its_own():
     model = mlp()
     optimizer = wrap(model, companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
@@ -185,8 +205,8 @@ class FailsOnce(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_error_in_the_companions_step_names_the_fix_and_the_next_step_is_another():
-    """The model has stepped by then."""
+def test_an_error_in_the_companions_step_has_a_note_with_the_fix_and_the_next_step_is_another():
+    """It may be the script's, as that of an alarm; the model has stepped by then."""
     optimizers = []
     for fails in (True, False):
         model = mlp()
@@ -194,9 +214,10 @@ def test_an_error_in_the_companions_step_names_the_fix_and_the_next_step_is_anot
         train(model, optimizer, batches(3))
         before = copy.deepcopy(optimizer.companion.state_dict())
         optimizer.companion_optimizer.fails = fails
-        message = r"FailsOnce, could not step \(no step today\).*companion_optimizer="
-        with pytest.raises(RuntimeError, match=message) if fails else nullcontext():
+        with pytest.raises(ZeroDivisionError, match="no step today") if fails else nullcontext() as caught:
             train(model, optimizer, batches(1, seed=8))
+        if fails and hasattr(caught.value, "__notes__"):  # from Python 3.11 on
+            assert "the companion's optimizer: pass companion_optimizer=" in caught.value.__notes__[0]
         if not fails:  # the companion's step of that batch is all that the other run lacks
             optimizer.companion.load_state_dict(before)
         train(model, optimizer, batches(3, seed=9))

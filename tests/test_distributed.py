@@ -59,6 +59,7 @@ def train_rank(rank, parallel, optimizer, criterion, data, accumulate=1, given=F
                 optimizer.set_targets(labels)
             with contextlib.nullcontext() if last else parallel.no_sync():
                 (criterion(parallel(part), labels) / accumulate).backward()
+            part.fill_(1000.0)  # as a loader does that fills its buffers again
         optimizer.step()
 
 

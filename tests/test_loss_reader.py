@@ -219,6 +219,47 @@ def test_labels_are_read_from_the_first_step_until_the_data_are_known_by_heart(c
     assert model(x).argmax(1).equal(y)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_smoothed_labels_of_two_classes_are_read_where_the_model_is_surer_than_every_target(variant, dtype):
+    """The gradient then has the sign of the other class in every row, as where the model is sure of the wrong one."""
+    model = nn.Linear(2, 2, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+    optimizer = make(variant, model, weight=0.0)
+    found = readings(optimizer)
+    torch.manual_seed(0)
+    for size in (1, 1, 1, 5, 8, 12, 1):
+        y = torch.randint(2, (32,))
+        x = (1.0 + torch.rand(32, 1)) * size * F.one_hot(y, 2) + torch.randn(32, 2) * (size == 1)
+        train(model, optimizer, [(x.to(dtype), y)], lambda z, y: 0.25 * smoothed(z, y))
+        assert optimizer.logs()["loss_scale"] == pytest.approx(0.25, rel=3e-2)
+        # A row that is as sure as its target sends no gradient, so it has no label.
+        assert variant == "dcl" or all(((loss.labels == y) | (loss.labels == 2)).all() for loss in found)
+        assert len(found) == 1 or dtype == torch.bfloat16  # whose rounding may be all that is left
+        found.clear()
+
+
+def test_mixed_labels_of_a_batch_that_the_model_is_certain_of_tell_neither_shares_nor_scale():
+    """What is left of the entries without a share is rounding: the last scale stays."""
+    model = nn.Linear(5, 5, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(5))
+    optimizer = make("dcp", model, weight=0.0)
+    found = readings(optimizer)
+    torch.manual_seed(0)
+    for size in (1.0, 1.0, 1.0, 20.0, 30.0, 1.0):
+        y = torch.randint(5, (16,))
+        share = torch.where(torch.arange(16) < 2, 0.6, 1.0)[:, None] if size > 1 else torch.rand(16, 1)
+        q = share * F.one_hot(y, 5) + (1 - share) * F.one_hot(y.roll(1), 5)
+        found.clear()
+        train(
+            model, optimizer, [(size * F.one_hot(y, 5) + torch.randn(16, 5), q)], lambda z, q: F.cross_entropy(z, q) / 4
+        )
+        assert optimizer.logs()["loss_scale"] == pytest.approx(0.25, rel=1e-3)
+        assert len(found) == (size == 1)
+
+
 # ---- what the loss was multiplied by ---------------------------------------------------------------------------------
 
 
@@ -394,6 +435,23 @@ def test_a_gradient_of_zero_has_the_scale_zero_and_no_penalty(variant):
         assert_same(optimizer.prototypes, before)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_so_has_one_of_a_loss_that_cannot_be_read(reads, monkeypatch):
+    """As in a ramp's first step, or where a script leaves a loss out."""
+    model = mlp()
+    optimizer = wrap(model)
+    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads)
+    train(model, optimizer, vectors(2), squares)
+    x, y = one()
+    optimizer.zero_grad()
+    (0.0 * squares(model(x), y)).backward()
+    assert optimizer.logs()["loss_scale"] == 0.0
+    assert not any(parameter.grad.any() for parameter in model.parameters())
+    optimizer.step()
+    train(model, optimizer, vectors(1), squares)
+    assert optimizer.logs()["loss_scale"] == 1.0
+
+
 def test_the_models_own_loss_tells_the_factor_where_the_gradient_of_the_logits_does_not():
     model = mlp()
     optimizer = wrap(own := OwnLoss(model))
@@ -481,6 +539,30 @@ def test_an_unreadable_scale_is_warned_about_once_and_only_when_it_may_matter(se
     with pytest.warns(UserWarning, match=r"pass loss_scale=.*\(1 if"):
         backward(*data[4])
     backward(*data[5])
+
+
+@pytest.mark.parametrize("entropy_first", [True, False])
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_entropy_in_addition_to_the_loss_is_warned_about_in_either_order(entropy_first, asks):
+    """The penalty is added with each; DCP refuses or skips the entropy, whose gradient shows no labels."""
+
+    def entropy(z: Tensor) -> Tensor:
+        return -(z.softmax(1) * z.log_softmax(1)).sum(1).mean()
+
+    def ask(loss: Tensor) -> None:
+        if asks:
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        else:
+            loss.backward(retain_graph=True)
+
+    model = mlp()
+    optimizer = wrap(model)
+    x, y = one()
+    z = model(x)
+    losses = [F.cross_entropy(z, y), entropy(z)]
+    with pytest.warns(UserWarning, match=r"loss scale .*cannot be read"):
+        list(map(ask, reversed(losses) if entropy_first else losses))
+    assert optimizer.logs()["loss_scale"] == 1.0
 
 
 # ---- labels that are given -------------------------------------------------------------------------------------------

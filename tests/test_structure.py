@@ -97,6 +97,24 @@ def test_a_parameter_that_moves_into_the_wrapped_optimizer_is_chasing_from_then_
     assert len(wrapped.companion_optimizer.param_groups) == 2
 
 
+def test_the_first_step_of_parameters_that_are_added_is_that_of_the_next_batch_alone() -> None:
+    """Their gradients of a batch that was given up are gone, also those that the companion's optimizer did not know."""
+    data, found = list(batches(4)), []
+    for earlier in (data[:1], data[1:2]):
+        model = mlp()
+        optimizer, _ = two_optimizers(model)
+        optimizer.companion.load_state_dict(mlp(seed=3).state_dict())
+        for x, y in earlier:
+            F.cross_entropy(model(x), y).backward()
+        model.zero_grad()  # as where a gradient scaler skips the step
+        model(data[2][0])
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+        optimizer.companion[0].load_state_dict(mlp(seed=3)[0].state_dict())
+        train(model, optimizer, data[2:])
+        found.append(optimizer.companion.state_dict())
+    assert_same(*found)
+
+
 # ---- layers added or replaced after wrapping ------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from dcl_optim._torch import call_after_backward, current_backward, versions_of,
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.follow import ModelFollower
-from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, check_for_copy
+from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, add_note, check_for_copy
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, from_rows, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
@@ -178,7 +178,7 @@ class Companion(Forecaster):
             try:
                 output = network.module(*arguments[0], **arguments[1])
             except Exception as error:
-                _add_note(error, IN_COMPANION.format("forward"))
+                add_note(error, IN_COMPANION.format("forward"))
                 raise
             logits = self._find_logits(output)
         if logits.shape != forward.logits.shape:
@@ -241,7 +241,7 @@ class Companion(Forecaster):
                 else:
                     logits.backward(gradient)
             except RuntimeError as error:
-                _add_note(error, IN_COMPANION.format("backward"))
+                add_note(error, IN_COMPANION.format("backward"))
                 raise
             if network is not None and not network.has_learned:
                 network.has_learned = next(gradients_of(self.optimizer), None) is not None
@@ -379,8 +379,3 @@ class Companion(Forecaster):
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()  # graphs cannot be copied
         return self.__dict__
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(note)

@@ -23,6 +23,7 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
 NO_OPTIMIZER = "companion_optimizer must be an optimizer, a callable that builds one, or None, got {!r}"
+MOVED_GROUPS = "parameter groups were removed or changed places, which the companion cannot do: wrap the model again"
 NOTHING_TO_TRAIN = "companion has no parameter to train: none has requires_grad=True and is in the optimizer"
 
 
@@ -85,10 +86,14 @@ class CompanionOptimizer:
         """Copy what the script has changed in the base's groups since its last step."""
         if self._is_given:
             return
+        if len(self._base.param_groups) < len(self._seen):
+            raise RuntimeError(MOVED_GROUPS)
         groups = zip(self._base.param_groups, self.optimizer.param_groups, self._seen, strict=False)
         for theirs, ours, (seen, versions) in groups:
             if not versions and len(theirs) == len(seen) and all(map(is_, theirs.values(), seen.values())):
                 continue
+            if theirs["params"] is not seen["params"]:
+                raise RuntimeError(MOVED_GROUPS)
             for key, value in theirs.items():
                 if key not in NO_OPTIONS and not (key in seen and _is_same(value, seen[key], versions.get(key, 0))):
                     _put(ours, key, _option(key, value, self._lr_scale))
@@ -106,6 +111,7 @@ class CompanionOptimizer:
 
     def check(self) -> None:
         """Raise ValueError, before anything changes, if :meth:`follow_parameters` could not build an optimizer."""
+        self.follow_options()
         if not self._is_given:
             check_for_copy(self._base, self._model, None)
 
@@ -139,10 +145,8 @@ class CompanionOptimizer:
         try:
             self.optimizer.step()
         except Exception as error:
-            kind = type(self.optimizer).__name__
-            raise RuntimeError(
-                f"the companion's optimizer, a {kind}, could not step ({error}); {PASS_ANOTHER}"
-            ) from error
+            add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
+            raise
         finally:
             if state:
                 _rng.restore(state)
@@ -252,3 +256,9 @@ def build_like(base: Optimizer, parameters: list[list[nn.Parameter]], lr_scale: 
         raise ValueError(
             f"a second {kind.__name__} for the companion could not be built ({error}); {PASS_ANOTHER}"
         ) from error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, which Python knows from 3.11 on."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)

@@ -121,7 +121,10 @@ def _read_hard(
 ) -> Reading:
     p, smoothing = torch.softmax(z, 1), form.smoothing
     if smoothing:
-        y = torch.addcmul(g, p, _steepest(p, g, smoothing / z.shape[1]), value=-0.5).argmin(1)
+        guess = _steepest(p, g, smoothing / z.shape[1])
+        if z.shape[1] == 2:  # each row has it at one of the two, unless the model is too sure of the wrong class
+            guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
+        y = torch.addcmul(g, p, guess, value=-0.5).argmin(1)
     elif wants_labels:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
         y = torch.add(g, p, alpha=-TINY).argmin(1)
     else:
@@ -218,8 +221,9 @@ def _read_soft(
     slope, rest = line[0], _rest_of_line(p, g, others, line)
     shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
-    bound = tolerance * torch.linalg.vector_norm(g * others) + ROUNDING * slope * math.sqrt(len(z))
-    fits = (slope > 0) & (rest <= bound)
+    whole = torch.linalg.vector_norm(g * others)
+    bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
+    fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope)
     return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
 

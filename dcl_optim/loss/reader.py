@@ -238,6 +238,8 @@ class LossReader:
             settles = may_sync and not bool(reading.fits)
         else:
             settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
+            count = torch.linalg.vector_norm(wide(gradient), 1)
+            total = float(count) if may_sync else total
         if settles:
             reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
         says = math.isfinite(total) and not (wants_labels and reading is None)

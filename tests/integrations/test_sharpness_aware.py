@@ -227,7 +227,7 @@ def test_the_kin_trains_as_alone_and_the_companion_learns_from_the_unperturbed_m
 def test_bsam_cannot_train_the_companion_and_says_so() -> None:
     model = mlp()
     optimizer = DCLOptimizer(kin("BSAM", model), model, weight=1.0)
-    with pytest.raises(RuntimeError, match=r"a BSAM, could not step.*companion_optimizer="):
+    with pytest.raises(Exception, match="the companion's optimizer: pass companion_optimizer="):
         step_as_its_docs_say("BSAM", model, optimizer, *next(batches(1)))
 
 
