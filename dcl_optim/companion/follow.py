@@ -94,8 +94,7 @@ class ModelFollower:
         added = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
         if added:
             raise RuntimeError(
-                f"the model's parameters {added[:5]} were added or replaced since it was wrapped, and the companion "
-                "has none of them: wrap the model again"
+                f"the model's parameters {added[:5]} were added or replaced since it was wrapped: wrap the model again"
             )
         self._unshare([parameter for parameter in self._shared if parameter.requires_grad])
 
