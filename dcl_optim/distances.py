@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -298,7 +298,7 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
         check_positive("temperature", temperature)
         if distance not in ("kl", "infonce"):
             raise ValueError(f"temperature={temperature!r} is for distance 'kl' or 'infonce', not {distance!r}")
-    options = {} if temperature is None else {"temperature": float(temperature)}
+    options: dict[str, Any] = {} if temperature is None else {"temperature": float(temperature)}
     if distance in ("mse", "squared"):
         return SquaredDistance(bounded=distance == "mse")
     if distance == "l1":

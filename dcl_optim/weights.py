@@ -70,7 +70,7 @@ def resolve_weight(weight: Weight, reads_labels: bool) -> Checked | FollowsFit:
         return Checked(weight, "weight")
     if not reads_labels:
         raise ValueError(
-            "weight='auto' needs labels, and this optimizer reads none; pass a number or a callable of the step"
+            "weight='auto' needs labels, and this optimizer reads no labels; pass a number or a callable of the step"
         )
     return FollowsFit(weight)
 
