@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
-from dcl_optim.companion.companion import CompanionOptions
-from dcl_optim.companion.optimizer import MakeOptimizer
+from dcl_optim.companion.optimizer import CompanionOptions, MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
 from dcl_optim.loss.outputs import LogitsFinder
 from dcl_optim.loss.reader import LossReader

@@ -20,12 +20,13 @@ from dcl_optim._torch import call_after_backward, current_backward, versions_of,
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.follow import ModelFollower
-from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, check_for_copy
+from dcl_optim.companion.optimizer import CompanionOptimizer, CompanionOptions, check_for_copy
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, from_rows, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
+DEFAULTS = CompanionOptions()
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
 IN_COMPANION = (
     "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
@@ -36,17 +37,6 @@ WEIGHTS_LOADED = (
     "are others than before, the penalty pulls the model back.\n  Fix: call optimizer.reset_companion() after loading, "
     "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
-
-
-@dataclass(frozen=True)
-class CompanionOptions:
-    """What :class:`~dcl_optim.DCLOptimizer` says of the companion; see there."""
-
-    companion: nn.Module | Callable[[], nn.Module] | None = None
-    optimizer: Optimizer | MakeOptimizer | None = None
-    lr_scale: float = 1.0
-    every: int = 1
-    process_group: Any = "auto"
 
 
 @dataclass
@@ -107,7 +97,7 @@ class Companion(Forecaster):
         model: nn.Module,
         base: Optimizer,
         find_logits: Callable[[Any], Tensor],
-        options: CompanionOptions = CompanionOptions(),
+        options: CompanionOptions = DEFAULTS,
     ) -> None:
         self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
         refuse_flat_shards(model)
@@ -132,10 +122,9 @@ class Companion(Forecaster):
         rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
         with replayed(rng_state), torch.inference_mode(False):
             module = copying.build(own, options.companion, is_called=own is self._model)
-            optimizer = CompanionOptimizer(self._base, own, module, options.lr_scale, options.optimizer, is_copy)
-        follower = ModelFollower(self._model, module, optimizer, is_copy, self.group)
-        versions = versions_of(module.parameters())
-        self._network = Network(module, optimizer, follower, versions, starts_equal=is_copy)
+            optimizer = CompanionOptimizer(self._base, own, module, options)
+        follower = ModelFollower(self._model, module, optimizer, self.group)
+        self._network = Network(module, optimizer, follower, versions_of(follower.parameters), starts_equal=is_copy)
         if self._mode is not None:
             self.follow(self._mode)
         return self._network

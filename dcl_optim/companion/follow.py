@@ -29,15 +29,10 @@ class ModelFollower:
     """
 
     def __init__(
-        self,
-        called: nn.Module,
-        companion: nn.Module,
-        optimizer: CompanionOptimizer,
-        is_copy: bool,
-        group: DataParallelGroup,
+        self, called: nn.Module, companion: nn.Module, optimizer: CompanionOptimizer, group: DataParallelGroup
     ) -> None:
         self._called, self._model, self._companion = called, unwrapped(called), companion
-        self._optimizer, self._is_copy, self._group = optimizer, is_copy, group
+        self._optimizer, self._is_copy, self._group = optimizer, optimizer.is_copy, group
         self._forward = vars(self._model).get("forward")
         self._ranks = 0  # at the last forward; 0 before the first
         self._known = list(self._model.parameters())
