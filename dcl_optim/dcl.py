@@ -124,7 +124,6 @@ class DCLOptimizer(ForecastOptimizer):
             check_integer("companion_every", companion_every, minimum=1),
             process_group,
         )
-        class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         chosen = resolve_distance(distance, temperature)
         super().__init__(
             base_optimizer,

@@ -115,7 +115,6 @@ class DCPOptimizer(ForecastOptimizer):
             raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
         per_class = reduction == "per_class"
         ignored = check_integer("ignore_index", ignore_index)
-        class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         super().__init__(
             base_optimizer,
             model,

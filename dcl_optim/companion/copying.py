@@ -38,8 +38,8 @@ def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | Non
 def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
     """Copy a model with the hooks that libraries and the model's objects have; a warning names the others.
 
-    Trained parameters and all buffers are the copy's own. ``is_called`` says that the script calls the model itself and
-    no module around it: the copy then gets the inputs that its pre-hooks have made.
+    ``is_called`` says that the script calls the model itself and no module around it: the copy then gets the inputs
+    that its pre-hooks have made.
     """
     modules = list(model.named_modules())
     hooks = [(name, key, hook) for name, module in modules for _, key, hook in hooks_of(module, ALL_HOOKS)]

@@ -23,9 +23,9 @@ _training, _requires_grad, _data = attrgetter("training"), attrgetter("requires_
 
 
 class ModelFollower:
-    """Follows what a script does to the model, at each forward, with no work in Python that grows with the model.
+    """Follows, at each forward pass, what a script does to the model; ``called`` is the model with its wrappers.
 
-    A companion that is no copy of the model follows the mode only. ``called`` is the model with its wrappers.
+    Nothing in Python grows with the model. A companion that is no copy follows the mode only.
     """
 
     def __init__(

@@ -44,11 +44,10 @@ class CompanionOptimizer:
     """Trains the companion as the base optimizer trains the model: class, hyper-parameters, groups, schedule.
 
     There is one group for each of the base's, in the same order, and in it a slot for each of its parameters: the
-    companion's parameter of the same name where it trains one, an empty placeholder otherwise (a frozen parameter that
-    is shared, a parameter that is not the model's). So what is unfrozen later finds its place, and a checkpoint does
-    not depend on when that was. Parameters of another architecture, whose names the model does not know, come after
-    those of the first group. An optimizer that was given, or built by a callable that was, is left alone; what is
-    unfrozen later is a further group of it.
+    companion's parameter of the same name where it trains one, an empty placeholder otherwise (a frozen or foreign
+    parameter). So what is unfrozen later finds its place, and a checkpoint does not depend on when that was. Parameters
+    whose names the model does not know come after those of the first group. An optimizer that was given, or built by a
+    callable that was, is left alone; what is unfrozen later is a further group of it.
     """
 
     def __init__(self, base: Optimizer, model: nn.Module, companion: nn.Module, options: CompanionOptions) -> None:
