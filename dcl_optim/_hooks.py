@@ -35,14 +35,10 @@ def _no_listener() -> None:
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model, and on the user's ``own`` module in it.
+    """The hooks of one optimizer on a model, and on the user's ``own`` module in it, as long as they are ``attached``.
 
     The listener's ``before_forward``, ``after_forward`` and ``model_loaded`` are called; its ``replaced`` when another
-    optimizer wraps the model. If model and listener are copied or pickled together while the hooks are attached, the
-    copies have hooks too.
-
-    Attributes:
-        attached: whether the hooks are on the model.
+    optimizer wraps the model. If model and listener are copied or pickled together, the copies have hooks too.
     """
 
     _handles: list[Any]

@@ -34,7 +34,7 @@ def replayed(state: RngState) -> Iterator[None]:
     """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.
 
     Args:
-        state: what :func:`capture` gave, or a forecaster was handed as ``rng_state``; empty does nothing.
+        state: a forecaster's ``rng_state``; empty does nothing.
 
     Examples:
         >>> state, first = capture(torch.device("cpu")), torch.rand(3)

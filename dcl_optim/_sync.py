@@ -11,12 +11,7 @@ SYNC_INTERVAL = 100  # steps
 
 
 def may_sync(step: int, tensor: Tensor) -> bool:
-    """Whether a step may read values of a tensor: always on a CPU, else in steps 1, 2, 4, 8, ... and 100, 200, ...
-
-    Args:
-        step: the number of the optimizer step, from 1; 0 for none.
-        tensor: any tensor of the device that is asked about.
-    """
+    """Whether a step (from 1; 0 for none) may read values of a tensor: always on a CPU, else if it is a sync step."""
     return tensor.is_cpu or is_sync_step(step)
 
 

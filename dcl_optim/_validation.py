@@ -61,10 +61,8 @@ def refuse_differential_privacy(base: Optimizer) -> None:
     """Raise ValueError for an optimizer that trains with differential privacy, as opacus marks the parameters for."""
     if any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
         raise ValueError(
-            "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus' "
-            "PrivacyEngine gives them. opacus clips the gradient of each sample and adds noise. The companion and the "
-            "prototypes learn from each sample without both, and the penalty brings this into the gradients of later "
-            "samples, so the privacy accounting would not hold"
+            "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus gives them. "
+            "Companion and prototypes learn without clipping and noise, so the privacy accounting would not hold"
         )
 
 
@@ -73,9 +71,7 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
-        raise ValueError(
-            "base_optimizer has maximize=True, which would maximize the penalty too; negate the loss instead"
-        )
+        raise ValueError("base_optimizer has maximize=True, which maximizes the penalty too; negate the loss instead")
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
     refuse_differential_privacy(base)
@@ -87,12 +83,8 @@ def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -
     """Raise ValueError unless a saved state has the names, shapes and kinds of dtype of the one that it replaces.
 
     Args:
-        found: the saved state, tensors by name.
-        expected: the state that there is; what is no tensor in it (an extra state) may be anything.
+        found, expected: the two states, by name. What is no tensor in the second (an extra state) may be anything.
         owner: whose state it is, for the message.
-
-    Raises:
-        ValueError: it does not fit.
 
     Examples:
         >>> check_tensors({"weight": torch.zeros(2)}, {"weight": torch.zeros(3)}, owner="teacher")

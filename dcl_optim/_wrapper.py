@@ -35,8 +35,8 @@ NO_OPTIMIZER = (
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
 
-    Schedulers, gradient clipping, gradient scalers and loggers act on it as on the base. What a subclass has to save
-    goes under one further top-level key of ``state_dict``, so that the base optimizer reads its own part unchanged.
+    What a subclass has to save is under one further key of ``state_dict``, so that the base optimizer reads its own
+    part unchanged.
     """
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
@@ -55,9 +55,8 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """Check the first argument before Python finds the others missing: torch.optim's classes take parameters."""
         if "criterion" in kwargs:
             raise TypeError(
-                "criterion= was removed: leave it out. Labels and the loss scale are read from the loss's gradient. "
-                "For a loss whose labels cannot be read pass targets= or call set_targets(labels) before the forward "
-                "pass; for one whose scale cannot be read pass loss_scale="
+                "criterion= was removed: leave it out. For a loss whose labels cannot be read pass targets= or call "
+                "set_targets; for one whose scale cannot be read pass loss_scale="
             )
         if args and not isinstance(args[0], Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
@@ -99,7 +98,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         __getattr__ = _missing
 
     def _switch(self, mode: str) -> None:
-        """Switch the base between training and evaluation, ``mode`` being the method that does it."""
+        """Call the base's method of this name."""
         getattr(self.base, mode)()
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,9 +128,8 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
-                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}: it is not the state of a "
-                f"{self._name}. To go on from a plain optimizer's checkpoint load it into optimizer.base; "
-                "torch.distributed.checkpoint loses our part with flatten_optimizer_state_dict=True"
+                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}: load a plain optimizer's "
+                "state into optimizer.base; flatten_optimizer_state_dict=True loses our part"
             )
         try:
             self._check_own_state(own)

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
-from dcl_optim.companion.companion import CompanionOptions
-from dcl_optim.companion.optimizer import MakeOptimizer
+from dcl_optim.companion.optimizer import CompanionOptions, MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
 from dcl_optim.loss.outputs import LogitsFinder
 from dcl_optim.loss.reader import LossReader
@@ -37,29 +36,25 @@ class DCLOptimizer(ForecastOptimizer):
     and leaves the RNG state as if it had not run.
 
     Args:
-        base_optimizer: the optimizer that the script used so far.
-        model: the model that it trains; at least one parameter of it must be in ``base_optimizer``.
+        base_optimizer, model: the optimizer that the script used so far, and the model that it trains.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper's value is 1,
             which lost to plain training in our measurements.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step, for the companion's target. Default 0.6, as in the
-            paper. With mse it scales the companion's gradient by :math:`1-\alpha`, a factor that Adam and similar
-            optimizers (Adagrad, RMSprop, Lion, Muon) divide out: use ``companion_lr_scale`` there.
+            paper. With mse it scales the companion's gradient by :math:`1-\alpha`, which Adam and similar optimizers
+            divide out: use ``companion_lr_scale`` there.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
-        companion: None for a copy of the model, which shares its frozen parameters and gets its modules' own hooks (a
-            warning names the others); a module of any architecture with the same
-            output shape, which stays on the device where it is; or a callable without arguments that builds one, at
-            once.
+        companion: None for a copy of the model, which shares its frozen parameters; a module of any architecture with
+            the same output shape, on the device where it is; or a callable that builds one, at once.
         companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
             at every step; an optimizer over the given companion's parameters, which is not modified; or a callable that
             builds one from parameters.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
-        process_group: the ranks over which the companion's gradients are averaged: ``"auto"`` (default) for the model's
-            own group when DistributedDataParallel wraps it, before or after this optimizer does, all ranks when FSDP
-            shards it, and none otherwise; a ``torch.distributed.ProcessGroup``, for a script that averages the
-            gradients itself; or None for none.
+        process_group: the ranks over which the companion's gradients are averaged: ``"auto"`` (default) for those of
+            DistributedDataParallel around the model, all ranks when FSDP shards it, and none otherwise; a
+            ``torch.distributed.ProcessGroup``, for a script that averages the gradients itself; or None for none.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.loss.reader`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
@@ -68,13 +63,11 @@ class DCLOptimizer(ForecastOptimizer):
             classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's, or else
             1, with a warning if the distance depends on it (kl, infonce, callables).
         strict: raise when a step finds gradients that no training forward pass led to. Default True.
-        count_eval: count the model's forward passes in eval mode too, where gradients are on, for fine-tuning in eval
-            mode. The companion is in the model's mode. Default False.
+        count_eval: count the model's forward passes in eval mode too, where gradients are on. Default False.
 
     Raises:
-        ValueError: an argument out of range, an unknown name, a model that the base does not train, a base with
-            ``maximize=True``.
-        TypeError: an argument of the wrong type.
+        ValueError, TypeError: an argument out of range or of the wrong type, a base that does not train the model, or
+            with ``maximize=True``.
         RuntimeError: the model cannot be copied (mostly at its first training forward pass); in ``step``: see
             ``strict``.
 
@@ -131,7 +124,6 @@ class DCLOptimizer(ForecastOptimizer):
             check_integer("companion_every", companion_every, minimum=1),
             process_group,
         )
-        class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         chosen = resolve_distance(distance, temperature)
         super().__init__(
             base_optimizer,
@@ -153,7 +145,7 @@ class DCLOptimizer(ForecastOptimizer):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Give the companion in eval mode inside a ``with`` block; afterwards each module is in its own mode again.
+        """Give the companion in eval mode inside a ``with`` block, and restore the mode of each module afterwards.
 
         Examples:
             >>> import torch
@@ -175,8 +167,7 @@ class DCLOptimizer(ForecastOptimizer):
     def reset_companion(self) -> None:
         """Replace the companion by a new copy of the model, made when its next training forward pass begins.
 
-        Call it after loading weights into the model in the middle of a run. Its optimizer starts anew too, and the
-        batches since the last step are forgotten. A ``companion=`` callable is called again.
+        Call it after loading weights into the model in the middle of a run. The companion's optimizer starts anew too.
 
         Raises:
             RuntimeError: ``companion`` was given as a module.

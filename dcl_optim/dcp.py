@@ -32,15 +32,14 @@ class DCPOptimizer(ForecastOptimizer):
     .. math:: n_k \leftarrow \alpha\,n_k + m_k, \qquad p^k \leftarrow p^k + \tfrac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
 
     for the classes of the batch, with :math:`m_k` rows of class k in it: the mean of the rows of a class, of which each
-    further batch with the class counts :math:`\alpha` times the next one. A class not yet seen gives no penalty, and
-    its first mean becomes its prototype; the paper does not say.
+    batch with the class counts :math:`\alpha` times the next one. A class not yet seen gives no penalty, and its first
+    mean becomes its prototype; the paper does not say.
 
-    **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits;
-    :mod:`dcl_optim.loss.cross_entropy` says how, and for which forms. For other losses, and for a loss that a compiled
-    model computes itself, pass ``targets=``, or call :meth:`set_targets` before the forward pass; with ``loss_scale=``
-    the label of a row is its only negative entry. Given labels are class indices, one for each row, or soft labels of
-    the logits' shape (:class:`~dcl_optim.prototypes.Prototypes`): distributions, without a share below 0, each row with
-    sum 1. For sigmoid outputs (binary, multi-label) and for regression use :class:`~dcl_optim.DCLOptimizer`.
+    **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits, in the forms of
+    :mod:`dcl_optim.loss.cross_entropy`. For other losses, and for a loss that a compiled model computes itself, pass
+    ``targets=``, or call :meth:`set_targets` before the forward pass; with ``loss_scale=`` the label of a row is its
+    only negative entry. Given labels are class indices, one for each row, or distributions of the logits' shape. For
+    sigmoid outputs (binary, multi-label) and for regression use :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
@@ -54,19 +53,16 @@ class DCPOptimizer(ForecastOptimizer):
         reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
             class, summed over the batch's classes, which synchronizes a GPU. Equation 5 can be read either way.
         update: how the prototypes learn. ``"rows"`` (default) is the formula above. ``"batch"`` is Equation 6,
-            :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`: a batch's class mean has the share
-            :math:`1-\alpha`, however many rows it is of. It follows the first batches more slowly, and in long training
-            with few rows of a class in a batch logits and prototypes can grow without end.
+            :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, however many rows the mean is of; in
+            long training with few rows of a class in a batch, logits and prototypes can grow without end.
         targets: the model's keyword that holds the labels, or a callable ``(args, kwargs) -> labels``.
-        ignore_index: the label to leave out. Default -100, as in torch. Rows that the loss ignores are left out anyway
-            where the labels are read.
+        ignore_index: the label to leave out. Default -100, as in torch.
         process_group: as in DCLOptimizer; class sums are added up over its ranks.
         loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as DCLOptimizer; in backward also for labels out of range, of the wrong
-            number or type, soft labels that are not distributions (on a GPU not in every step, since a check
-            synchronizes), and labels that were not given and cannot be read.
+        ValueError, TypeError, RuntimeError: as DCLOptimizer; in backward also for labels that do not fit (on a GPU not
+            checked in every step) and for labels that were not given and cannot be read.
 
     Warns:
         UserWarning: the labels of a later batch cannot be read; such batches get no penalty.
@@ -119,7 +115,6 @@ class DCPOptimizer(ForecastOptimizer):
             raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
         per_class = reduction == "per_class"
         ignored = check_integer("ignore_index", ignore_index)
-        class_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         super().__init__(
             base_optimizer,
             model,
@@ -137,17 +132,13 @@ class DCPOptimizer(ForecastOptimizer):
 
     @property
     def prototypes(self) -> Tensor:
-        """A copy of all prototypes, (K, K), row k for class k; zero for a class not yet seen (``forecaster.seen``).
-
-        (0, 0) before the first backward pass, unless ``num_classes`` was given.
-        """
+        """A copy of all prototypes, (K, K); zero for a class not yet seen, (0, 0) before K is known."""
         return self.forecaster.values
 
     def set_targets(self, targets: Tensor) -> None:
-        """Give the labels of the batch whose training forward pass comes next.
+        """Give the labels of the model's very next forward pass; with ``step(closure)`` inside the closure.
 
-        They belong to the model's very next forward pass: one in eval mode or under ``no_grad`` drops them, and so does
-        ``load_state_dict``. With ``step(closure)`` call this inside the closure, before the model.
+        A forward pass in eval mode or under ``no_grad`` drops them, and so does ``load_state_dict``.
 
         Raises:
             TypeError: no tensor.

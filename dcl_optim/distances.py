@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,9 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
     r"""Squared distance of logits, linear far out: :math:`\frac{1}{NK}\sum_i m_i\,(2\,\lVert z_i - c_i\rVert - m_i)`
     with :math:`m_i = \min(\lVert z_i - c_i\rVert, K/\sqrt2)`.
 
-    It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row, at which the gradient is as long as that of a
-    cross-entropy can be, :math:`\sqrt2/N`, and it keeps this length beyond: Huber's loss of the row's distance. So the
-    penalty's step is no longer than the loss's, where that of :func:`squared` grows without bound. For a single output
-    (K = 1), of which there is no cross-entropy, it is :func:`squared`.
+    It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row. There the gradient is as long as a
+    cross-entropy's longest, :math:`\sqrt2/N`, and it keeps this length beyond: Huber's loss of the row's distance. For
+    a single output (K = 1), of which there is no cross-entropy, it is :func:`squared`.
 
     Args:
         z, c: rows (N, K), as in all distances.
@@ -53,10 +52,8 @@ def squared(z: Tensor, c: Tensor) -> Tensor:
     r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`, which is the paper's.
 
     The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
-    samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed.
-
-    Args:
-        z, c: rows (N, K).
+    samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed. Rows
+    are those of :func:`mse`.
 
     Examples:
         >>> squared(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -72,10 +69,7 @@ def _huber(norms: Tensor, radius: float) -> Tensor:
 
 
 def l1(z: Tensor, c: Tensor) -> Tensor:
-    r"""Absolute distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1` (the paper's Table 6).
-
-    Args:
-        z, c: rows (N, K).
+    r"""Absolute distance of rows as in :func:`mse`, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert_1`, of Table 6.
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -108,9 +102,8 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
     .. math:: -\frac1N\sum_i \log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
 
-    The paper's Table 6 names InfoNCE and no temperature. This is the one-directional form: negatives are predictions
-    only, where the authors' own script also takes the other rows of z. Classes of minus infinity are left out of the
-    similarity.
+    The paper's Table 6 names InfoNCE and no temperature. Here negatives are predictions only; the authors' own script
+    also takes the other rows of z. Classes of minus infinity are left out of the similarity.
 
     Args:
         z, c: rows (N, K).
@@ -126,10 +119,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
 
 def difference(z: Tensor, c: Tensor) -> Tensor:
-    """Subtract c from z, in float32 or wider; 0 where the difference is not finite.
-
-    Args:
-        z, c: logits and prediction, of one shape.
+    """Subtract c from z in float32 or wider; 0 where the difference is not finite. Rows are those of :func:`mse`.
 
     Examples:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
@@ -163,10 +153,9 @@ class Rows(NamedTuple):
 
     Attributes:
         values: the distances, (N,).
-        slope: the gradients divided by ``factor``, (N, K), float32 or wider.
-        factor: a number.
-        are_norms: whether ``values`` are the norms of the rows of ``slope``, of which the distances are Huber's loss
-            times ``factor``: most steps log nothing, and need no more.
+        slope, factor: the gradients are their product; (N, K) in float32 or wider, and a number.
+        are_norms: whether ``values`` are the norms of the rows of ``slope`` instead. The distances are Huber's loss of
+            them times ``factor``, which only a step that logs has to compute.
         radius: with ``are_norms``, the norm that a row of the gradient is cut to.
     """
 
@@ -206,10 +195,10 @@ class Distance(ABC):
 
 @dataclass(frozen=True)
 class SquaredDistance(Distance):
-    """:func:`mse` by rows, or :func:`squared`.
+    """:func:`mse` by rows.
 
     Args:
-        bounded: which of them. Default True.
+        bounded: False for :func:`squared`.
     """
 
     bounded: bool = True
@@ -259,10 +248,10 @@ class Divergence(Distance):
 
 @dataclass(frozen=True)
 class MeanDistance(Distance):
-    """Any function (z, c) -> scalar that is a mean over rows, such as :func:`infonce`; autograd differentiates it.
+    """A function that autograd differentiates, such as :func:`infonce`.
 
     Args:
-        function: the function.
+        function: (z, c) -> scalar, a mean over rows.
 
     Examples:
         >>> MeanDistance(squared).rows(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).slope
@@ -308,17 +297,16 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
     if temperature is not None:
         check_positive("temperature", temperature)
         if distance not in ("kl", "infonce"):
-            raise ValueError(
-                f"temperature={temperature!r} applies to distance 'kl' and 'infonce' only, not {distance!r}"
-            )
+            raise ValueError(f"temperature={temperature!r} is for distance 'kl' or 'infonce', not {distance!r}")
+    options: dict[str, Any] = {} if temperature is None else {"temperature": float(temperature)}
     if distance in ("mse", "squared"):
         return SquaredDistance(bounded=distance == "mse")
     if distance == "l1":
         return AbsoluteDistance()
     if distance == "kl":
-        return Divergence() if temperature is None else Divergence(float(temperature))
+        return Divergence(**options)
     if distance == "infonce":
-        return MeanDistance(partial(infonce, temperature=0.1 if temperature is None else float(temperature)))
+        return MeanDistance(partial(infonce, **options))
     if isinstance(distance, Distance):
         return distance
     if not callable(distance):

@@ -41,8 +41,8 @@ def refuse_flat_shards(model: nn.Module) -> None:
     """Raise ValueError for a model whose parameters FullyShardedDataParallel keeps in flat shards."""
     if any(isinstance(module, _fully_sharded()) for module in model.modules()):
         raise ValueError(
-            "model is sharded by FullyShardedDataParallel, whose flat shards no companion can follow; shard it by "
-            "torch.distributed.fsdp.fully_shard, or take DCPOptimizer"
+            "model is sharded by FullyShardedDataParallel, which no companion can follow; shard it by fully_shard, or "
+            "take DCPOptimizer"
         )
 
 
@@ -59,21 +59,20 @@ class DataParallelGroup:
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
-        known = process_group is None or (isinstance(process_group, str) and process_group == "auto")
-        if not known and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        is_auto = isinstance(process_group, str) and process_group == "auto"
+        is_group = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+        if not (is_auto or is_group or process_group is None):
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model, self._given = model, process_group
-        self._group: Any = None
+        self._group: Any = process_group if is_group else None
         self._has_looked = False
-        self.size = 1
+        self.size = process_group.size() if is_group else 1
 
     def find(self) -> None:
         """Look for the model's group, at a forward of the model; one that was found stays."""
         if self._group is None and self._given is not None and dist.is_available() and dist.is_initialized():
-            if not isinstance(self._given, str):
-                self._group = self._given
-            else:  # later only for what may have come since
-                self._group = _group_of(_torch.running_ddp()) if self._has_looked else _group_of_model(self._model)
+            # Later only for what may have come since.
+            self._group = _group_of(_torch.running_ddp()) if self._has_looked else _group_of_model(self._model)
             self._has_looked = True
             self.size = 1 if self._group is None else dist.get_world_size(self._group)
 

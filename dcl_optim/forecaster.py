@@ -85,8 +85,7 @@ class Forecaster(ABC):
     skipped it), :meth:`forget` comes instead.
 
     Attributes:
-        replays_draws: whether the random draws of the model are to be replayed; the RNG state is then captured before
-            the forward pass.
+        replays_draws: whether the RNG state is to be captured before the forward pass, so that it can be replayed.
         group: the ranks that train the model together; None for one process.
     """
 
@@ -107,10 +106,9 @@ class Forecaster(ABC):
         """Predict the logits of a training forward pass that has returned.
 
         Args:
-            args, kwargs: the arguments of the model.
+            args, kwargs, rng_state: as in :meth:`before_forward`.
             forward: the forward pass; put into ``forward.prediction`` what :meth:`penalty` needs. The default penalty
                 takes a tensor of the logits' shape.
-            rng_state: as in :meth:`before_forward`.
         """
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
@@ -152,8 +150,8 @@ class Forecaster(ABC):
         """Prepare before the base optimizer steps. Default: nothing.
 
         Args:
-            creates_state: whether this is no training step, but one by which torch.distributed.checkpoint makes an
-                optimizer create the state that it loads into; the forecaster creates its own too.
+            creates_state: whether this is no training step, but torch.distributed.checkpoint creates the state that it
+                loads into; the forecaster creates its own too.
         """
 
     @abstractmethod

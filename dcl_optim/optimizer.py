@@ -35,8 +35,8 @@ class ForecastOptimizer(OptimizerWrapper):
     where s is what the loss was multiplied by. ``step`` steps the base optimizer and lets the forecaster learn.
 
     Subclasses choose the forecaster and define a ``_name``, under which ``state_dict`` keeps their part; the page
-    "Custom methods" builds one. One optimizer regularizes a model at a time: wrapping the model again supersedes the
-    optimizer that did, whose ``step`` then raises. As a context manager it leaves the model as it was.
+    "Custom methods" builds one. One optimizer regularizes a model at a time: if another one wraps it, ``step`` of the
+    first raises. As a context manager it leaves the model as it was.
 
     Args:
         base_optimizer, model, weight, alpha, distance, logits, strict, count_eval: as in
@@ -100,10 +100,8 @@ class ForecastOptimizer(OptimizerWrapper):
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
 
         Args:
-            closure: as in torch.optim: clears the gradients, computes the loss, calls backward and returns the loss.
-                The closure may skip ``backward()``; ``step`` then calls it. A base optimizer that evaluates it several
-                times (LBFGS) minimizes loss plus penalty; the forecaster learns from the first evaluation, at
-                :math:`\theta_t`.
+            closure: as in torch.optim. It may leave ``backward()`` to ``step``. A base optimizer that evaluates it
+                several times (LBFGS) minimizes loss plus penalty; the forecaster learns from the first evaluation.
 
         Returns:
             The loss of the first evaluation, without the penalty; what the base optimizer returns without a closure.
@@ -175,8 +173,8 @@ class ForecastOptimizer(OptimizerWrapper):
     def _refuse_superseded(self) -> None:
         if self._algorithm.superseded:
             raise RuntimeError(
-                f"another optimizer has wrapped the model since this {self._name} did: step that one, or call "
-                "detach() on this one to go on with its base optimizer alone"
+                f"another optimizer has wrapped the model since this {self._name} did: step that one, or call detach() "
+                "on this one to go on with its base optimizer alone"
             )
 
     def _is_state_initialization(self) -> bool:
@@ -191,13 +189,11 @@ class ForecastOptimizer(OptimizerWrapper):
             return
         raise RuntimeError(
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped model since "
-            "the last step, so nothing was regularized. Usual reasons: step was called twice for one backward; the "
-            "model was in eval mode (pass count_eval=True to train it there) or under no_grad; another object (a copy, "
-            "an inner module) was called; model.forward was called, or the model's class overrides __call__, so that "
-            "its hooks did not run; the model was compiled, and it or its like called, before it was wrapped (wrap the "
+            "the last step. Usual reasons: step was called twice for one backward; the model was in eval mode (pass "
+            "count_eval=True) or under no_grad; a copy or an inner module was called; model.forward was called, or the "
+            "model's class overrides __call__; the model was compiled and called before it was wrapped (wrap the "
             "compiled module); the loss is not made of the logits that were found in the output (pass logits=); "
-            "backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to allow such "
-            "steps"
+            "backward ran with create_graph=True, or torch.func took the gradient. strict=False allows such steps"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -249,9 +245,8 @@ class ForecastOptimizer(OptimizerWrapper):
         """Return the current values as floats, nan for what is not known yet. The keys never change. Synchronizes.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; with an automatic weight ``train_accuracy``, which it follows; with DCP
-        ``prototype_norm``, the mean length of the prototypes, and ``prototype_margin``, how far a prototype's logit of
-        its class is above the mean of the others.
+        the last backward pass; with an automatic weight ``train_accuracy``; with DCP ``prototype_norm`` and
+        ``prototype_margin`` (the page "Logging").
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
@@ -264,17 +259,15 @@ class ForecastOptimizer(OptimizerWrapper):
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
     def __repr__(self) -> str:
-        algorithm = self._algorithm
-        source = algorithm.loss.source
-        settings: dict[str, Any] = {
+        algorithm, source = self._algorithm, self._algorithm.loss.source
+        settings = {
             "weight": algorithm.weight,
             "alpha": algorithm.alpha,
             "distance": algorithm.distance,
+            "loss_scale": source if isinstance(source, (str, int, float)) else type(source).__name__,
+            "model": type(unwrapped(self.model)).__name__,
         }
-        settings["loss_scale"] = source if isinstance(source, (str, int, float)) else type(source).__name__
-        settings["model"] = type(unwrapped(self.model)).__name__
-        settings |= self.forecaster.settings()
-        shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+        shown = ", ".join(f"{name}={value}" for name, value in (settings | self.forecaster.settings()).items())
         return f"{self._name}({shown})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:

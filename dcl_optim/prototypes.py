@@ -26,24 +26,15 @@ class Prototypes(Forecaster):
     Prediction: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
     weigh :math:`t_{ik}` in the mean of class k, which for one-hot labels is the same. The penalty is
     :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the n rows with a label; :math:`w_i = 0` for a class that no
-    step has seen. Learning, for the classes of the batch, with :math:`m_k` rows of class k in it:
+    step has seen. :class:`~dcl_optim.DCPOptimizer` says how prototypes learn. The code has Equation 6 in the form
 
-    .. math:: n_k \leftarrow \alpha\,n_k + m_k, \qquad p^k \leftarrow p^k + \tfrac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
+    .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{m_k}\sum_{i:\,y_i=k}(z_i - p^k),
 
-    which is the mean of all rows of class k so far, each batch with the class weighing :math:`\alpha` times as much as
-    the next one. ``"batch"`` is Equation 6 instead, in which the first mean becomes the prototype:
-
-    .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{m_k}\sum_{i:\,y_i=k}(z_i - p^k)
-        = \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)
-
-    In these forms a step of one process touches only the rows of the batch's classes.
+    in which a step of one process touches only the rows of the batch's classes.
 
     Args:
-        num_classes: K, at least 1; the logits must have as many. None for as many as the first logits have.
-        per_class: average the penalty within each class and sum over the classes (one reading of Equation 5)
-            instead of averaging over the batch.
-        ignore_index: the label of rows to leave out.
-        update: ``"rows"`` or ``"batch"``.
+        num_classes, ignore_index, update: as in DCPOptimizer.
+        per_class: whether ``reduction`` is ``"per_class"``.
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
         group: the ranks that train the model together.
 
@@ -84,8 +75,8 @@ class Prototypes(Forecaster):
         size = num_classes**2 * dtype.itemsize
         if size > MAX_BYTES:
             raise ValueError(
-                f"num_classes={num_classes}: the prototypes, a vector of logits for each class, would need "
-                f"{size / 2**30:.1f} GiB (limit 1 GiB); use DCLOptimizer, which has none"
+                f"num_classes={num_classes}: the prototypes would need {size / 2**30:.1f} GiB (limit 1 GiB); use "
+                "DCLOptimizer, which has none"
             )
         # Row K is that of rows without a label: not a number, so that they contribute nothing.
         self._rows = torch.zeros(num_classes + 1, num_classes, dtype=dtype, device=like.device)
@@ -114,14 +105,13 @@ class Prototypes(Forecaster):
     def figures(self) -> dict[str, Any]:
         """``prototype_norm``, and ``prototype_margin``: a prototype's logit of its class less the mean of the others.
 
-        Root mean squares over the classes seen; nan without any. A margin that keeps growing beyond about 20 says that
-        prototypes and logits amplify each other: use an alpha closer to 1.
+        The mean, and the root mean square, over the classes seen; nan without any.
         """
         rows, number = self._rows[:-1], self.seen.sum()
         own = rows.diagonal()
         margins = own - (rows.sum(1) - own) / max(len(rows) - 1, 1)  # 0 for classes not seen
         return {
-            "prototype_norm": (rows.norm(dim=1).sum() / number),
+            "prototype_norm": rows.norm(dim=1).sum() / number,
             "prototype_margin": (margins.square().sum() / number).sqrt(),
         }
 
@@ -143,6 +133,8 @@ class Prototypes(Forecaster):
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
         if not self._rows.shape[1]:
             self._create(forward.rows.shape[1], forward.rows)
+        if forward.rows.shape[1] != self._rows.shape[1]:
+            refuse_width(forward, self.num_classes)
         dtype = torch.promote_types(self._rows.dtype, forward.rows.dtype)
         z = forward.rows.to(dtype)
         if self._rows.device != z.device or self._rows.dtype != dtype:
@@ -190,8 +182,6 @@ class Prototypes(Forecaster):
         labels = loss.labels
         assert labels is not None
         if loss.number is not None:  # read
-            if z.shape[1] != self._rows.shape[1]:
-                check_width(forward, z, self.num_classes)
             if labels.ndim == 2 or not 0 <= self._ignore_index < self.num_classes:
                 return labels, loss.number
             labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
@@ -304,31 +294,26 @@ class Prototypes(Forecaster):
         self._all_known = False
 
 
-def check_width(forward: Forward, z: Tensor, num_classes: int) -> None:
-    """Raise ValueError unless there are as many logits in a row as classes."""
-    if z.shape[1] != num_classes:
-        shape = tuple(forward.logits.shape)
-        dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
-        fix = "pass that number"
-        if dims:
-            dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
-            fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"
-        raise ValueError(f"num_classes={num_classes} but the model gives {z.shape[1]} logits; {fix}")
+def refuse_width(forward: Forward, num_classes: int) -> None:
+    """Raise ValueError, since there are not as many logits in a row as classes."""
+    shape = tuple(forward.logits.shape)
+    dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
+    fix = "pass that number"
+    if dims:
+        dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
+        fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"
+    raise ValueError(f"num_classes={num_classes} but the model gives {forward.rows.shape[1]} logits; {fix}")
 
 
 def to_labels(
     targets: Any, forward: Forward, z: Tensor, class_dim: int, num_classes: int, ignore_index: int, look: bool
 ) -> Tensor:
-    """Check labels that the script gave, hard or soft ones, and lay them out as the rows of the logits.
+    """Check labels that the script gave: the class of each row (N,), K where ignored, or shares (N, K).
 
     Values are checked if ``look``, since that synchronizes a GPU, whose own index kernels assert that hard labels are
     in their range.
-
-    Returns:
-        The class of each row (N,), K where ignored, or shares (N, K).
     """
     check_labels(targets)
-    check_width(forward, z, num_classes)
     if targets.dtype.is_floating_point and targets.shape == forward.logits.shape:
         shares = to_rows(targets.detach(), class_dim)
         if not look:
@@ -337,9 +322,8 @@ def to_labels(
         if not ((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
             raise ValueError(
                 f"targets has soft labels that are not distributions over {num_classes} classes (the least share is "
-                f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}). "
-                "DCPOptimizer is for softmax classifiers: models with sigmoid outputs (binary, multi-label) and "
-                "regression take DCLOptimizer, which needs no labels"
+                f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}): models with "
+                "sigmoid outputs (binary, multi-label) and regression take DCLOptimizer, which needs no labels"
             )
         return shares
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:

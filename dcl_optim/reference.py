@@ -1,7 +1,4 @@
-"""The method written out literally: slow, obvious, and what everything fast is held against.
-
-No hooks, no wrapper: plain functions that a reader can hold next to the paper's Algorithm 1 and its appendix.
-"""
+"""The method written out literally, next to the paper's Algorithm 1 and its appendix: what the tests compare with."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ def dcl_step(
         model, companion: :math:`\theta_t` and :math:`\omega_t`, updated in place; the companion starts as a copy.
         optimizer, companion_optimizer: those of the two networks.
         x, y: inputs (batch, ...) and labels.
-        loss_function: :math:`\ell`, (z, y) -> scalar.
-        distance: :math:`\Delta`, (z, c) -> scalar.
+        loss_function, distance: :math:`\ell`, (z, y) -> scalar, and :math:`\Delta`, (z, c) -> scalar.
         weight, alpha: :math:`\lambda` and :math:`\alpha`.
         learns: whether the companion learns in this pass; the paper's always does.
 
@@ -110,25 +106,24 @@ def dcp_step(
         >>> sorted(prototypes)
         [0, 1]
     """
-    z = model(x)
-    known = [i for i in range(len(y)) if int(y[i]) in prototypes]
+    z, labels = model(x), y.tolist()
+    known = [i for i in range(len(y)) if labels[i] in prototypes]
+    forecast = {i: prototypes[labels[i]] for i in known}
     penalty = z.sum() * 0.0
     if per_class:
-        for k in sorted({int(y[i]) for i in known}):
-            rows = [i for i in known if int(y[i]) == k]
-            forecast = torch.stack([prototypes[k]] * len(rows))
-            penalty = penalty + distance(z[rows], forecast)
+        for k in sorted({labels[i] for i in known}):
+            rows = [i for i in known if labels[i] == k]
+            penalty = penalty + distance(z[rows], torch.stack([forecast[i] for i in rows]))
     elif known:
-        forecast = torch.stack([prototypes[int(y[i])] for i in known])
-        penalty = distance(z[known], forecast) * len(known) / len(y)
+        penalty = distance(z[known], torch.stack([forecast[i] for i in known])) * len(known) / len(y)
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
     (loss + weight * penalty).backward()
     optimizer.step()
 
-    for k in sorted({int(label) for label in y}):
-        mine = torch.stack([z[i].detach() for i in range(len(y)) if int(y[i]) == k])
+    for k in sorted(set(labels)):
+        mine = z.detach()[y == k]
         if numbers is not None:
             numbers[k] = alpha * numbers.get(k, 0.0) + len(mine)
             before = prototypes.get(k, torch.zeros_like(mine[0]))

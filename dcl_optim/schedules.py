@@ -37,12 +37,10 @@ class LinearWarmup:
     r"""Grow linearly to a value and stay: :math:`v\,\min(1, t/T)`. Ours; the paper keeps :math:`\lambda` fixed.
 
     Args:
-        value: the final value, at least 0.
-        steps: T, the number of optimizer steps until it is reached, at least 1.
+        value, steps: v, at least 0, and T, the number of optimizer steps until it is reached, at least 1.
 
     Raises:
-        ValueError: a negative value or fewer than one step.
-        TypeError: no number.
+        ValueError, TypeError: a negative value, fewer than one step, or no number.
 
     Examples:
         >>> schedule = LinearWarmup(1.0, steps=4)

@@ -26,10 +26,10 @@ class AutoWeight:
     squared distance divides by the number K of classes, so the same weight pulls a logit harder where they are fewer.
     The paper's data has C = 100 classes or more.
 
-    The accuracy a is that of the model's own predictions on the training batches, counted over the rows with a label:
-    at the end of steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th over the steps since the last time, after step
-    64 over every fourth of them. It is 0 before. Of soft labels the largest share is the label. Micro-batches count by
-    their rows and ranks are summed. Batches whose step was skipped or whose labels cannot be read do not count.
+    The accuracy a is that of the model's own predictions on the rows with a label of the training batches. It is 0 at
+    first, and read at the end of steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th: over the steps since the last
+    time, after step 64 over every fourth of them. Of soft labels the largest share is the label. Ranks are summed.
+    Batches whose step was skipped or whose labels cannot be read do not count.
 
     Args:
         floor: :math:`\lambda_0`, the least weight, at least 0. Default 0.1.
@@ -71,12 +71,7 @@ Weight = float | Schedule | AutoWeight | str
 
 
 def resolve_weight(weight: Weight, reads_labels: bool) -> Checked | FollowsFit:
-    """Turn the argument that a user writes into a callable of the step.
-
-    Raises:
-        ValueError: a name other than ``"auto"``, a number out of range, or an automatic weight without labels.
-        TypeError: anything else.
-    """
+    """Turn the argument that a user writes into a callable of the step; an automatic weight needs labels."""
     if isinstance(weight, str):
         if weight != "auto":
             raise ValueError(f"weight={weight!r} is unknown; pass 'auto', a number or a callable of the step")
@@ -85,8 +80,7 @@ def resolve_weight(weight: Weight, reads_labels: bool) -> Checked | FollowsFit:
         return Checked(weight, "weight")
     if not reads_labels:
         raise ValueError(
-            "weight='auto' follows the training accuracy, and this optimizer reads no labels; pass a number or a "
-            "callable of the step"
+            "weight='auto' needs labels, and this optimizer reads no labels; pass a number or a callable of the step"
         )
     return FollowsFit(weight)
 
@@ -94,8 +88,7 @@ def resolve_weight(weight: Weight, reads_labels: bool) -> Checked | FollowsFit:
 class FollowsFit:
     """An :class:`AutoWeight` with the training accuracy that it follows.
 
-    Each batch is counted in two numbers on its device, the rows predicted right and those without a label; they are
-    read, which synchronizes, in steps in which nothing else is.
+    Each batch is counted in two numbers on its device: the rows predicted right, and those without a label.
     """
 
     constant = None

@@ -546,7 +546,7 @@ FAULTS = [
     Fault(
         "loaded-weights-unsaid",
         "companion/companion.py",
-        "            self._warn_weights_loaded(network)\n",
+        "            warn(WEIGHTS_LOADED)\n",
         "            pass\n",
         "no warning that the companion does not have weights loaded in the run",
         "companion",

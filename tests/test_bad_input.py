@@ -35,7 +35,7 @@ SHARED = [
     ({"weight": True}, TypeError, r"weight=True must be a number"),
     ({"distance": "mes"}, ValueError, r"distance='mes' is unknown; choose one of mse, squared, l1, kl, infonce, or"),
     ({"distance": 3}, TypeError, r"distance must be a name or a callable \(z, c\) -> scalar, got int"),
-    ({"temperature": 2.0}, ValueError, r"temperature=2.0 applies to distance 'kl' and 'infonce' only, not 'mse'"),
+    ({"temperature": 2.0}, ValueError, r"temperature=2.0 is for distance 'kl' or 'infonce', not 'mse'"),
     ({"distance": "kl", "temperature": 0.0}, ValueError, r"temperature=0.0 must be a positive finite number"),
     ({"loss_scale": -2}, ValueError, r"loss_scale=-2 must be a positive finite number"),
     ({"loss_scale": "fp16"}, ValueError, r"loss_scale='fp16' is unknown; pass 'auto', a number, a GradScaler"),

@@ -20,29 +20,23 @@ from dcl_optim._torch import call_after_backward, current_backward, versions_of,
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.follow import ModelFollower
-from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, add_note, check_for_copy
+from dcl_optim.companion.optimizer import CompanionOptimizer, CompanionOptions, add_note, check_for_copy
 from dcl_optim.companion.weighting import WeightedMean
 from dcl_optim.distances import Distance, from_rows, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
+DEFAULTS = CompanionOptions()
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
 IN_COMPANION = (
     "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
-    "of the model after wrapping it, or resets or detaches a hidden state that a module keeps, it has to do so on "
-    "optimizer.companion too."
+    "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too."
 )
-
-
-@dataclass(frozen=True)
-class CompanionOptions:
-    """What :class:`~dcl_optim.DCLOptimizer` says of the companion; see there."""
-
-    companion: nn.Module | Callable[[], nn.Module] | None = None
-    optimizer: Optimizer | MakeOptimizer | None = None
-    lr_scale: float = 1.0
-    every: int = 1
-    process_group: Any = "auto"
+WEIGHTS_LOADED = (
+    "weights were loaded into the model since its last training forward pass, but the companion was not reset: if they "
+    "are others than before, the penalty pulls the model back.\n  Fix: call optimizer.reset_companion() after loading, "
+    "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
+)
 
 
 @dataclass
@@ -74,10 +68,8 @@ class Companion(Forecaster):
     Prediction: its logits c on the same batch. Learning: one step of its optimizer on
     :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward
     passes since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward
-    pass runs when that of the model has ended.
-
-    A copy is made when the first training forward pass begins, so that it starts where the model does whatever a script
-    does to the model before; ``module``, ``optimizer`` and :meth:`load_state_dict` make it earlier.
+    pass runs when that of the model has ended. ``module``, ``optimizer`` and :meth:`load_state_dict` make it if the
+    first training forward pass has not.
 
     Args:
         model: the model.
@@ -105,7 +97,7 @@ class Companion(Forecaster):
         model: nn.Module,
         base: Optimizer,
         find_logits: Callable[[Any], Tensor],
-        options: CompanionOptions = CompanionOptions(),
+        options: CompanionOptions = DEFAULTS,
     ) -> None:
         self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
         refuse_flat_shards(model)
@@ -130,10 +122,9 @@ class Companion(Forecaster):
         rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
         with replayed(rng_state), torch.inference_mode(False):
             module = copying.build(own, options.companion, is_called=own is self._model)
-            optimizer = CompanionOptimizer(self._base, own, module, options.lr_scale, options.optimizer, is_copy)
-        follower = ModelFollower(self._model, module, optimizer, is_copy, self.group)
-        versions = versions_of(module.parameters())
-        self._network = Network(module, optimizer, follower, versions, starts_equal=is_copy)
+            optimizer = CompanionOptimizer(self._base, own, module, options)
+        follower = ModelFollower(self._model, module, optimizer, self.group)
+        self._network = Network(module, optimizer, follower, versions_of(follower.parameters), starts_equal=is_copy)
         if self._mode is not None:
             self.follow(self._mode)
         return self._network
@@ -159,8 +150,9 @@ class Companion(Forecaster):
         self._learns, self._step = step % self._options.every == 0, step
         self.group.find()
         network = self._network or self._make()
-        if network.loaded_since:
-            self._warn_weights_loaded(network)
+        if network.loaded_since and not self._warned_weights_loaded:
+            self._warned_weights_loaded = True
+            warn(WEIGHTS_LOADED)
         network.follower.follow()
         if not network.has_predicted:
             versions = versions_of(network.follower.parameters)
@@ -184,24 +176,12 @@ class Companion(Forecaster):
         if logits.shape != forward.logits.shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
-                f"{tuple(forward.logits.shape)}; its architecture is free, its output shape is not. If the model's "
-                "head was replaced, wrap the model again"
+                f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
             )
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
         network.has_predicted = True
         forward.prediction = Prediction(logits, self._learns)
-
-    def _warn_weights_loaded(self, network: Network) -> None:
-        network.loaded_since = False
-        if not self._warned_weights_loaded:
-            self._warned_weights_loaded = True
-            warn(
-                "weights were loaded into the model since its last training forward pass, but the companion was not "
-                "reset: if they are others than before, the penalty pulls the model back.\n  Fix: call "
-                "optimizer.reset_companion() after loading, or load the optimizer's state of the same moment too. "
-                "Ignore this for weights that were swapped in for an evaluation and out again"
-            )
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
@@ -247,15 +227,16 @@ class Companion(Forecaster):
                 network.has_learned = next(gradients_of(self.optimizer), None) is not None
                 if not network.has_learned:
                     raise RuntimeError(
-                        "the companion's logits do not depend on its parameters: its copy still calls the model (whose "
-                        "forward was replaced by a function that holds it?); pass companion="
+                        "the companion's logits do not depend on its parameters: was the model's forward replaced by a "
+                        "function that holds the model? Pass companion="
                     )
 
     def before_step(self, creates_state: bool = False) -> None:
         network = self._make() if creates_state and self._network is None else self._network
-        if network is not None:
-            network.optimizer.follow_options()
-        if network is not None and creates_state:
+        if network is None:
+            return
+        network.optimizer.follow_options()
+        if creates_state:
             optimizer = network.optimizer.optimizer
             if not optimizer.state:
                 network.optimizer.fill_gradients()
@@ -281,14 +262,11 @@ class Companion(Forecaster):
             self._network.optimizer.note_options()
 
     def _recreate(self) -> None:
-        self._diverged, is_module = False, isinstance(self._options.companion, nn.Module)
-        if not is_module:
+        self._diverged, what = False, "load weights into optimizer.companion, or wrap again"
+        if not isinstance(self._options.companion, nn.Module):
             self.reset()
-        warn(
-            "the companion's logits were not finite where the model's are, as after a learning rate too high for it or "
-            "a state that held nan: "
-            + ("load weights into optimizer.companion, or wrap again" if is_module else "it is copied from the model")
-        )
+            what = "it is copied from the model"
+        warn(f"the companion's logits were not finite where the model's are (is its learning rate too high?): {what}")
 
     def _average(self, optimizer: CompanionOptimizer) -> bool:
         """Make the mean over the forward passes of the step and over the ranks; say whether it has overflowed."""
@@ -367,10 +345,7 @@ class Companion(Forecaster):
     def reset(self) -> None:
         """Drop the companion: the next training forward pass begins with a new one, as the first did."""
         if isinstance(self._options.companion, nn.Module):
-            raise RuntimeError(
-                "the companion was given as a module, which cannot be made anew: load the weights that it is to have "
-                "into optimizer.companion, or wrap the model again"
-            )
+            raise RuntimeError("companion was given as a module: load weights into it, or wrap the model again")
         self.forget()
         self._network = None
         if self._options.companion is not None:

@@ -38,8 +38,8 @@ def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | Non
 def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
     """Copy a model with the hooks that libraries and the model's objects have; a warning names the others.
 
-    Trained parameters and all buffers are the copy's own. ``is_called`` says that the script calls the model itself and
-    no module around it: the copy then gets the inputs that its pre-hooks have made.
+    ``is_called`` says that the script calls the model itself and no module around it: the copy then gets the inputs
+    that its pre-hooks have made.
     """
     modules = list(model.named_modules())
     hooks = [(name, key, hook) for name, module in modules for _, key, hook in hooks_of(module, ALL_HOOKS)]
@@ -66,9 +66,8 @@ def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
                 raise ValueError(f"its copy's parameter {name!r} is called {found!r}, as in a Keras model")
     except Exception as error:
         raise RuntimeError(
-            f"the companion could not be made as a copy of the model ({error}); build a second model yourself, load "
-            "the first one's state_dict into it (shard it in the same way if the model is sharded) and pass it as "
-            "companion="
+            f"the companion could not be made as a copy of the model ({error}); build a second model (sharded in the "
+            "same way), load the first one's state_dict into it and pass it as companion="
         ) from error
     for name, module in copied.named_modules():
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
@@ -168,10 +167,8 @@ def require_equal(logits: Tensor, forecast: Tensor, companion: nn.Module) -> Non
     if not apart <= allowed * rounding:
         warn(
             "the first forecast of dcl_optim's companion, a copy of the model, is not what the model gave for the same "
-            f"input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away. Whatever makes the "
-            "difference is in the penalty. Usual reasons: inputs that the forward changes inside an object that is no "
-            "tuple, list, dict or dataclass (clone them first); hooks of the model that are not copied (register them "
-            "on optimizer.companion too); state outside of modules, which both networks change; random draws from "
-            "outside of torch's generators; weights that were loaded or changed since optimizer.companion was asked "
-            "for (call optimizer.reset_companion())"
+            f"input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away, which is in the "
+            "penalty. Usual reasons: hooks of the model that are not copied (add them to optimizer.companion too); "
+            "weights changed since optimizer.companion was asked for (call reset_companion()); inputs that the forward "
+            "changes inside an object; state outside of modules; random draws from outside of torch's generators"
         )

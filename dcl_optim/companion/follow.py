@@ -23,21 +23,16 @@ _training, _requires_grad, _data = attrgetter("training"), attrgetter("requires_
 
 
 class ModelFollower:
-    """Follows what a script does to the model, at each forward, with no work in Python that grows with the model.
+    """Follows, at each forward pass, what a script does to the model; ``called`` is the model with its wrappers.
 
-    A companion that is no copy of the model follows the mode only. ``called`` is the model with its wrappers.
+    Nothing in Python grows with the model. A companion that is no copy follows the mode only.
     """
 
     def __init__(
-        self,
-        called: nn.Module,
-        companion: nn.Module,
-        optimizer: CompanionOptimizer,
-        is_copy: bool,
-        group: DataParallelGroup,
+        self, called: nn.Module, companion: nn.Module, optimizer: CompanionOptimizer, group: DataParallelGroup
     ) -> None:
         self._called, self._model, self._companion = called, unwrapped(called), companion
-        self._optimizer, self._is_copy, self._group = optimizer, is_copy, group
+        self._optimizer, self._is_copy, self._group = optimizer, optimizer.is_copy, group
         self._forward = vars(self._model).get("forward")
         self._ranks = 0  # at the last forward; 0 before the first
         self._known = list(self._model.parameters())
@@ -94,8 +89,7 @@ class ModelFollower:
         added = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
         if added:
             raise RuntimeError(
-                f"the model's parameters {added[:5]} were added or replaced since it was wrapped, and the companion "
-                "has none of them: wrap the model again"
+                f"the model's parameters {added[:5]} were added or replaced since it was wrapped: wrap the model again"
             )
         self._unshare([parameter for parameter in self._shared if parameter.requires_grad])
 

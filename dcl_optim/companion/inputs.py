@@ -50,10 +50,8 @@ class InputCapture:
         writes = versions_of(self._tensors) != self._versions
         if writes and self._clones is None:
             raise RuntimeError(
-                "the model's forward pass has written to one of its inputs in place, which it did not do in its first "
-                "training forward pass: dcl_optim's companion needs the inputs as the model got them, and clones them "
-                "only if that was so. Clone the input at the start of forward (x = x.clone()), or write "
-                "nn.ReLU(inplace=False)"
+                "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "
+                "first one did: begin forward with x = x.clone(), or write nn.ReLU(inplace=False)"
             )
         arguments = self._clones if writes and self._clones is not None else self._arguments
         self._writes = writes or bool(self._writes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -20,6 +21,19 @@ from dcl_optim._optim import inner_of, is_torchs_own, parameters_of, without_gra
 from dcl_optim._torch import version_of
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+
+
+@dataclass(frozen=True)
+class CompanionOptions:
+    """What :class:`~dcl_optim.DCLOptimizer` says of the companion; see there."""
+
+    companion: nn.Module | Callable[[], nn.Module] | None = None
+    optimizer: Optimizer | MakeOptimizer | None = None
+    lr_scale: float = 1.0
+    every: int = 1
+    process_group: Any = "auto"
+
+
 NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
 NO_OPTIMIZER = "companion_optimizer must be an optimizer, a callable that builds one, or None, got {!r}"
@@ -31,27 +45,19 @@ class CompanionOptimizer:
     """Trains the companion as the base optimizer trains the model: class, hyper-parameters, groups, schedule.
 
     There is one group for each of the base's, in the same order, and in it a slot for each of its parameters: the
-    companion's parameter of the same name where it trains one, an empty placeholder otherwise (a frozen parameter that
-    is shared, a parameter that is not the model's). So what is unfrozen later finds its place, and a checkpoint does
-    not depend on when that was. Parameters of another architecture, whose names the model does not know, come after
-    those of the first group. An optimizer that was given, or built by a callable that was, is left alone; what is
-    unfrozen later is a further group of it.
+    companion's parameter of the same name where it trains one, an empty placeholder otherwise (a frozen or foreign
+    parameter). So what is unfrozen later finds its place, and a checkpoint does not depend on when that was. Parameters
+    whose names the model does not know come after those of the first group. An optimizer that was given, or built by a
+    callable that was, is left alone; what is unfrozen later is a further group of it.
     """
 
-    def __init__(
-        self,
-        base: Optimizer,
-        model: nn.Module,
-        companion: nn.Module,
-        lr_scale: float,
-        given: Optimizer | MakeOptimizer | None,
-        is_copy: bool,
-    ) -> None:
+    def __init__(self, base: Optimizer, model: nn.Module, companion: nn.Module, options: CompanionOptions) -> None:
         self._base, self._model, self._companion = base, model, companion
-        self._lr_scale, self._is_given, self._is_copy = lr_scale, given is not None, is_copy
+        self.is_copy, self._is_given = options.companion is None, options.optimizer is not None
+        self._lr_scale = options.lr_scale
         # The base's options after its last step, and how often tensors among them had been written to.
         self._seen: list[tuple[dict[str, Any], dict[str, int]]] = []
-        self.optimizer = self._build(given)
+        self.optimizer = self._build(options.optimizer)
         self._draws_nothing = is_torchs_own(self.optimizer)
         self.note_options()
 
@@ -77,7 +83,7 @@ class CompanionOptimizer:
         for group in self._base.param_groups:
             pairs = [(p, own.pop(names.get(id(p), ""), None)) for p in group["params"]]
             groups.append([_stand_in(p, 0, trained=False) if found is None else found for p, found in pairs])
-        if not self._is_copy:
+        if not self.is_copy:
             known = set(names.values())
             groups[0] += [p for name, p in own.items() if name not in known]
         return groups

@@ -98,10 +98,8 @@ def read(
 
     Args:
         form: the form.
-        z: logits, rows (N, K).
-        g: gradient of the loss with respect to z, same shape.
-        live: whether the gradient of a row is not zero, (N,).
-        count: the number of live rows; more than in ``live`` if z and g are a selection.
+        z, g: logits, rows (N, K), and the gradient of the loss with respect to them.
+        live, count: whether the gradient of a row is not zero, (N,), and how many are; more if z and g are a selection.
         tolerance: see :func:`tolerance_of`.
         wants_labels: whether the labels are needed; if not, those of hard labels are left out.
 

@@ -57,17 +57,22 @@ class LogitsFinder:
             raise TypeError(
                 f"the tensor that the model returned as its logits is of {found.dtype} and shape {tuple(found.shape)}; "
                 "logits are real floating-point numbers with a batch dimension. Let the model return them too, as "
-                "(logits, loss), or pass logits= to choose another tensor"
+                "(logits, loss), or pass logits="
             )
         return found
 
     def warn_of_choice(self, output: Any, z: Tensor) -> None:
-        """Warn which tensor was taken as the logits, if there are several."""
-        if self._warned:
+        """Warn if other tensors in a tuple or list may be the logits; no name decides there."""
+        if self._warned or not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
             return
-        taken, *others = candidates(output, z) or [""]
+        names = [
+            (item is z, f"item {index} of shape {tuple(item.shape)}")
+            for index, item in enumerate(output)
+            if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]
+        ]
+        others = [name for is_taken, name in names if not is_taken]
         if others:
-            self._warned = True
+            self._warned, taken = True, dict(names)[True]
             warn(
                 f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty "
                 f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
@@ -90,25 +95,10 @@ def _first(output: tuple[Any, ...] | list[Any]) -> Any:
     return first
 
 
-def candidates(output: Any, z: Tensor) -> list[str]:
-    """Name the tensors in a tuple or list that may be the logits, z first; no name decides there."""
-    if not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
-        return []
-    found = [
-        (item is not z, index, f"item {index} of shape {tuple(item.shape)}")
-        for index, item in enumerate(output)
-        if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]
-    ]
-    return [name for _, _, name in sorted(found)]
-
-
 def find_loss(output: Any) -> Tensor | None:
-    """Find the loss that a model computed itself: a scalar with a gradient.
+    """Find the loss that a model computed itself, a scalar with a gradient, in an output as in :func:`find_logits`.
 
     ``output.loss``, ``output["loss"]``, or the only one in a tuple or list.
-
-    Args:
-        output: what the model's forward returned.
 
     Examples:
         >>> loss = torch.ones((), requires_grad=True) * 2

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dcl_optim import _sync
 from dcl_optim._torch import current_backward, warn
-from dcl_optim._validation import check_positive, is_number
+from dcl_optim._validation import check_integer, check_positive, is_number
 from dcl_optim.distances import to_rows, wide
 from dcl_optim.forward import Forward
 from dcl_optim.loss import cross_entropy, outputs
@@ -114,7 +114,8 @@ class LossReader:
         if targets is not None and not isinstance(targets, str) and not callable(targets):
             raise TypeError(f"targets must be a keyword's name or a callable (args, kwargs) -> labels, got {targets!r}")
         self.source, self._targets, self.reads_labels = scale, targets, reads_labels
-        self._given_dim, self._needs_class_dim = class_dim, needs_class_dim
+        self._given_dim = None if class_dim is None else check_integer("class_dim", class_dim)
+        self._needs_class_dim = needs_class_dim
         self._warned_scale = self._warned_labels = False
         self.load_state({})
 

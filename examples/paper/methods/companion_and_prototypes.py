@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion import Companion
-from dcl_optim.companion.companion import CompanionOptions
+from dcl_optim.companion.optimizer import CompanionOptions
 from dcl_optim.distances import Distance, DistanceName, Rows, resolve_distance
 from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forecaster import Forward, Loss, Penalty, RngState
