@@ -185,8 +185,18 @@ unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils
 class OptimizerInternals(Optimizer):
     """The parts of torch.optim's contract with its own tools that have no public name."""
 
-    # A gradient scaler must unscale the gradients itself: a fused base cannot see what it would hand to the wrapper.
-    _step_supports_amp_scaling = False
+    _note_scaler: Callable[[Any], None]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False, so that a gradient scaler, which asks in its ``step``, unscales the gradients. Notes which one asks.
+
+        A fused base cannot see what the scaler would hand to the wrapper.
+        """
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._note_scaler(scaler)
+        return False
 
     def _set_up_hooks(self) -> None:
         """Create the hook tables and patch ``step``, as torch.optim does, without groups of our own."""

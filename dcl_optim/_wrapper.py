@@ -53,12 +53,6 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the first argument before Python finds the others missing: torch.optim's classes take parameters."""
-        if "criterion" in kwargs:
-            raise TypeError(
-                "criterion= was removed: leave it out. Labels and the loss scale are read from the loss's gradient. "
-                "For a loss whose labels cannot be read pass targets= or call set_targets(labels) before the forward "
-                "pass; for one whose scale cannot be read pass loss_scale="
-            )
         if args and not isinstance(args[0], Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
         return super().__new__(cls)

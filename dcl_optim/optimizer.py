@@ -200,6 +200,9 @@ class ForecastOptimizer(OptimizerWrapper):
             "steps"
         )
 
+    def _note_scaler(self, scaler: Any) -> None:
+        self._algorithm.loss.note_scaler(scaler)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
         self._algorithm.batches.cleared = True

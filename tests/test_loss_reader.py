@@ -463,7 +463,7 @@ def test_a_callable_that_gives_no_factor_is_an_error_before_anything_changes(giv
 
 @pytest.mark.parametrize("several", [True, False])
 def test_an_unreadable_scale_is_warned_about_once_and_only_when_it_may_matter(several):
-    """Where a step has several backward passes, or gradients are in float16, as those of a gradient scaler."""
+    """Where a step has several backward passes, or gradients are in float16 and no scaler of torch's has stepped."""
     model = mlp(dtype=torch.float64 if several else torch.float16)
     optimizer = wrap(model)
 
@@ -471,12 +471,12 @@ def test_an_unreadable_scale_is_warned_about_once_and_only_when_it_may_matter(se
         squares(model(x.to(model[0].weight.dtype)), y).backward()
 
     data = list(batches(6))
-    if several:
-        for batch in data[:3]:  # one backward pass a step in float64: nothing suspicious
-            optimizer.zero_grad()
-            backward(*batch)
-            optimizer.step()
+    for batch in data[: 3 if several else 1]:  # one backward pass a step in float64: nothing suspicious
         optimizer.zero_grad()
+        backward(*batch)
+        optimizer.step()
+    optimizer.zero_grad()
+    if several:
         backward(*data[3])
     with pytest.warns(UserWarning, match=r"pass loss_scale=.*\(1 if"):
         backward(*data[4])
