@@ -59,6 +59,8 @@ def is_recorded() -> bool:
     return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes of its module in each forward pass
+
 # The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
 # torch 2.6 has no way to ask.
 _top_hooks: Callable[[bool], Any] = getattr(

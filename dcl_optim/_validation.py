@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import parameters_of
+from dcl_optim._torch import REPLICA
 
 
 def is_number(value: Any) -> bool:
@@ -65,6 +66,16 @@ def refuse_differential_privacy(base: Optimizer) -> None:
             "PrivacyEngine gives them. opacus clips the gradient of each sample and adds noise. The companion and the "
             "prototypes learn from each sample without both, and the penalty brings this into the gradients of later "
             "samples, so the privacy accounting would not hold"
+        )
+
+
+def refuse_forward(base: Optimizer, module: nn.Module) -> None:
+    """Raise for what is known when the model is called: differential privacy, a replica for one of several GPUs."""
+    refuse_differential_privacy(base)
+    if REPLICA in vars(module):
+        raise RuntimeError(
+            "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once "
+            "for each part of the batch.\n  Fix: DCLOptimizer(optimizer, nn.DataParallel(model)), or DCPOptimizer"
         )
 
 
