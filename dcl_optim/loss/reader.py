@@ -33,6 +33,7 @@ Scale = float | Tensor
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 MAX_ROWS = 64  # that are read where only the scale is asked for
 FEW_LOGITS = 2**14  # so few are read faster than selected
+DECIDED = 20  # steps after which labels that cannot be read are no longer an error
 
 UNREADABLE_SCALE = (
     "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty "
@@ -147,7 +148,8 @@ class LossReader:
         self._scale: Scale | None = state.get("scale")  # the last one that was read before this step, over the scaler's
         self._latest: Scale | None = self._scale  # the last one that was read, over the scaler's
         self.class_dim: int | None = state.get("class_dim")
-        self._tried = False  # whether a gradient that says something had no known form
+        # Batches whose gradient has a known form, and has none though it says something; a former run has decided.
+        self._read, self._unread = DECIDED if kind else 0, 0
         self._shifts: bool | None = None  # whether the model's own loss shifts its labels, once that is known
         self.ahead: tuple[Tensor | None, Tensor | None] | None = None  # labels of the next and the current forward pass
 
@@ -249,8 +251,9 @@ class LossReader:
             forward.rows = seen.z
             reading, count = self._read_rows(form, seen, wants_labels), seen.count
             settles = may_sync and not bool(reading.fits)
+            self._read += may_sync and not settles
         else:
-            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
+            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._unread
         if settles:
             reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
         says = math.isfinite(total) and not (wants_labels and reading is None)
@@ -298,7 +301,7 @@ class LossReader:
         if reading is None or self._form is None or self._form.kind == "negative":
             # The first step of a gradient scaler tells its scale.
             asks = several or (gradient.dtype == torch.float16 and forward.step > 1 and unit is None)
-            if asks and own is None and self._scale is None and self._tried and not self._warned_scale:
+            if asks and own is None and self._scale is None and self._unread and not self._warned_scale:
                 self._warned_scale = True
                 warn(UNREADABLE_SCALE)
             return 1.0 if fallback is None else fallback
@@ -341,23 +344,24 @@ class LossReader:
         for _, form, dim, one in sorted(trials, key=itemgetter(0)):
             reading = self._read_rows(form, one, wants_labels)
             if bool(reading.fits):
-                self._form, forward.rows = form, one.z
+                self._form, forward.rows, self._read = form, one.z, self._read + 1
                 self.class_dim = dim if known is None else self.class_dim
                 return reading, one.count, dim, total
         if any(evidence.says for evidence in found):
-            self._refuse(gradient, wants_labels, known)
+            self._refuse(forward, wants_labels, known)
         return None, None, known, total
 
-    def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
+    def _refuse(self, forward: Forward, wants_labels: bool, class_dim: int | None) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
-        self._tried = True
-        if wants_labels and self._form is None:
-            raise RuntimeError(UNREADABLE_LABELS + FIX_LABELS)
+        self._unread += 1
+        if wants_labels and (self._form is None or (self._unread > self._read and forward.step <= DECIDED)):
+            of = f"; {self._read} of the first {self._read + self._unread} batches could" if self._form else ""
+            raise RuntimeError(UNREADABLE_LABELS + of + FIX_LABELS)
         if wants_labels and not self._warned_labels:
             self._warned_labels = True
             warn(UNREADABLE_LABELS + "; those of former batches could. Such batches get no penalty." + FIX_LABELS)
         if class_dim is None:
-            self._assume_class_dim(gradient)
+            self._assume_class_dim(forward.logits)
 
     def _assume_class_dim(self, gradient: Tensor) -> int:
         """Take dimension 1 for the classes, and say so if that matters."""
