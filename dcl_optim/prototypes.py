@@ -19,7 +19,7 @@ NO_ROWS, SOME_ROWS = 1e-30, 1e-20  # a number that counts as none but can be div
 MAX_BYTES = 2**30  # of the (K, K) prototypes
 IN_BATCH_STEPS = 16  # after which labels that were always the rows' places are no classes; values may be read in it
 IN_BATCH = (
-    "the scores of the rows of a batch against each other (in-batch negatives, CLIP) are not of classes, so they have no "
+    "scores of the rows of a batch against each other (in-batch negatives, CLIP) are not of classes, and have no "
     "prototypes.\n  Fix: use DCLOptimizer"
 )
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
@@ -215,8 +215,8 @@ class Prototypes(Forecaster):
         self._may_be_in_batch = self.num_classes > 2 and torch.equal(labels.cpu(), torch.arange(self.num_classes))
         if self._may_be_in_batch and step >= IN_BATCH_STEPS:
             raise ValueError(
-                f"in {step} steps there were {len(labels)} logits for {len(labels)} rows, and the label of each row was "
-                f"its place in the batch: {IN_BATCH}. If these are classes, pass num_classes={len(labels)}"
+                f"in {step} steps each batch had {len(labels)} rows of as many logits, and its rows' places as labels: "
+                f"{IN_BATCH}. If these are classes, pass num_classes={len(labels)}"
             )
 
     def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
