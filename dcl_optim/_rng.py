@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -51,3 +53,15 @@ def replayed(state: RngState) -> Iterator[None]:
         yield
     finally:
         restore(now)
+
+
+@contextmanager
+def unchanged(device: torch.device) -> Iterator[None]:
+    """Give the generators back as they were: torch's, and those of Python and NumPy."""
+    python, numbers = random.getstate(), numpy.random.get_state()  # noqa: NPY002
+    try:
+        with replayed(capture(device)):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)  # noqa: NPY002
