@@ -137,10 +137,18 @@ class OwnCall(Network):
         return self.forward(x)
 
 
+class Encoder(Network):
+    """As PyTorch Geometric's autoencoders, whose scripts call ``model.encode``."""
+
+    def encode(self, x):
+        return self.body(x)
+
+
 CALLS = {
     "eval mode": (lambda: Network().eval(), lambda model, x: model(x), r"eval mode \(pass count_eval=True"),
-    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward was called"),
-    "own call": (OwnCall, lambda model, x: model(x), r"the model's class overrides __call__"),
+    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward or .* was called"),
+    "another method": (Encoder, lambda model, x: model.encode(x), r"another method of the model was called"),
+    "own call": (OwnCall, lambda model, x: model(x), r"its class overrides __call__"),
 }
 
 
