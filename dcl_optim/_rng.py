@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy
 import torch
@@ -55,13 +55,10 @@ def replayed(state: RngState) -> Iterator[None]:
         restore(now)
 
 
-@contextmanager
-def unchanged(device: torch.device) -> Iterator[None]:
-    """Give the generators back as they were: torch's, and those of Python and NumPy."""
-    python, numbers = random.getstate(), numpy.random.get_state()  # noqa: NPY002
-    try:
-        with replayed(capture(device)):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)  # noqa: NPY002
+def unchanged(device: torch.device) -> ExitStack:
+    """Give the generators back as they were after the block: torch's, and those of Python and NumPy."""
+    stack = ExitStack()
+    stack.enter_context(replayed(capture(device)))
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(numpy.random.set_state, numpy.random.get_state())  # noqa: NPY002
+    return stack

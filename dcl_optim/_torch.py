@@ -191,10 +191,7 @@ class OptimizerInternals(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False, so that a gradient scaler, which asks in its ``step``, unscales the gradients. Notes which one asks.
-
-        A fused base cannot see what the scaler would hand to the wrapper.
-        """
+        """False: a gradient scaler unscales the gradients itself. It asks in each step, and that it did is noted."""
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
             self._note_scaler(scaler)

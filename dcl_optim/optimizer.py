@@ -194,10 +194,10 @@ class ForecastOptimizer(OptimizerWrapper):
             "the last step, so nothing was regularized. Usual reasons: step was called twice for one backward; the "
             "model was in eval mode (pass count_eval=True to train it there) or under no_grad; another object (a copy, "
             "an inner module) was called; model.forward or another method of the model was called (model.encode), or "
-            "its class overrides __call__, so that its hooks did not run; the model was compiled, and it or its like called, before it was wrapped (wrap the "
-            "compiled module); the loss is not made of the logits that were found in the output (pass logits=); "
-            "backward ran with create_graph=True, or torch.func took the gradient. Pass strict=False to allow such "
-            "steps"
+            "its class overrides __call__, so that its hooks did not run; the model was compiled, and it or its like "
+            "called, before it was wrapped (wrap the compiled module); the loss is not made of the logits that were "
+            "found in the output (pass logits=); backward ran with create_graph=True, or torch.func took the gradient. "
+            "Pass strict=False to allow such steps"
         )
 
     def _note_scaler(self, scaler: Any) -> None:

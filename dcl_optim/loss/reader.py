@@ -296,20 +296,17 @@ class LossReader:
         self, reading: Reading | None, own: Tensor | None, several: bool, forward: Forward, gradient: Tensor
     ) -> Scale:
         unit: Scale | None = None if self._scaler is None else self._given_scale(gradient, self._scaler)
-        fallback = self._scale if unit is None else unit * (1.0 if self._scale is None else self._scale)
-        fallback = fallback if own is None else own
+        last = 1.0 if self._scale is None else self._scale
+        fallback = own if own is not None else last if unit is None else unit * last
         if reading is None or self._form is None or self._form.kind == "negative":
             # The first step of a gradient scaler tells its scale.
             asks = several or (gradient.dtype == torch.float16 and forward.step > 1 and unit is None)
             if asks and own is None and self._scale is None and self._unread and not self._warned_scale:
                 self._warned_scale = True
                 warn(UNREADABLE_SCALE)
-            return 1.0 if fallback is None else fallback
-        if isinstance(fallback, Tensor):
-            fallback = fallback.to(reading.scale)
-        else:
-            fallback = torch.full_like(reading.scale, 1.0 if fallback is None else fallback)
-        scale = torch.where(reading.tells_scale, reading.scale, fallback)
+            return fallback
+        same = fallback.to(reading.scale) if isinstance(fallback, Tensor) else torch.full_like(reading.scale, fallback)
+        scale = torch.where(reading.tells_scale, reading.scale, same)
         self._latest = scale if unit is None else scale / unit
         return scale
 
