@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -51,3 +53,12 @@ def replayed(state: RngState) -> Iterator[None]:
         yield
     finally:
         restore(now)
+
+
+def unchanged(device: torch.device) -> ExitStack:
+    """Give the generators back as they were after the block: torch's, and those of Python and NumPy."""
+    stack = ExitStack()
+    stack.enter_context(replayed(capture(device)))
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(numpy.random.set_state, numpy.random.get_state())  # noqa: NPY002
+    return stack

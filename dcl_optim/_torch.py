@@ -59,6 +59,8 @@ def is_recorded() -> bool:
     return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes of its module in each forward pass
+
 # The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
 # torch 2.6 has no way to ask.
 _top_hooks: Callable[[bool], Any] = getattr(
@@ -185,8 +187,15 @@ unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils
 class OptimizerInternals(Optimizer):
     """The parts of torch.optim's contract with its own tools that have no public name."""
 
-    # A gradient scaler must unscale the gradients itself: a fused base cannot see what it would hand to the wrapper.
-    _step_supports_amp_scaling = False
+    _note_scaler: Callable[[Any], None]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: a gradient scaler unscales the gradients itself. It asks in each step, and that it did is noted."""
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._note_scaler(scaler)
+        return False
 
     def _set_up_hooks(self) -> None:
         """Create the hook tables and patch ``step``, as torch.optim does, without groups of our own."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import parameters_of
+from dcl_optim._torch import REPLICA
 
 
 def is_number(value: Any) -> bool:
@@ -63,6 +64,16 @@ def refuse_differential_privacy(base: Optimizer) -> None:
         raise ValueError(
             "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus gives them. "
             "Companion and prototypes learn without clipping and noise, so the privacy accounting would not hold"
+        )
+
+
+def refuse_forward(base: Optimizer, module: nn.Module) -> None:
+    """Raise for what is known when the model is called: differential privacy, a replica for one of several GPUs."""
+    refuse_differential_privacy(base)
+    if REPLICA in vars(module):
+        raise RuntimeError(
+            "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once "
+            "for each part of the batch.\n  Fix: DCLOptimizer(optimizer, nn.DataParallel(model)), or DCPOptimizer"
         )
 
 

@@ -88,7 +88,8 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
             return functools.partial(self._switch, name)
         hint = ""
         if not name.startswith("_") and hasattr(base, name):
-            hint = f"; its base optimizer has: use .base.{name} if that neither steps nor clears gradients, else step()"
+            hint = f"; its base has: use .base.{name} if that neither steps nor clears gradients, else step()"
+            hint += ", for SAM: closure(); optimizer.step(closure)" if name.endswith("_step") else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass

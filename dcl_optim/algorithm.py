@@ -18,8 +18,8 @@ from dcl_optim import _rng
 from dcl_optim._hooks import ModuleHooks
 from dcl_optim._optim import parameters_of
 from dcl_optim._rng import RngState
-from dcl_optim._torch import current_backward, fills_all_leaves, is_recorded, reaches_parameters, warn
-from dcl_optim._validation import refuse_differential_privacy
+from dcl_optim._torch import REPLICA, current_backward, fills_all_leaves, is_recorded, reaches_parameters, warn
+from dcl_optim._validation import refuse_forward
 from dcl_optim.batches import StepBatches
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import unwrapped
@@ -74,8 +74,8 @@ class Algorithm:
         trained = next(filter(attrgetter("requires_grad"), parameters_of(self._base)), None)
         if trained is None or (backward != -1 and backward == self.batches.backward):
             return
-        if not self.batches.forwards:
-            refuse_differential_privacy(self._base)
+        if not self.batches.forwards or REPLICA in vars(module):
+            refuse_forward(self._base, module)
         if self.batches.count and self.batches.are_gone():
             self.forget()
         self.batches.cleared = False

@@ -17,6 +17,11 @@ REDUCTIONS = ("mean", "per_class")
 UPDATES = ("rows", "batch")
 NO_ROWS, SOME_ROWS = 1e-30, 1e-20  # a number that counts as none but can be divided by; more than this are some
 MAX_BYTES = 2**30  # of the (K, K) prototypes
+IN_BATCH_STEPS = 16  # after which labels that were always the rows' places are no classes; values may be read in it
+IN_BATCH = (
+    "scores of the rows of a batch against each other (in-batch negatives, CLIP) are not of classes, and have no "
+    "prototypes.\n  Fix: use DCLOptimizer"
+)
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
 
 
@@ -66,6 +71,7 @@ class Prototypes(Forecaster):
     ) -> None:
         self._given, self._per_class, self._ignore_index, self.group = num_classes, per_class, ignore_index, group
         self._by_rows = update == "rows"
+        self._may_be_in_batch = num_classes is None  # so far each row's label was its place, of as many as classes
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -182,6 +188,8 @@ class Prototypes(Forecaster):
         labels = loss.labels
         assert labels is not None
         if loss.number is not None:  # read
+            if self._may_be_in_batch and _sync.may_sync(forward.step, z):
+                self._refuse_in_batch(forward.step, labels)
             if labels.ndim == 2 or not 0 <= self._ignore_index < self.num_classes:
                 return labels, loss.number
             labels = labels.masked_fill(labels == self._ignore_index, self.num_classes)
@@ -191,6 +199,15 @@ class Prototypes(Forecaster):
             if labels.ndim == 2:
                 return labels, max(len(labels), 1)
         return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
+
+    def _refuse_in_batch(self, step: int, labels: Tensor) -> None:
+        # Of two classes a script's labels are often in order.
+        self._may_be_in_batch = self.num_classes > 2 and torch.equal(labels.cpu(), torch.arange(self.num_classes))
+        if self._may_be_in_batch and step >= IN_BATCH_STEPS:
+            raise ValueError(
+                f"in {step} steps each batch had {len(labels)} rows of as many logits, and its rows' places as labels: "
+                f"{IN_BATCH}. If these are classes, pass num_classes={len(labels)}"
+            )
 
     def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The classes that soft labels are about, (M,), and each row's shares in them, (N, M); all where that is not
@@ -291,14 +308,14 @@ class Prototypes(Forecaster):
             self._create(len(numbers), self._rows)
         self._rows[:-1] = values.to(self._rows)
         self._numbers[:-1] = numbers.to(self._numbers)
-        self._all_known = False
+        self._all_known = self._may_be_in_batch = False
 
 
 def refuse_width(forward: Forward, num_classes: int) -> None:
     """Raise ValueError, since there are not as many logits in a row as classes."""
     shape = tuple(forward.logits.shape)
     dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
-    fix = "pass that number"
+    fix = "pass that number" + (f". Or {IN_BATCH}" if len(forward.rows) == forward.rows.shape[1] else "")
     if dims:
         dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
         fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"

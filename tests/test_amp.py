@@ -32,8 +32,9 @@ class Script:
         options = METHOD | ({"loss_scale": self.scaler} if given else {}) | options
         inner = base(self.model.parameters())
         if variant == "dcl":
-            companion = self.model_like(seed=3)  # apart from the model: penalty and chase are large from the start
-            self.optimizer = DCLOptimizer(inner, self.model, companion=companion, **{"weight": 1.0} | options)
+            # Apart from the model: penalty and chase are large from the start.
+            options = {"weight": 1.0, "companion": self.model_like(seed=3)} | options
+            self.optimizer = DCLOptimizer(inner, self.model, **options)
         else:
             self.optimizer = DCPOptimizer(inner, self.model, **{"weight": 1.0, "alpha": 0.6} | options)
 
@@ -154,7 +155,9 @@ def skipping_run(variant, poison, parts, to_none, clip):
             micro = list(zip(*(t.chunk(parts) for t in skipped), strict=True))
             POISONS[poison](script, micro, at=parts - 1)
             script.finish(clip)
-            assert_same(script.snapshot(), before)
+            after, key = script.snapshot(), script.optimizer._key
+            before["optimizer"][key]["loss"]["scale"] /= 2  # as the scaler's
+            assert_same(after, before)
             assert script.scaler.get_scale() == 2.0**11, "the scaler has to have skipped"
         torch.manual_seed(100 + step)  # the skipped batch drew its dropout masks, as it does without us
         script.step(list(zip(x.chunk(parts), y.chunk(parts), strict=True)), clip, to_none)
@@ -275,21 +278,29 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["auto", "scaler given"])
+@pytest.mark.parametrize(
+    ("given", "readable"), [(False, True), (True, True), (False, False)], ids=["auto", "scaler given", "unreadable"]
+)
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_resumed_with_its_scaler_equals_uninterrupted(variant, given):
+def test_resumed_with_its_scaler_equals_uninterrupted(variant, given, readable):
     whole, half, again = (
         Script(variant, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3), given=given)
         for _ in range(3)
     )
     everything = data(12)
-    for script, part in ((whole, everything), (half, everything[:5])):
+
+    def go_on(script, part):
+        script.criterion = script.criterion if readable else binary
         for batch in part:
+            if variant == "dcp" and not readable:
+                script.optimizer.set_targets(batch[1])
             script.step([batch])
+
+    go_on(whole, everything)
+    go_on(half, everything[:6])  # after which the scaler has grown
     for name in ("model", "optimizer", "scaler"):
         getattr(again, name).load_state_dict(through_a_file(getattr(half, name).state_dict()))
-    for batch in everything[5:]:
-        again.step([batch])
+    go_on(again, everything[6:])
     assert_same(again.snapshot(), whole.snapshot())
     assert again.scaler.state_dict() == whole.scaler.state_dict()
     assert whole.scaler.get_scale() == 2.0**12, "the scale has to have grown, before the break and after"
@@ -340,3 +351,67 @@ def test_a_network_in_bfloat16_outright_equals_the_loop_by_hand(variant):
         assert script.optimizer.prototypes.dtype == torch.float32, "averages of half-precision numbers are kept wide"
         rows = torch.stack([prototypes[k] for k in range(CLASSES)]).float()
         assert off(script.learned(), [rows], [torch.zeros_like(rows)]) < bound
+
+
+# ---- a loss whose scale cannot be read ------------------------------------------------------------------------------
+
+
+def binary(z, y):
+    """In float32, as under autocast: nothing in the gradient's dtype tells of a scaler."""
+    return F.binary_cross_entropy_with_logits(z.float(), F.one_hot(y, CLASSES).float())
+
+
+def unreadable(variant, given, steps=12, loss=binary, parts=1, **options):
+    """Train with a scaler that grows every third step; DCP gets its labels."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    script = Script(variant, scaler=scaler, given=given, dtype=torch.float32, **options)
+    script.criterion = loss
+    for x, y in data(steps):
+        if variant == "dcp":
+            script.optimizer.set_targets(y)
+        script.step([(x, y)] * parts)
+    return script
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_a_scale_that_cannot_be_read_is_that_of_the_scaler_that_steps(variant):
+    """Its penalty had the factor 1 where the loss had 65,536: training was plain, and nothing said so."""
+    copied = {"companion": None} if variant == "dcl" else {}
+    reading, given = (unreadable(variant, given, **copied) for given in (False, True))
+    assert_same(reading.model, given.model)
+    assert_same(reading.learned(), given.learned())
+    assert reading.optimizer.logs()["loss_scale"] == given.optimizer.logs()["loss_scale"] == 2.0**15
+    plain = unreadable(variant, True, weight=0.0, **copied)
+    with pytest.raises(AssertionError):
+        assert_same(reading.model, plain.model, rtol=1e-3)
+
+
+def test_where_no_scale_can_be_read_the_last_one_goes_up_and_down_with_the_scaler():
+    """It was read with the loss divided by two: half of the scaler's."""
+
+    def loss(z, y):
+        return (F.cross_entropy if loss.readable else binary)(z, y) / 2
+
+    script = Script("dcl", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12), dtype=torch.float32)
+    script.criterion, found = loss, []
+    for step, batch in enumerate(data(6)):
+        loss.readable = step < 2
+        script.step([batch])
+        found.append(script.optimizer.logs()["loss_scale"])
+        if step == 3:
+            script.scaler.update(2.0**5)
+        if step == 4:  # another scaler, whose scale is the factor from its first step on
+            script.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**5)
+            script.scaler.scale(torch.zeros(()))
+    assert found == pytest.approx([2.0**11] * 4 + [2.0**4] * 2, rel=1e-5)
+    script.scaler.update(2.0**3)
+    script.step([batch])
+    assert script.optimizer.logs()["loss_scale"] == pytest.approx(2.0**2, rel=1e-5)
+
+
+def test_a_scaler_that_is_off_is_no_factor():
+    off = Script("dcl", scaler=torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32)
+    off.criterion = binary
+    for batch in data(3):
+        off.step([batch])
+    assert off.optimizer.logs()["loss_scale"] == 1.0

@@ -6,10 +6,12 @@ import copy
 import io
 import linecache
 import pickle
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -218,6 +220,29 @@ def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
         models.append(model)
     assert_same(*models)
     assert torch.equal(*states)
+
+
+def test_a_copy_whose_making_draws_from_python_and_numpy_leaves_their_generators_alone() -> None:
+    """As Keras names its layers; with weight 0 a script's own draws were others."""
+
+    class Drawing(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> nn.Module:
+            twin = nn.Linear(self.in_features, self.out_features).double()
+            with torch.no_grad():
+                twin.bias.add_(random.random() + np.random.rand())  # noqa: NPY002
+            twin.load_state_dict(self.state_dict())
+            return twin
+
+    found = []
+    for weight in (0.0, None):
+        random.seed(1)
+        np.random.seed(2)  # noqa: NPY002
+        torch.manual_seed(5)
+        model = nn.Sequential(Drawing(FEATURES, CLASSES).double())
+        base = sgd(model)
+        train(model, base if weight is None else DCLOptimizer(base, model, weight=weight), DATA)
+        found.append((random.random(), np.random.rand(), torch.rand(1).item()))  # noqa: NPY002
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])

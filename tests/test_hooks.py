@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -26,6 +27,55 @@ class Network(nn.Module):
 
     def forward(self, x):
         return self.body(x)
+
+
+# ---- nn.DataParallel around the model --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replicas(monkeypatch):
+    """What nn.DataParallel calls on two GPUs: torch's own replicas, whose parameters are on the CPU here."""
+    torch_replicate = sys.modules[nn.parallel.replicate.__module__]
+    monkeypatch.setattr(
+        torch_replicate,
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach=False: [[1.0 * tensor for tensor in tensors] for _ in devices],
+    )
+    return lambda model: nn.parallel.replicate(model, [0, 1])
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, variant):
+    """One of them got the penalty, at random: the others' forward passes were lost."""
+    model = Network()
+    optimizer = wrap(model) if variant == "dcl" else DCPOptimizer(sgd(model), model)
+    x, y = one()
+    train(model, optimizer, batches(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    first, second = replicas(model)
+    for replica in (first, second):
+        with pytest.raises(RuntimeError, match=r"(?s)by nn.DataParallel.*Fix: .*\(optimizer, nn.DataParallel\(model"):
+            replica(x)
+    with torch.no_grad():
+        assert_same(second(x), model(x))  # an evaluation is none of our business
+    assert_same(optimizer.state_dict(), before)
+    train(model, optimizer, [(x, y)])
+
+
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+def test_replicas_inside_the_wrapped_model_are_trained(replicas, variant):
+    """As nn.DataParallel's, if that is what was wrapped: equal to the model alone."""
+
+    class Parallel(Network):
+        def forward(self, x):
+            return torch.cat([replica(part) for replica, part in zip(replicas(self.body), x.chunk(2), strict=True)])
+
+    models = [Parallel(), Network()]
+    for model in models:
+        optimizer = wrap(model) if variant == "dcl" else DCPOptimizer(sgd(model), model, weight=1.0)
+        train(model, optimizer, batches(5))
+        assert optimizer.penalty > 0
+    assert_same(*models, rtol=1e-9, atol=1e-12)
 
 
 # ---- forwards in eval mode, and calls that no hook sees --------------------------------------------------------------
@@ -87,10 +137,18 @@ class OwnCall(Network):
         return self.forward(x)
 
 
+class Encoder(Network):
+    """As PyTorch Geometric's autoencoders, whose scripts call ``model.encode``."""
+
+    def encode(self, x):
+        return self.body(x)
+
+
 CALLS = {
     "eval mode": (lambda: Network().eval(), lambda model, x: model(x), r"eval mode \(pass count_eval=True"),
-    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward was called"),
-    "own call": (OwnCall, lambda model, x: model(x), r"the model's class overrides __call__"),
+    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward or .* was called"),
+    "another method": (Encoder, lambda model, x: model.encode(x), r"another method of the model was called"),
+    "own call": (OwnCall, lambda model, x: model(x), r"its class overrides __call__"),
 }
 
 

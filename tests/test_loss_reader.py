@@ -521,7 +521,7 @@ def test_a_callable_that_gives_no_factor_is_an_error_before_anything_changes(giv
 
 @pytest.mark.parametrize("several", [True, False])
 def test_an_unreadable_scale_is_warned_about_once_and_only_when_it_may_matter(several):
-    """Where a step has several backward passes, or gradients are in float16, as those of a gradient scaler."""
+    """Where a step has several backward passes, or gradients are in float16 and no scaler of torch's has stepped."""
     model = mlp(dtype=torch.float64 if several else torch.float16)
     optimizer = wrap(model)
 
@@ -529,12 +529,12 @@ def test_an_unreadable_scale_is_warned_about_once_and_only_when_it_may_matter(se
         squares(model(x.to(model[0].weight.dtype)), y).backward()
 
     data = list(batches(6))
-    if several:
-        for batch in data[:3]:  # one backward pass a step in float64: nothing suspicious
-            optimizer.zero_grad()
-            backward(*batch)
-            optimizer.step()
+    for batch in data[: 3 if several else 1]:  # one backward pass a step in float64: nothing suspicious
         optimizer.zero_grad()
+        backward(*batch)
+        optimizer.step()
+    optimizer.zero_grad()
+    if several:
         backward(*data[3])
     with pytest.warns(UserWarning, match=r"pass loss_scale=.*\(1 if"):
         backward(*data[4])
@@ -794,12 +794,13 @@ def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
     assert_same(learned(optimizer), learned(other))
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_later_batches_that_cannot_be_read_take_no_part_and_a_warning_says_so_once(resumes):
+@pytest.mark.parametrize(("resumes", "read", "unread"), [(False, 3, 3), (False, 20, 25), (True, 1, 3)])
+def test_later_batches_that_cannot_be_read_take_no_part_and_a_warning_says_so_once(resumes, read, unread):
     model, plain = mlp(), mlp()
     optimizer, base = make("dcp", model), sgd(plain)
-    first, *rest = vectors(4)
-    train(model, optimizer, [first])
+    data = vectors(read + unread)
+    first, rest = data[:read], data[read:]
+    train(model, optimizer, first)
     if resumes:
         model, optimizer = resumed(optimizer, model)
     plain.load_state_dict(model.state_dict())
@@ -811,6 +812,42 @@ def test_later_batches_that_cannot_be_read_take_no_part_and_a_warning_says_so_on
     train(plain, base, rest, squares)
     assert_same(model, plain)
     assert torch.equal(optimizer.prototypes, before)
+
+
+def with_dice(z: Tensor, y: Tensor) -> Tensor:
+    """Segmentation's sum of two losses: at equal probabilities its gradient is close to a cross-entropy's."""
+    p, q = F.softmax(z, 1), F.one_hot(y, z.shape[1]).to(z)
+    return F.cross_entropy(z, y) + 1 - (2 * (p * q).sum(0) / (p.sum(0) + q.sum(0))).mean()
+
+
+def with_equal_probabilities() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A model that begins with them, and batches in which each class is as frequent as the others."""
+    model, generator = mlp(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model[-1].weight.mul_(1e-4)
+        model[-1].bias.zero_()
+    y = torch.arange(20) % CLASSES
+    return model, [(torch.eye(FEATURES)[y].double() + torch.randn(20, FEATURES, generator=generator), y)] * 30
+
+
+def test_a_loss_whose_first_batches_are_mostly_unreadable_is_refused_as_soon_as_they_are():
+    """DCP was on in a few of 200 steps, with one warning."""
+    model, data = with_equal_probabilities()
+    optimizer = DCPOptimizer(sgd(model, lr=0.02), model)
+    found = readings(optimizer)
+    refused = pytest.raises(RuntimeError, match=r"(?s)cannot be read.* \d+ of the first \d+ batches could.*set_targets")
+    with pytest.warns(UserWarning, match="Such batches get no penalty"), refused:
+        train(model, optimizer, data, with_dice)
+    assert 0 < len(found) < 10
+    assert optimizer.logs()["step"] == 2 * len(found), "half of the batches could be read until the last one"
+
+
+def test_where_the_scale_is_given_labels_of_such_a_loss_are_read_in_every_step():
+    model, data = with_equal_probabilities()
+    optimizer = DCPOptimizer(sgd(model, lr=0.02), model, loss_scale=1.0)
+    found = readings(optimizer)
+    train(model, optimizer, data, with_dice)
+    assert [torch.equal(loss.labels, y) for loss, (_, y) in zip(found, data, strict=True)] == [True] * 30
 
 
 def test_with_a_scale_that_is_given_a_label_is_the_only_negative_entry():

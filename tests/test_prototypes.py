@@ -595,6 +595,84 @@ def test_a_margin_beyond_twenty_tells_prototypes_that_run_away():
     assert growing_margin() < 20
 
 
+# ---- scores of the rows of a batch against each other ----------------------------------------------------------------
+
+
+class Retrieval(nn.Module):
+    """As CLIP: row i of the scores is x's row i against each row of w."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = x + 0.1 * x.roll(1, 1)
+        return F.normalize(self.first(x), dim=1) @ F.normalize(self.second(w), dim=1).T
+
+
+def train_in_batch(sizes: list[int], **options: Any) -> DCPOptimizer:
+    model, generator = Retrieval(), torch.Generator().manual_seed(0)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    train(model, optimizer, [(torch.randn(n, FEATURES, generator=generator), torch.arange(n)) for n in sizes])
+    return optimizer
+
+
+@pytest.mark.parametrize("sizes", [[8] * 16, [8, 8, 8, 5]], ids=["equal batches", "a smaller last one"])
+@pytest.mark.parametrize("reads", [True, False], ids=["values are read", "only in steps 1, 2, 4, 8, 16"])
+def test_negatives_in_the_batch_are_refused_with_the_reason(sizes, reads, monkeypatch):
+    if not reads:
+        monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
+    with pytest.raises(ValueError, match=r"(?s)rows of a batch against each other.*in-batch negatives.*DCLOptimizer"):
+        train_in_batch(sizes)
+    train_in_batch(sizes[:-1])  # which no earlier step has shown
+
+
+def places(number: int) -> list[Tensor]:
+    """Labels of 20 batches, each of as many rows as there are classes, whose places most are."""
+    labels = torch.arange(number).repeat(20, 1)
+    labels[10, :2] = labels[10, :2].flip(0)
+    return list(labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "options"),
+    [
+        (places(CLASSES), {}),
+        ([torch.arange(CLASSES)] * 20, {"num_classes": CLASSES}),
+        ([torch.arange(CLASSES - 1)] * 20, {}),
+        ([torch.arange(CLASSES + 1) % CLASSES] * 20, {}),
+        ([torch.arange(CLASSES).flip(0)] * 20, {}),
+    ],
+    ids=["one batch in another order", "classes by the script's word", "fewer rows", "more rows", "another order"],
+)
+def test_a_small_batch_whose_labels_happen_to_be_its_rows_is_not(labels, options):
+    model = network()
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    train(model, optimizer, [(x[: len(y)], y) for (x, _), y in zip(batches(20, CLASSES + 1), labels, strict=True)])
+    assert optimizer.logs()["step"] == 20
+
+
+def test_two_classes_in_batches_of_two_are_never_taken_for_scores():
+    """Of labels at random one batch in four has them in order."""
+    torch.manual_seed(0)
+    model = nn.Linear(FEATURES, 2)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    train(model, optimizer, [(torch.randn(2, FEATURES), torch.arange(2)) for _ in range(20)])
+    assert optimizer.logs()["step"] == 20
+
+
+def test_a_resumed_run_whose_first_batches_are_in_order_is_not_refused():
+    """What came before is not known: a single batch would decide."""
+    model = network()
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    train(model, optimizer, batches(15))
+    second = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, second, [(x, torch.arange(CLASSES)) for x, _ in batches(3, CLASSES)])
+    assert second.logs()["step"] == 18
+
+
 # ---- what users read -------------------------------------------------------------------------------------------------
 
 

@@ -624,6 +624,49 @@ def test_with_weight_zero_each_script_is_the_plain_one_bit_for_bit(name: str, va
     assert_same(model, plain)
 
 
+# ---- a rate that is stable for the loss alone ------------------------------------------------------------------------
+
+
+def linear_probe(wrap: Callable[[Any, nn.Module], Any]) -> tuple[float, float]:
+    """HobbitLong/SupContrast, main_linear.py: --learning_rate 5. The largest loss, and the accuracy in the end."""
+    draw = generator()
+    centers = torch.randn(10, 64, generator=draw)
+    labels = torch.randint(10, (1024,), generator=draw)
+    inputs = centers[labels] + 1.5 * torch.randn(1024, 64, generator=draw)
+    torch.manual_seed(0)
+    model, classifier = nn.Sequential(nn.Linear(64, 512), nn.ReLU()), nn.Linear(512, 10)
+    optimizer = wrap(torch.optim.SGD(classifier.parameters(), lr=5.0, momentum=0.9, weight_decay=0), classifier)
+    largest = 0.0
+    for epoch in range(10):
+        for group in optimizer.param_groups:
+            group["lr"] = 5.0 * 0.2 ** ((epoch > 5) + (epoch > 7))
+        model.eval()
+        classifier.train()
+        for rows in torch.randperm(1024, generator=draw).split(256):
+            with torch.no_grad():
+                features = 4.0 * model(inputs[rows])
+            output = classifier(features.detach())
+            loss = F.cross_entropy(output, labels[rows])
+            largest = max(largest, loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        return largest, float((classifier(model(inputs)).argmax(1) == labels).float().mean())
+
+
+@pytest.mark.filterwarnings("ignore:non-finite logits", "ignore:the companion's logits were not finite")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_linear_probe_with_the_rate_five_learns_as_the_plain_script_does(variant: Any) -> None:
+    """Its loss reached 1e13, and its accuracy was that of guessing."""
+    plain, found = linear_probe(lambda base, model: base), linear_probe(variant)
+    assert plain[1] > 0.9
+    assert found[1] > plain[1] - 0.02
+    assert found[0] < 10 * plain[0]
+    by_the_papers_distance = linear_probe(lambda base, model: variant(base, model, weight=1.0, distance="squared"))
+    assert by_the_papers_distance[1] < 0.5
+
+
 # ---- scripts whose loss is no cross-entropy of one class a row: DCP says so in its first backward --------------------
 
 
@@ -688,6 +731,6 @@ def test_a_script_without_labels_to_read_is_refused_in_its_first_backward(name: 
     model, (x, y) = build(), images().batches[0]
     optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     loss = loss_of(model(x), x, y)
-    with pytest.raises(RuntimeError, match=r"(?s)labels of this batch cannot be read.*set_targets.*targets="):
+    with pytest.raises(RuntimeError, match=r"(?s)this batch cannot be read.*set_targets.*targets=.*loss_scale="):
         loss.backward()
     assert not optimizer.forecaster.seen.any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -119,8 +120,8 @@ class Companion(Forecaster):
         """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
         own, options = unwrapped(self._model), self._options
         is_copy = options.companion is None
-        rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
-        with replayed(rng_state), torch.inference_mode(False):
+        device = next(parameters_of(self._base)).device
+        with _rng.unchanged(device) if is_copy else nullcontext(), torch.inference_mode(False):
             module = copying.build(own, options.companion, is_called=own is self._model)
             optimizer = CompanionOptimizer(self._base, own, module, options)
         follower = ModelFollower(self._model, module, optimizer, self.group)

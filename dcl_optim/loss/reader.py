@@ -2,7 +2,7 @@ r"""The one place that knows losses: loss scale, labels and class dimension of e
 
 | what | sources, the first that applies |
 | --- | --- |
-| s | ``loss_scale=``; the gradient of the logits; the gradient of the model's own loss; the last s that was read; 1 |
+| s | ``loss_scale=``; the gradient of the logits; that of the model's own loss; the last s read; a GradScaler's; 1 |
 | labels | ``set_targets``; ``targets=``; the gradient of the logits; with ``loss_scale=`` a row's only negative entry |
 | class dimension | ``class_dim=``; the dimension along which the gradient has a known form; 1 |
 
@@ -33,10 +33,12 @@ Scale = float | Tensor
 Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 MAX_ROWS = 64  # that are read where only the scale is asked for
 FEW_LOGITS = 2**14  # so few are read faster than selected
+DECIDED = 20  # steps after which labels that cannot be read are no longer an error
 
 UNREADABLE_SCALE = (
     "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty "
-    "is added with factor 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there is no factor)"
+    "has the factor of torch's GradScaler, or 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there "
+    "is no factor)"
 )
 UNREADABLE_LABELS = (
     "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy "
@@ -122,7 +124,8 @@ class LossReader:
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
         form = None if self._form is None else f"{self._form.kind} {self._form.smoothing!r}"
-        scale = None if self._scale is None else float(self._scale)
+        known = self._scale is not None or self._scaler is not None
+        scale = float(1.0 if self._scale is None else self._scale) * self._scaler_scale() if known else None
         return {"form": form, "scale": scale, "class_dim": self.class_dim}
 
     def check_state(self, state: Any) -> None:
@@ -142,16 +145,28 @@ class LossReader:
         """Go on from a state; an empty one is that before the first batch."""
         kind, _, smoothing = (state.get("form") or "").partition(" ")
         self._form = Form(kind, float(smoothing)) if kind else None  # type: ignore[arg-type]
-        self._scale: Scale | None = state.get("scale")  # the last one that was read before this step
-        self._latest: Scale | None = self._scale  # the last one that was read
+        self._scaler: Any = None  # the gradient scaler that steps
+        self._scale: Scale | None = state.get("scale")  # the last one that was read before this step, over the scaler's
+        self._latest: Scale | None = self._scale  # the last one that was read, over the scaler's
         self.class_dim: int | None = state.get("class_dim")
-        self._tried = False  # whether a gradient that says something had no known form
+        # Batches whose gradient has a known form, and has none though it says something; a former run has decided.
+        self._read, self._unread = DECIDED if kind else 0, 0
         self._shifts: bool | None = None  # whether the model's own loss shifts its labels, once that is known
         self.ahead: tuple[Tensor | None, Tensor | None] | None = None  # labels of the next and the current forward pass
 
     def end_step(self) -> None:
         """Keep what was read in a step that was taken."""
         self._scale = self._latest
+
+    def note_scaler(self, scaler: Any) -> None:
+        """A gradient scaler steps. The last s goes up and down with its scale."""
+        if scaler is not self._scaler:
+            before, self._scaler = self._scaler_scale(), scaler
+            after, both = self._scaler_scale(), (self._scale, self._latest)
+            self._scale, self._latest = (None if s is None else s * before / after for s in both)
+
+    def _scaler_scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
@@ -215,7 +230,7 @@ class LossReader:
         Raises:
             RuntimeError: labels are needed, were not given and cannot be read.
         """
-        given = None if self.source == "auto" else self._given_scale(gradient)
+        given = None if self.source == "auto" else self._given_scale(gradient, self.source)
         dim = 1 if gradient.ndim <= 2 and self._given_dim is None else self._dim_of(gradient)
         arrived = forward.own_loss is not None and forward.own_loss[0] == current_backward()
         own = forward.own_loss[1] if forward.own_loss is not None and arrived else None
@@ -237,8 +252,9 @@ class LossReader:
             forward.rows = seen.z
             reading, count = self._read_rows(form, seen, wants_labels), seen.count
             settles = may_sync and not bool(reading.fits)
+            self._read += may_sync and not settles
         else:
-            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._tried
+            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._unread
             count = torch.linalg.vector_norm(wide(gradient), 1)
             total = float(count) if may_sync else total
         if settles:
@@ -248,7 +264,7 @@ class LossReader:
         if total == 0:
             scale = 0.0
         elif scale is None:
-            scale = self._scale_of(reading, own, several, gradient.dtype)
+            scale = self._scale_of(reading, own, several, forward, gradient)
             if count is not None and not (wants_labels or may_sync):
                 scale = scale * (count > 0)  # a gradient of zero: the loss has the factor 0
         dim = 1 if dim is None else dim
@@ -267,8 +283,7 @@ class LossReader:
             raise ValueError(f"class_dim={dim} but the model's logits have shape {tuple(logits.shape)}")
         return dim % max(logits.ndim, 2)
 
-    def _given_scale(self, gradient: Tensor) -> Scale:
-        source = self.source
+    def _given_scale(self, gradient: Tensor, source: Any) -> Scale:
         if isinstance(source, numbers.Real):
             return float(source)
         found = source.scale(torch.ones((), device=gradient.device)) if hasattr(source, "scale") else source()
@@ -280,19 +295,23 @@ class LossReader:
             raise ValueError(f"loss_scale's callable returned {found!r}; it must be a finite number")
         return float(found)
 
-    def _scale_of(self, reading: Reading | None, own: Tensor | None, several: bool, dtype: torch.dtype) -> Scale:
-        fallback = own if own is not None else self._scale
+    def _scale_of(
+        self, reading: Reading | None, own: Tensor | None, several: bool, forward: Forward, gradient: Tensor
+    ) -> Scale:
+        unit: Scale | None = None if self._scaler is None else self._given_scale(gradient, self._scaler)
+        last = 1.0 if self._scale is None else self._scale
+        fallback = own if own is not None else last if unit is None else unit * last
         if reading is None or self._form is None or self._form.kind == "negative":
-            if fallback is None and self._tried and not self._warned_scale and (several or dtype == torch.float16):
+            # The first step of a gradient scaler tells its scale.
+            asks = several or (gradient.dtype == torch.float16 and forward.step > 1 and unit is None)
+            if asks and own is None and self._scale is None and self._unread and not self._warned_scale:
                 self._warned_scale = True
                 warn(UNREADABLE_SCALE)
-            return 1.0 if fallback is None else fallback
-        if isinstance(fallback, Tensor):
-            fallback = fallback.to(reading.scale)
-        else:
-            fallback = torch.full_like(reading.scale, 1.0 if fallback is None else fallback)
-        self._latest = torch.where(reading.tells_scale, reading.scale, fallback)
-        return self._latest
+            return fallback
+        same = fallback.to(reading.scale) if isinstance(fallback, Tensor) else torch.full_like(reading.scale, fallback)
+        scale = torch.where(reading.tells_scale, reading.scale, same)
+        self._latest = scale if unit is None else scale / unit
+        return scale
 
     def _read_rows(self, form: Form, seen: _Seen, wants_labels: bool) -> Reading:
         z, g, live = seen.rows(wants_labels or form.kind == "weighted")
@@ -325,23 +344,24 @@ class LossReader:
         for _, form, dim, one in sorted(trials, key=itemgetter(0)):
             reading = self._read_rows(form, one, wants_labels)
             if bool(reading.fits):
-                self._form, forward.rows = form, one.z
+                self._form, forward.rows, self._read = form, one.z, self._read + 1
                 self.class_dim = dim if known is None else self.class_dim
                 return reading, one.count, dim, total
         if any(evidence.says for evidence in found):
-            self._refuse(gradient, wants_labels, known)
+            self._refuse(forward, wants_labels, known)
         return None, None, known, total
 
-    def _refuse(self, gradient: Tensor, wants_labels: bool, class_dim: int | None) -> None:
+    def _refuse(self, forward: Forward, wants_labels: bool, class_dim: int | None) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
-        self._tried = True
-        if wants_labels and self._form is None:
-            raise RuntimeError(UNREADABLE_LABELS + FIX_LABELS)
+        self._unread += 1
+        if wants_labels and (self._form is None or (self._unread > self._read and forward.step <= DECIDED)):
+            of = f"; {self._read} of the first {self._read + self._unread} batches could" if self._form else ""
+            raise RuntimeError(UNREADABLE_LABELS + of + FIX_LABELS)
         if wants_labels and not self._warned_labels:
             self._warned_labels = True
             warn(UNREADABLE_LABELS + "; those of former batches could. Such batches get no penalty." + FIX_LABELS)
         if class_dim is None:
-            self._assume_class_dim(gradient)
+            self._assume_class_dim(forward.logits)
 
     def _assume_class_dim(self, gradient: Tensor) -> int:
         """Take dimension 1 for the classes, and say so if that matters."""
