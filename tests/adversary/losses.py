@@ -1,0 +1,328 @@
+"""Random trainings whose labels and loss scale are known, and what the optimizers read from their gradients.
+
+The model returns the logits that a case draws, so a case says exactly what a script shows the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
+from tests.test_loss_reader import readings
+
+IGNORED = -100
+SCALE_TOLERANCE = 0.02
+SHARE_TOLERANCE = {2: 0.1, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
+COUNTS = ("cases", "refused", "rows", "unread", "wrong", "scales", "off")
+
+
+class Batch(NamedTuple):
+    """What a loss is made of: logits as rows (N, K), labels and what else the script's loss depends on."""
+
+    z: Tensor
+    y: Tensor
+    other: Tensor  # the labels that y is mixed with
+    share: Tensor  # of y, (N, 1)
+    q: Tensor  # the mixture, (N, K)
+    some: Tensor  # a third of the rows
+    numbers: Tensor  # random ones in [0.2, 2.2], the same in each batch of a case
+    rows: Tensor  # random ones in [0.2, 2.2], one a row
+
+    @property
+    def knob(self) -> float:
+        return float(self.numbers[-1])
+
+    @property
+    def smoothing(self) -> float:
+        return 0.02 + 0.1 * self.knob
+
+    @property
+    def weights(self) -> Tensor:
+        return self.numbers[: self.z.shape[1]].to(self.z)
+
+    @property
+    def ignored(self) -> Tensor:
+        return self.y.masked_fill(self.some, IGNORED)
+
+
+Meant = tuple[Tensor, Tensor, Any]  # the loss, the labels that it means, and the factor of their mean cross-entropy
+Loss = Callable[[Batch], Meant]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of loss; ``least`` is the number of classes from which on it can be read, if it ever can."""
+
+    loss: Loss
+    least: int = 2
+    mixes: str = ""  # whether labels are mixed by one share a "batch" or by one for each of the "rows"
+    logs: bool = False  # whether the model returns log-probabilities
+    given: bool = False  # whether the script passes loss_scale=
+    readable: bool = True
+
+
+def hard(**options: Any) -> Loss:
+    return lambda b: (F.cross_entropy(b.z, b.y, **options), b.y, 1.0)
+
+
+def summed(b: Batch, y: Tensor, **options: Any) -> Meant:
+    return F.cross_entropy(b.z, y, reduction="sum", **options), y, int((y >= 0).sum())
+
+
+def of_rows(function: Callable[[Tensor, Batch], Tensor]) -> Loss:
+    """A loss that is a function of each row's cross-entropy, whose derivatives are the factors of the rows."""
+
+    def loss(b: Batch) -> Meant:
+        losses = F.cross_entropy(b.z, b.y, reduction="none")
+        alone = losses.detach().double().requires_grad_()
+        return function(losses, b).mean(), b.y, torch.autograd.grad(function(alone, b).mean(), alone)[0].sum()
+
+    return loss
+
+
+def focal(losses: Tensor, b: Batch) -> Tensor:
+    return (1 - (-losses).exp()) ** (2 * b.knob) * losses
+
+
+def two_losses(b: Batch, **options: Any) -> Meant:
+    """Mixup as scripts write it."""
+    share = float(b.share[0])
+    first, second = (F.cross_entropy(b.z, y, **options) for y in (b.y, b.other))
+    return share * first + (1 - share) * second, b.q, 1.0
+
+
+def soft(**options: Any) -> Loss:
+    return lambda b: (F.cross_entropy(b.z, b.q.to(b.z), **options), b.q, 1.0)
+
+
+def plus(function: Callable[[Batch], Tensor]) -> Loss:
+    return lambda b: (F.cross_entropy(b.z, b.y) + b.knob * function(b), b.y, 1.0)
+
+
+def alone(function: Callable[[Batch], Tensor]) -> Loss:
+    return lambda b: (function(b), b.y, 1.0)
+
+
+def dice(b: Batch) -> Tensor:
+    p, e = b.z.softmax(1), F.one_hot(b.y, b.z.shape[1])
+    return 1 - (2 * (p * e).sum(0) / (p + e).sum(0)).mean()
+
+
+def margin(b: Batch) -> Tensor:
+    return F.cross_entropy(b.z - b.knob * F.one_hot(b.y, b.z.shape[1]), b.y)
+
+
+KINDS = {
+    "mean": Kind(hard()),
+    "sum": Kind(lambda b: summed(b, b.y)),
+    "ignored rows": Kind(lambda b: (F.cross_entropy(b.z, b.ignored), b.ignored, 1.0)),
+    "sum, ignored rows": Kind(lambda b: summed(b, b.ignored)),
+    "label smoothing": Kind(lambda b: (F.cross_entropy(b.z, b.y, label_smoothing=b.smoothing), b.y, 1.0)),
+    "label smoothing, ignored rows": Kind(
+        lambda b: (F.cross_entropy(b.z, b.ignored, label_smoothing=b.smoothing), b.ignored, 1.0)
+    ),
+    "label smoothing, sum": Kind(lambda b: summed(b, b.y, label_smoothing=b.smoothing)),
+    "class weights": Kind(lambda b: (F.cross_entropy(b.z, b.y, b.weights), b.y, 1.0)),
+    "class weights, ignored rows": Kind(lambda b: (F.cross_entropy(b.z, b.ignored, b.weights), b.ignored, 1.0)),
+    "sample weights": Kind(of_rows(lambda losses, b: losses * b.rows.to(losses)), 3),
+    "focal": Kind(of_rows(focal), 3),
+    "focal, loss_scale=": Kind(alone(lambda b: focal(F.cross_entropy(b.z, b.y, reduction="none"), b).mean()), given=True),
+    "temperature, loss_scale=": Kind(alone(lambda b: F.cross_entropy(b.z / (0.5 + b.knob), b.y)), given=True),
+    "margin, loss_scale=": Kind(alone(margin), given=True),
+    "log-probabilities": Kind(lambda b: (F.nll_loss(b.z, b.y), b.y, 1.0), logs=True),
+    "log-probabilities, ignored rows": Kind(lambda b: (F.nll_loss(b.z, b.ignored), b.ignored, 1.0), logs=True),
+    "log-probabilities, class weights": Kind(lambda b: (F.nll_loss(b.z, b.y, b.weights), b.y, 1.0), logs=True),
+    "mixup, two losses": Kind(two_losses, 5, "batch"),
+    "mixup, two losses, label smoothing": Kind(lambda b: two_losses(b, label_smoothing=b.smoothing), 5, "batch"),
+    "mixup, soft targets": Kind(soft(), 5, "batch"),
+    "mixup, label smoothing": Kind(
+        lambda b: (F.cross_entropy(b.z, b.q.to(b.z), label_smoothing=b.smoothing), b.q, 1.0), 5, "batch"
+    ),
+    "CutMix of some rows": Kind(soft(), 5, "rows"),
+    "with a logit penalty": Kind(plus(lambda b: 0.1 * b.z.square().mean()), readable=False),
+    "with dice": Kind(plus(dice), readable=False),
+    "with an entropy": Kind(plus(lambda b: -(b.z.softmax(1) * b.z.log_softmax(1)).sum(1).mean()), readable=False),
+    "temperature": Kind(alone(lambda b: F.cross_entropy(b.z / (0.5 + b.knob), b.y)), readable=False),
+    "margin": Kind(alone(margin), readable=False),
+    "distillation": Kind(alone(lambda b: F.cross_entropy(b.z, (b.z.detach().roll(1, 0) + b.weights).softmax(1))), readable=False),
+    "binary": Kind(alone(lambda b: F.binary_cross_entropy_with_logits(b.z, F.one_hot(b.y, b.z.shape[1]).to(b.z))), readable=False),
+    "squares": Kind(alone(lambda b: F.mse_loss(b.z, F.one_hot(b.y, b.z.shape[1]).to(b.z))), readable=False),
+    "hinge": Kind(alone(lambda b: F.multi_margin_loss(b.z, b.y)), readable=False),
+    "negated": Kind(alone(lambda b: -F.cross_entropy(b.z, b.y)), readable=False),
+    "unlikelihood": Kind(
+        alone(lambda b: -torch.log1p(-b.z.softmax(1).gather(1, b.y[:, None]) * (1 - 1e-6)).mean()), readable=False
+    ),
+}
+LAYOUTS = ("(N, K)", "(N, K)", "(N, K, H, W)", "(B, T, K)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: ``gain`` is the spread of the last logits, ``fit`` what the labels' have gained, in units of it."""
+
+    kind: str
+    classes: int
+    rows: int
+    layout: str
+    dtype: torch.dtype
+    factor: float
+    parts: int  # backward passes a step
+    gain: float
+    fit: float
+    reads: bool  # whether each step may read values, as on a CPU
+    seed: int
+    batches: int = 8
+
+    def __iter__(self) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(self.seed)
+        mixes, classes = KINDS[self.kind].mixes, self.classes
+        numbers = 0.2 + 2 * torch.rand(31, generator=generator)
+        for number in range(1, self.batches + 1):
+            y = torch.randint(classes, (self.rows,), generator=generator)
+            other = y[torch.randperm(self.rows, generator=generator)]
+            share = 0.02 + 0.96 * torch.rand(self.rows, 1, generator=generator)
+            some = torch.rand(self.rows, generator=generator) < 1 / 3
+            share = share[:1].expand_as(share) if mixes == "batch" else share.masked_fill(some[:, None], 1.0)
+            q = F.one_hot(y, classes).float()
+            q = share * q + (1 - share) * F.one_hot(other, classes) if mixes else q
+            z = torch.randn(self.rows, classes, generator=generator) + self.fit * q
+            z = z * (self.gain * number / self.batches)
+            some[0] = False  # one row has a label
+            rows = 0.2 + 2 * torch.rand(self.rows, generator=generator)
+            yield Batch(z, y, other, share, q, some, numbers, rows)
+
+    def script(self) -> str:
+        return f"import torch\nfrom tests.adversary.losses import Case, read\n\nprint(read({self!r}))\n"
+
+
+class Given(nn.Module):
+    """A model that returns its input."""
+
+    def __init__(self, logs: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one, self.logs = nn.Parameter(torch.ones((), dtype=dtype)), logs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log_softmax(1) * self.one if self.logs else x * self.one
+
+
+def laid_out(rows: Tensor, layout: str) -> tuple[Tensor, int]:
+    """Rows (N, K) as a model's output, and its class dimension."""
+    classes = rows.shape[1]
+    if layout == "(N, K, H, W)":
+        return rows.reshape(-1, 2, 3, classes).movedim(-1, 1), 1
+    return (rows.reshape(-1, 6, classes), 2) if layout == "(B, T, K)" else (rows, 1)
+
+
+def read(case: Case) -> Counter[str]:
+    """Run a case by both optimizers, and count what was read."""
+    counts = Counter(cases=1)
+    answer = _sync.may_sync if case.reads else lambda step, tensor: _sync.is_sync_step(step)
+    with warnings.catch_warnings(), mock.patch.object(_sync, "may_sync", answer):
+        warnings.simplefilter("ignore")
+        for method in (DCPOptimizer, DCLOptimizer):
+            _train(case, method, counts)
+    return counts
+
+
+def _train(case: Case, method: Any, counts: Counter[str]) -> None:
+    kind, dcp = KINDS[case.kind], method is DCPOptimizer
+    model = Given(kind.logs, case.dtype)
+    options = {"loss_scale": case.factor / case.parts} if kind.given else {}
+    optimizer = method(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
+    found, ever = readings(optimizer), False
+    for number, batch in enumerate(case):
+        if number % case.parts == 0:
+            optimizer.zero_grad()
+        x, dim = laid_out(batch.z.to(case.dtype), case.layout)
+        z = model(x).movedim(dim, -1).reshape(batch.z.shape)
+        loss, meant, factor = kind.loss(batch._replace(z=z.float() if z.dtype.itemsize < 4 else z))
+        factor = float(factor) * case.factor / case.parts
+        found.clear()
+        try:
+            (loss * case.factor / case.parts).backward()
+        except RuntimeError as error:
+            if "labels of this batch cannot be read" not in str(error):
+                raise
+            counts["refused"] += 1
+            return
+        if dcp:
+            _compare(found[0].labels if found else None, meant, case, counts)
+        if found and kind.readable:
+            ratio = float(found[0].scale) / factor
+            right = abs(ratio - 1) <= SCALE_TOLERANCE
+            ever = ever or right or float(found[0].scale) != 1.0  # which it is before any was read
+            counts["scales"] += 1
+            counts["off"] += ever and not right
+        if number % case.parts == case.parts - 1:
+            optimizer.step()
+
+
+def _compare(labels: Tensor | None, meant: Tensor, case: Case, counts: Counter[str]) -> None:
+    """Count rows, and those with no label and with a wrong one."""
+    classes = case.classes
+    q = meant if meant.ndim == 2 else F.one_hot(meant.where(meant >= 0, classes), classes + 1)[:, :-1]
+    if labels is None:
+        labels = torch.zeros_like(q)
+    elif labels.ndim == 1:
+        labels = F.one_hot(labels, classes + 1)[:, :-1]
+    wrong = (labels.double() - q).abs().amax(1) > SHARE_TOLERANCE[case.dtype.itemsize]
+    unread = (labels.sum(1) == 0) & (q.sum(1) > 0)
+    counts["rows"] += len(q)
+    counts["unread"] += int(unread.sum())
+    counts["wrong"] += int((wrong & ~unread).sum())
+
+
+def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
+    """Random cases of a kind."""
+    rng = random.Random(f"{kind} {seed}")
+
+    def spread(least: float, most: float) -> float:
+        return math.exp(rng.uniform(math.log(least), math.log(most)))
+
+    for _ in range(number):
+        layout = "(N, K)" if KINDS[kind].logs else rng.choice(LAYOUTS)
+        yield Case(
+            kind=kind,
+            classes=round(spread(KINDS[kind].least, 30)),
+            rows=6 * rng.randint(2, 8) if layout != "(N, K)" else rng.randint(8, 48),
+            layout=layout,
+            dtype=rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
+            factor=spread(1 / 64, 65_536),
+            parts=rng.choice([1, 1, 2, 4]),
+            gain=spread(0.1, 25),
+            fit=rng.uniform(0, 2),
+            reads=rng.random() < 0.5,
+            seed=rng.randrange(10**6),
+        )
+
+
+def count(kind: str, number: int, seed: int) -> tuple[Counter[str], list[Case]]:
+    """What was read in random cases of a kind, and the cases with a fault."""
+    total: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+    faults = []
+    for case in cases(kind, number, seed):
+        found = read(case)
+        total.update(found)
+        if found["wrong"] or found["off"]:
+            faults.append(case)
+    return total, faults
+
+
+if __name__ == "__main__":
+    import sys
+
+    for kind in KINDS:
+        total, faults = count(kind, int(sys.argv[1]), int(sys.argv[2]))
+        print(f"{kind:40}", *(f"{total[name]:6}" for name in COUNTS), flush=True)
