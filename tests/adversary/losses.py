@@ -23,6 +23,8 @@ from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
 from tests.test_loss_reader import readings
 
 IGNORED = -100
+UNDERFLOW = 80  # the range of logits in a row from which on probabilities may be zero in float32
+GAIN, GAIN_OF_WEIGHTS = 25, 10  # the largest spread of logits; of certain rows with weights labels may be read wrong
 SCALE_TOLERANCE = 0.02
 SHARE_TOLERANCE = {2: 0.1, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
 COUNTS = ("cases", "refused", "rows", "unread", "wrong", "scales", "off")
@@ -74,16 +76,24 @@ class Kind:
     weighs: bool = False  # whether each row has its own factor
     readable: bool = True
 
-    def tells_scale(self, z: Tensor, y: Tensor) -> bool:
-        """Whether a batch does: logits as rows, and labels.
+    def tells_scale(self, b: Batch, half: bool) -> bool:
+        """Whether the gradient of a batch does.
 
-        Near uniform predictions, losses that smooth or weigh look like others of another scale. A row that the model is
-        certain of does not tell its own factor.
+        It does not if entries may underflow, since a row without gradient looks like one that is ignored; if rows have
+        factors of their own and the model is certain of one; if it cannot be told from that of a loss without smoothing
+        or weights, since the predictions are about uniform.
         """
-        p = z.double().softmax(1)
-        if (self.smooths or self.weighs) and p.amax(1).mean() * z.shape[1] < 1.5:
+        classes, e = b.z.shape[1], one_hot(b)
+        p = b.z.softmax(1)
+        if (b.z.amax(1) - b.z.amin(1)).max() > UNDERFLOW or (self.weighs and (p * e).max() > 1 - 1e-4):
             return False
-        return not self.weighs or bool((p.gather(1, y[:, None]) < 1 - 1e-4).all())
+        if self.smooths:
+            return bool(b.smoothing * (p - 1 / classes).norm() > (0.04 if half else 0.002) * (p - e).norm())
+        return not self.weighs or bool(p.amax(1).mean() * classes > 1.5)
+
+
+def one_hot(b: Batch) -> Tensor:
+    return F.one_hot(b.y, b.z.shape[1]).to(b.z)
 
 
 def summed(b: Batch, y: Tensor, **options: Any) -> Meant:
@@ -144,10 +154,6 @@ def unlikelihood(b: Batch) -> Tensor:
 
 def distillation(b: Batch) -> Tensor:
     return F.cross_entropy(b.z, (b.z.detach().roll(1, 0) + b.weights).softmax(1))
-
-
-def one_hot(b: Batch) -> Tensor:
-    return F.one_hot(b.y, b.z.shape[1]).to(b.z)
 
 
 FROM_THREE, FROM_FIVE, TWO, FEW = (3, 30), (5, 30), (2, 2), (3, 4)
@@ -300,7 +306,7 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
             return
         if dcp:
             _compare(found[0].labels if found else None, meant, case, counts)
-        if found and kind.readable and kind.tells_scale(z, batch.y):
+        if found and kind.readable and kind.tells_scale(batch, case.dtype.itemsize < 4):
             ratio = float(found[0].scale) / factor
             right = abs(ratio - 1) <= SCALE_TOLERANCE
             ever = ever or right or float(found[0].scale) != 1.0  # which it is before any was read
@@ -314,6 +320,9 @@ def _compare(labels: Tensor | None, meant: Tensor, case: Case, counts: Counter[s
     """Count rows, and those with no label and with a wrong one."""
     classes = case.classes
     q = meant if meant.ndim == 2 else F.one_hot(meant.where(meant >= 0, classes), classes + 1)[:, :-1]
+    if labels is not None and labels.shape not in (q.shape[:1], q.shape):  # read along another dimension
+        counts.update(rows=len(q), wrong=len(q))
+        return
     if labels is None:
         labels = torch.zeros_like(q)
     elif labels.ndim == 1:
@@ -342,7 +351,7 @@ def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
             dtype=rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16]),
             factor=spread(1 / 64, 65_536),
             parts=rng.choice([1, 1, 2, 4]),
-            gain=spread(0.1, 25),
+            gain=spread(0.1, GAIN_OF_WEIGHTS if KINDS[kind].weighs else GAIN),
             fit=rng.uniform(0, 2),
             reads=rng.random() < 0.5,
             seed=rng.randrange(10**6),
@@ -359,11 +368,3 @@ def count(kind: str, number: int, seed: int) -> tuple[Counter[str], list[Case]]:
         if found["wrong"] or found["off"]:
             faults.append(case)
     return total, faults
-
-
-if __name__ == "__main__":
-    import sys
-
-    for kind in KINDS:
-        total, faults = count(kind, int(sys.argv[1]), int(sys.argv[2]))
-        print(f"{kind:40}", *(f"{total[name]:6}" for name in COUNTS), flush=True)
