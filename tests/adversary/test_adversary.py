@@ -11,24 +11,26 @@ from hypothesis import seed as of_seed
 
 from tests.adversary import SEED
 from tests.adversary.loops import Loop, loops
-from tests.adversary.losses import KINDS, count
+from tests.adversary.losses import count
 
-CASES = 40  # of each kind of loss: 300,000 rows
+CASES = 40  # of each kind of loss: 200,000 rows that can be read
 CLOSE = 1e-8
 drawn = settings(
     derandomize=False, database=None, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_and_scales_that_are_read(kind: str) -> None:
-    counts, faults = count(kind, CASES, SEED)
+@pytest.mark.parametrize("readable", [True, False])
+def test_labels_and_scales_that_are_read(readable: bool) -> None:
+    counts, faults = count(CASES, SEED, readable)
     assert not faults, f"seed {SEED}: {counts}\n\n{faults[0].script()}"
-    if KINDS[kind].readable:
-        assert counts["rows"] > 150 * CASES
-        assert counts["refused"] <= 0.05 * CASES
-        assert counts["scales"] > CASES
-        assert counts["unread"] <= 0.08 * counts["rows"]
+    if readable:
+        *kinds, total = counts.values()
+        assert total["rows"] >= 40_000
+        assert total["unread"] <= 0.03 * total["rows"]
+        for kind in kinds:
+            assert kind["refused"] <= 0.05 * CASES
+            assert kind["scales"] > CASES
 
 
 def check(number: int, examples: int, interrupted: bool) -> None:
