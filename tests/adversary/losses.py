@@ -96,11 +96,27 @@ def one_hot(b: Batch) -> Tensor:
     return F.one_hot(b.y, b.z.shape[1]).to(b.z)
 
 
-def summed(b: Batch, y: Tensor, **options: Any) -> Meant:
-    return F.cross_entropy(b.z, y, reduction="sum", **options), y, int((y >= 0).sum())
+def kind(
+    labels: str = "y",
+    function: Callable[..., Tensor] = F.cross_entropy,
+    weighs: bool = False,
+    smooths: bool = False,
+    reduction: str = "mean",
+    **more: Any,
+) -> Kind:
+    """A loss of torch's; ``labels`` is what a batch calls them."""
+
+    def loss(b: Batch) -> Meant:
+        meant = getattr(b, labels)
+        target = meant.to(b.z) if meant.is_floating_point() else meant
+        options = {"weight": b.weights} if weighs else {"label_smoothing": b.smoothing} if smooths else {}
+        factor = 1.0 if reduction == "mean" else int((meant >= 0).sum())
+        return function(b.z, target, reduction=reduction, **options), meant, factor
+
+    return Kind(loss, weighs=weighs, smooths=smooths, **more)
 
 
-def of_rows(function: Callable[[Tensor, Batch], Tensor]) -> Loss:
+def of_rows(function: Callable[[Tensor, Batch], Tensor], classes: tuple[int, int]) -> Kind:
     """A loss that is a function of each row's cross-entropy, whose derivatives are the factors of the rows."""
 
     def loss(b: Batch) -> Meant:
@@ -108,110 +124,97 @@ def of_rows(function: Callable[[Tensor, Batch], Tensor]) -> Loss:
         alone = losses.detach().double().requires_grad_()
         return function(losses, b).mean(), b.y, torch.autograd.grad(function(alone, b).mean(), alone)[0].sum()
 
-    return loss
+    return Kind(loss, classes, weighs=True)
+
+
+def alone(function: Callable[[Batch], Tensor], given: bool = False, **more: Any) -> Kind:
+    """A loss whose scale is given, or that cannot be read."""
+    return Kind(lambda b: (function(b), b.y, 1.0), given=given, **more)
+
+
+def plus(function: Callable[[Batch], Tensor]) -> Kind:
+    return alone(lambda b: F.cross_entropy(b.z, b.y) + b.knob * function(b))
+
+
+def two_losses(smooths: bool) -> Kind:
+    """Mixup as scripts write it."""
+
+    def loss(b: Batch) -> Meant:
+        share, options = float(b.share[0]), {"label_smoothing": b.smoothing * smooths}
+        first, second = (F.cross_entropy(b.z, y, **options) for y in (b.y, b.other))
+        return share * first + (1 - share) * second, b.q, 1.0
+
+    return Kind(loss, FROM_FIVE, "batch", smooths=smooths)
 
 
 def focal(losses: Tensor, b: Batch) -> Tensor:
     return (1 - (-losses).exp()) ** (2 * b.knob) * losses
 
 
-def two_losses(b: Batch, **options: Any) -> Meant:
-    """Mixup as scripts write it."""
-    share = float(b.share[0])
-    first, second = (F.cross_entropy(b.z, y, **options) for y in (b.y, b.other))
-    return share * first + (1 - share) * second, b.q, 1.0
-
-
-def soft(b: Batch, **options: Any) -> Meant:
-    return F.cross_entropy(b.z, b.q.to(b.z), **options), b.q, 1.0
-
-
-def plus(function: Callable[[Batch], Tensor]) -> Loss:
-    return lambda b: (F.cross_entropy(b.z, b.y) + b.knob * function(b), b.y, 1.0)
+def weighted(losses: Tensor, b: Batch) -> Tensor:
+    return losses * b.rows.to(losses)
 
 
 def dice(b: Batch) -> Tensor:
-    p, e = b.z.softmax(1), F.one_hot(b.y, b.z.shape[1])
+    p, e = b.z.softmax(1), one_hot(b)
     return 1 - (2 * (p * e).sum(0) / (p + e).sum(0)).mean()
-
-
-def margin(b: Batch) -> Tensor:
-    return F.cross_entropy(b.z - b.knob * F.one_hot(b.y, b.z.shape[1]), b.y)
-
-
-def without_labels(function: Callable[[Batch], Tensor]) -> Loss:
-    """A loss whose scale is given, or that is none that can be read."""
-    return lambda b: (function(b), b.y, 1.0)
 
 
 def temperature(b: Batch) -> Tensor:
     return F.cross_entropy(b.z / (0.5 + b.knob), b.y)
 
 
-def unlikelihood(b: Batch) -> Tensor:
-    return -torch.log1p(-0.999 * b.z.softmax(1).gather(1, b.y[:, None])).mean()
-
-
-def distillation(b: Batch) -> Tensor:
-    return F.cross_entropy(b.z, (b.z.detach().roll(1, 0) + b.weights).softmax(1))
+def margin(b: Batch) -> Tensor:
+    return F.cross_entropy(b.z - b.knob * one_hot(b), b.y)
 
 
 FROM_THREE, FROM_FIVE, TWO, FEW = (3, 30), (5, 30), (2, 2), (3, 4)
-focal_loss = of_rows(focal)
-weighted_rows = of_rows(lambda losses, b: losses * b.rows.to(losses))
 READABLE = {
-    "mean": Kind(lambda b: (F.cross_entropy(b.z, b.y), b.y, 1.0)),
-    "sum": Kind(lambda b: summed(b, b.y)),
-    "ignored rows": Kind(lambda b: (F.cross_entropy(b.z, b.ignored), b.ignored, 1.0)),
-    "ignored rows, sum": Kind(lambda b: summed(b, b.ignored)),
-    "smoothing": Kind(lambda b: (F.cross_entropy(b.z, b.y, label_smoothing=b.smoothing), b.y, 1.0), smooths=True),
-    "smoothing, ignored rows": Kind(
-        lambda b: (F.cross_entropy(b.z, b.ignored, label_smoothing=b.smoothing), b.ignored, 1.0), smooths=True
-    ),
-    "smoothing, sum": Kind(lambda b: summed(b, b.y, label_smoothing=b.smoothing), smooths=True),
-    "class weights": Kind(lambda b: (F.cross_entropy(b.z, b.y, b.weights), b.y, 1.0), weighs=True),
-    "class weights, ignored rows": Kind(
-        lambda b: (F.cross_entropy(b.z, b.ignored, b.weights), b.ignored, 1.0), weighs=True
-    ),
-    "sample weights": Kind(weighted_rows, FROM_THREE, weighs=True),
-    "focal": Kind(focal_loss, FROM_THREE, weighs=True),
-    "log-probabilities": Kind(lambda b: (F.nll_loss(b.z, b.y), b.y, 1.0), logs=True),
-    "log-probabilities, ignored rows": Kind(lambda b: (F.nll_loss(b.z, b.ignored), b.ignored, 1.0), logs=True),
-    "log-probabilities, class weights": Kind(lambda b: (F.nll_loss(b.z, b.y, b.weights), b.y, 1.0), logs=True),
-    "mixup, two losses": Kind(two_losses, FROM_FIVE, "batch"),
-    "mixup, two losses, smoothing": Kind(
-        lambda b: two_losses(b, label_smoothing=b.smoothing), FROM_FIVE, "batch", smooths=True
-    ),
-    "mixup, soft targets": Kind(soft, FROM_FIVE, "batch"),
-    "mixup, soft targets, smoothing": Kind(
-        lambda b: soft(b, label_smoothing=b.smoothing), FROM_FIVE, "batch", smooths=True
-    ),
-    "mixup of some batches": Kind(soft, FROM_FIVE, "some batches"),
-    "CutMix of some rows": Kind(soft, FROM_FIVE, "rows"),
-    "focal, loss_scale=": Kind(without_labels(lambda b: focal_loss(b)[0]), given=True),
-    "temperature, loss_scale=": Kind(without_labels(temperature), given=True),
-    "margin, loss_scale=": Kind(without_labels(margin), given=True),
+    "mean": kind(),
+    "sum": kind(reduction="sum"),
+    "ignored rows": kind("ignored"),
+    "ignored rows, sum": kind("ignored", reduction="sum"),
+    "smoothing": kind(smooths=True),
+    "smoothing, ignored rows": kind("ignored", smooths=True),
+    "smoothing, sum": kind(smooths=True, reduction="sum"),
+    "class weights": kind(weighs=True),
+    "class weights, ignored rows": kind("ignored", weighs=True),
+    "sample weights": of_rows(weighted, FROM_THREE),
+    "focal": of_rows(focal, FROM_THREE),
+    "log-probabilities": kind(function=F.nll_loss, logs=True),
+    "log-probabilities, ignored rows": kind("ignored", F.nll_loss, logs=True),
+    "log-probabilities, class weights": kind("y", F.nll_loss, weighs=True, logs=True),
+    "mixup, two losses": two_losses(smooths=False),
+    "mixup, two losses, smoothing": two_losses(smooths=True),
+    "mixup, soft targets": kind("q", classes=FROM_FIVE, mixes="batch"),
+    "mixup, soft targets, smoothing": kind("q", smooths=True, classes=FROM_FIVE, mixes="batch"),
+    "mixup of some batches": kind("q", classes=FROM_FIVE, mixes="some batches"),
+    "CutMix of some rows": kind("q", classes=FROM_FIVE, mixes="rows"),
+    "focal, loss_scale=": alone(lambda b: focal(F.cross_entropy(b.z, b.y, reduction="none"), b).mean(), given=True),
+    "temperature, loss_scale=": alone(temperature, given=True),
+    "margin, loss_scale=": alone(margin, given=True),
 }
 OTHERS = {
-    "with a logit penalty": Kind(plus(lambda b: b.z.square().mean())),
-    "with Dice": Kind(plus(dice)),
-    "with an entropy": Kind(plus(lambda b: -(b.z.softmax(1) * b.z.log_softmax(1)).sum(1).mean())),
-    "temperature": Kind(without_labels(temperature)),
-    "margin": Kind(without_labels(margin)),
-    "distillation": Kind(without_labels(distillation)),
-    "binary": Kind(without_labels(lambda b: F.binary_cross_entropy_with_logits(b.z, one_hot(b)))),
-    "squares": Kind(without_labels(lambda b: F.mse_loss(b.z, one_hot(b)))),
-    "hinge": Kind(without_labels(lambda b: F.multi_margin_loss(b.z, b.y))),
-    "negated": Kind(without_labels(lambda b: -F.cross_entropy(b.z, b.y))),
-    "unlikelihood": Kind(without_labels(unlikelihood), FROM_THREE),  # of two classes, the other's cross-entropy
-    "class weights, smoothing": Kind(
-        without_labels(lambda b: F.cross_entropy(b.z, b.y, b.weights, label_smoothing=b.smoothing))
+    "with a logit penalty": plus(lambda b: b.z.square().mean()),
+    "with Dice": plus(dice),
+    "with an entropy": plus(lambda b: -(b.z.softmax(1) * b.z.log_softmax(1)).sum(1).mean()),
+    "temperature": alone(temperature),
+    "margin": alone(margin),
+    "distillation": alone(lambda b: F.cross_entropy(b.z, (b.z.detach().roll(1, 0) + b.weights).softmax(1))),
+    "binary": alone(lambda b: F.binary_cross_entropy_with_logits(b.z, one_hot(b))),
+    "squares": alone(lambda b: F.mse_loss(b.z, one_hot(b))),
+    "hinge": alone(lambda b: F.multi_margin_loss(b.z, b.y)),
+    "negated": alone(lambda b: -F.cross_entropy(b.z, b.y)),
+    # Of two classes it is the other's cross-entropy.
+    "unlikelihood": alone(
+        lambda b: -torch.log1p(-0.999 * (b.z.softmax(1) * one_hot(b)).sum(1)).mean(), classes=FROM_THREE
     ),
-    "two classes, sample weights": Kind(weighted_rows, TWO),
-    "two classes, focal": Kind(focal_loss, TWO),
-    "few classes, mixup": Kind(two_losses, FEW, "batch"),
+    "class weights, smoothing": alone(lambda b: F.cross_entropy(b.z, b.y, b.weights, label_smoothing=b.smoothing)),
+    "two classes, sample weights": of_rows(weighted, TWO),
+    "two classes, focal": of_rows(focal, TWO),
+    "few classes, mixup": dataclasses.replace(two_losses(smooths=False), classes=FEW),
 }
-KINDS = READABLE | {name: dataclasses.replace(kind, readable=False) for name, kind in OTHERS.items()}
+KINDS = READABLE | {name: dataclasses.replace(other, readable=False) for name, other in OTHERS.items()}
 LAYOUTS = ("(N, K)", "(N, K)", "(N, K, H, W)", "(B, T, K)")
 
 
