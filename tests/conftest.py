@@ -19,9 +19,10 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.helpers import on_two_ranks
 
-REST = ("integration", "example", "stress")
+REST = ("integration", "example", "stress", "adversary")
 DEFAULT = " and ".join(f"not {marker}" for marker in REST)
 FOLDERS = {
+    "adversary": "adversary",
     "applications": "example",
     "benchmarks": "example",
     "examples": "example",

@@ -88,6 +88,12 @@ class Case:
         return self.alpha(step) if callable(self.alpha) else self.alpha
 
 
+def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Multiply the learning rates that an optimizer began with."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
+
+
 class Script:
     """A case's training script around any optimizer, which can be stopped after a step and go on."""
 

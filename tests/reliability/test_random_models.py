@@ -16,16 +16,11 @@ from hypothesis import strategies as st
 
 from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import assert_same
-from tests.reliability.cases import DISTANCES, IGNORED, Case, Script, cases, wrapped
+from tests.reliability.cases import DISTANCES, IGNORED, Case, Script, cases, set_rates, wrapped
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 variants = st.sampled_from(["dcl", "dcp"])
 random_cases = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "fifty"))
-
-
-def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
 
 
 @random_cases
