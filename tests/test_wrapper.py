@@ -141,7 +141,9 @@ def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     optimizer.train()
     assert optimizer.base.mode == optimizer.companion_optimizer.mode == "train"
     assert not hasattr(optimizer, "first_step")
-    with pytest.raises(AttributeError, match=r"no attribute 'first_step'; its base.*SAM: closure\(\); optimizer.step\(closure\)"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'first_step'; its base.*SAM: closure\(\); optimizer.step\(closure\)"
+    ):
         optimizer.first_step()
     assert not hasattr(wrap(mlp()), "train")
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
