@@ -143,6 +143,11 @@ class Prototypes(Forecaster):
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
         if not self._rows.shape[1]:
             self._create(forward.rows.shape[1], forward.rows)
+        elif self._given is None and forward.rows.shape[1] != self.num_classes:
+            raise ValueError(
+                f"the first batch had {self.num_classes} logits a row, this one has {forward.rows.shape[1]}: wrap the "
+                "model again after a change of its classes, or pass class_dim= if another dimension holds them"
+            )
         dtype = torch.promote_types(self._rows.dtype, forward.rows.dtype)
         z = forward.rows.to(dtype)
         if self._rows.device != z.device or self._rows.dtype != dtype:

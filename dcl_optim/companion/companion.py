@@ -127,6 +127,8 @@ class Companion(Forecaster):
         """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
         own, options = unwrapped(self._model), self._options
         is_copy = options.companion is None
+        if is_copy:
+            check_for_copy(self._base, own, options.optimizer)
         rng_state = _rng.capture(next(parameters_of(self._base)).device) if is_copy else {}
         with replayed(rng_state), torch.inference_mode(False):
             module = copying.build(own, options.companion, is_called=own is self._model)
