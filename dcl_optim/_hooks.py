@@ -26,6 +26,11 @@ class _Hook:
         listener = self.listener()
         return None if listener is None else getattr(listener, self._method)(*arguments)
 
+    def __getattr__(self, name: str) -> Any:  # torch.jit.script asks for one of a function
+        raise AttributeError(
+            f"dcl_optim's hook has no {name!r}; before torch.jit.script(model) call optimizer.detach()"
+        )
+
     def __reduce__(self) -> Any:  # in copies and pickles
         return _Hook, (_no_listener, self._method)
 

@@ -139,8 +139,8 @@ class Prototypes(Forecaster):
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
         if not self._rows.shape[1]:
             self._create(forward.rows.shape[1], forward.rows)
-        if forward.rows.shape[1] != self._rows.shape[1]:
-            refuse_width(forward, self.num_classes)
+        if forward.rows.shape[1] != self.num_classes:
+            refuse_width(forward, self.num_classes, is_given=self._given is not None)
         dtype = torch.promote_types(self._rows.dtype, forward.rows.dtype)
         z = forward.rows.to(dtype)
         if self._rows.device != z.device or self._rows.dtype != dtype:
@@ -311,15 +311,19 @@ class Prototypes(Forecaster):
         self._all_known = self._may_be_in_batch = False
 
 
-def refuse_width(forward: Forward, num_classes: int) -> None:
+def refuse_width(forward: Forward, num_classes: int, is_given: bool) -> None:
     """Raise ValueError, since there are not as many logits in a row as classes."""
-    shape = tuple(forward.logits.shape)
+    shape, found = tuple(forward.logits.shape), forward.rows.shape[1]
     dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
-    fix = "pass that number" + (f". Or {IN_BATCH}" if len(forward.rows) == forward.rows.shape[1] else "")
+    fix = "pass that number" if is_given else "wrap the model again after a change of its classes"
     if dims:
         dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
         fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"
-    raise ValueError(f"num_classes={num_classes} but the model gives {forward.rows.shape[1]} logits; {fix}")
+    elif len(forward.rows) == found:
+        fix += f". Or {IN_BATCH}"
+    if is_given:
+        raise ValueError(f"num_classes={num_classes} but the model gives {found} logits; {fix}")
+    raise ValueError(f"the first batch had {num_classes} logits a row, this one has {found}: {fix}")
 
 
 def to_labels(

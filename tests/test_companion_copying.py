@@ -204,6 +204,27 @@ def test_the_copy_is_made_earlier_where_it_is_asked_for(how: str) -> None:
     assert_same(optimizer.companion, expected)
 
 
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_first_forward_with_other_parameters_names_the_fix_which_works(detached: bool) -> None:
+    """As in MAML, whose inner loop calls the model with fast weights."""
+    x, y = one()
+
+    def loss_of(model: nn.Module) -> Tensor:
+        fast = {
+            name: p.detach().clone().requires_grad_() if detached else 1 * p for name, p in model.named_parameters()
+        }
+        return F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y)
+
+    model = mlp()
+    optimizer = wrap(model)
+    with pytest.raises(ValueError, match=r"no parameter to train.*\(functional_call\), ask for optimizer.companion"):
+        loss_of(model)
+    assert_same(optimizer.companion, model)
+    loss_of(model)
+    train(model, optimizer, batches(2))
+    assert optimizer.penalty > 0
+
+
 def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
     class Drawing(torch.optim.SGD):
         def __init__(self, params: Any, lr: float = 0.1) -> None:

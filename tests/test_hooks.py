@@ -254,6 +254,16 @@ EXPORTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's own
+def test_torch_jit_script_says_how_to_take_the_hooks_off():
+    model = mlp()
+    optimizer = wrap(model)
+    with pytest.raises(AttributeError, match=r"before torch.jit.script\(model\) call optimizer.detach\(\)"):
+        torch.jit.script(model)
+    optimizer.detach()
+    assert torch.equal(torch.jit.script(model)(one()[0]), model(one()[0]))
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own: deprecations, exports in training mode
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(

@@ -419,6 +419,18 @@ def test_labels_that_do_not_fit_are_refused_before_anything_changes(labels, erro
     assert_same(optimizer.state_dict()[KEY], before)
 
 
+def test_a_width_of_logits_that_changes_is_refused_without_naming_an_argument_that_nobody_passed():
+    model, wider = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 6)
+    called = nn.ModuleList([model, wider])
+    called.forward = lambda x, of: called[of](x)
+    optimizer = DCPOptimizer(torch.optim.SGD(called.parameters(), lr=0.1), called)
+    x, y = torch.randn(8, FEATURES), torch.arange(8) % 4
+    F.cross_entropy(called(x, 0), y).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"^the first batch had 4 logits a row, this one has 6: wrap the model again"):
+        F.cross_entropy(called(x, 1), y).backward()
+
+
 def test_logits_of_another_width_are_refused():
     model = network()
     optimizer = wrap(model, num_classes=7)

@@ -120,6 +120,8 @@ class Companion(Forecaster):
         """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
         own, options = unwrapped(self._model), self._options
         is_copy = options.companion is None
+        if is_copy:
+            check_for_copy(self._base, own, options.optimizer)
         device = next(parameters_of(self._base)).device
         with _rng.unchanged(device) if is_copy else nullcontext(), torch.inference_mode(False):
             module = copying.build(own, options.companion, is_called=own is self._model)
