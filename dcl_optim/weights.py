@@ -21,10 +21,10 @@ class AutoWeight:
     r"""The penalty grows from 0.1 to 1 as the training accuracy grows: :math:`\lambda = \max(\lambda_0, a^k)`.
 
     A penalty as strong as the paper's (1) pays once the model fits its training data, and costs before. The accuracy a
-    is that of the model's own predictions on the rows with a label of the training batches. It is 0 at first, and read
-    at the end of steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th: over the steps since the last time, after
-    step 64 over every fourth of them. Of soft labels the largest share is the label. Ranks are summed. Batches whose
-    step was skipped or whose labels cannot be read do not count.
+    is that of the model's own predictions on the training batches, counted over the rows with a label: at the end of
+    steps 3, 4, 6, 10, 18, 34, 66, 102 and then every 100th over the steps since the last time, after step 64 over every
+    fourth of them. It is 0 before. Of soft labels the largest share is the label. Micro-batches count by their rows and
+    ranks are summed. Batches whose step was skipped or whose labels cannot be read do not count.
 
     Args:
         floor: :math:`\lambda_0`, the least weight, at least 0. Default 0.1.
