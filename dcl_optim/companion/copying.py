@@ -66,7 +66,7 @@ def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
                 raise ValueError(f"its copy's parameter {name!r} is called {found!r}, as in a Keras model")
     except Exception as error:
         raise RuntimeError(
-            f"the companion could not be made as a copy of the model ({error}); build a second model (sharded in the "
+            f"the companion could not be made as a copy of the model ({error}); build a second model (shard it in the "
             "same way), load the first one's state_dict into it and pass it as companion="
         ) from error
     for name, module in copied.named_modules():
