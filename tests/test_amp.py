@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
 from functools import partial
 
 import pytest
@@ -407,6 +408,24 @@ def test_where_no_scale_can_be_read_the_last_one_goes_up_and_down_with_the_scale
     script.scaler.update(2.0**3)
     script.step([batch])
     assert script.optimizer.logs()["loss_scale"] == pytest.approx(2.0**2, rel=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("readable", [False, True])
+def test_a_copy_between_the_scalers_step_and_its_update_goes_on_with_its_scale(copied, readable):
+    """torch refuses to copy a scaler there, and the copy of an optimizer does not need it."""
+    script, (batch, other) = Script("dcl", dtype=torch.float32), data(2)
+    script.criterion = F.cross_entropy if readable else binary
+    script.scaler.update = lambda *scale: None
+    script.step([batch])
+    twin = copy.copy(script)
+    twin.model, twin.optimizer = copied((script.model, script.optimizer))
+    for one in (script, twin):
+        one.criterion = binary
+        one.optimizer.zero_grad()
+        script.scaler.scale(one.loss(*other)).backward()
+        assert one.optimizer.logs()["loss_scale"] == pytest.approx(2.0**12, rel=1e-5)
+    assert_same(twin.model, script.model)
 
 
 def test_a_scaler_that_is_off_is_no_factor():

@@ -117,6 +117,7 @@ dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False,
     .check_state(self, state)
     .end_step(self)
     .load_state(self, state)
+    .note_scaler(self, scaler)
     .read(self, forward, gradient, several)
     .set_targets(self, targets)
     .state(self)

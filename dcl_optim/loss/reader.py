@@ -124,8 +124,8 @@ class LossReader:
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
         form = None if self._form is None else f"{self._form.kind} {self._form.smoothing!r}"
-        known = self._scale is not None or self._scaler is not None
-        scale = float(1.0 if self._scale is None else self._scale) * self._scaler_scale() if known else None
+        scale = self.__getstate__()["_scale"]
+        scale = None if scale is None else float(scale)
         return {"form": form, "scale": scale, "class_dim": self.class_dim}
 
     def check_state(self, state: Any) -> None:
@@ -164,6 +164,15 @@ class LossReader:
             before, self._scaler = self._scaler_scale(), scaler
             after, both = self._scaler_scale(), (self._scale, self._latest)
             self._scale, self._latest = (None if s is None else s * before / after for s in both)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has the scale for a start, and not the scaler, which cannot be copied at all times.
+        if self._scaler is None:
+            return self.__dict__
+        unit = self._scaler_scale()
+        scales = {"_scale": self._scale, "_latest": self._latest}
+        scales = {name: unit if scale is None else scale * unit for name, scale in scales.items()}
+        return self.__dict__ | {"_scaler": None} | scales
 
     def _scaler_scale(self) -> float:
         return 1.0 if self._scaler is None else self._scaler.get_scale()
