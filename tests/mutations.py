@@ -571,8 +571,8 @@ FAULTS = [
     Fault(
         "accuracy-not-saved",
         "weights.py",
-        'return {"accuracy": self.accuracy,',
-        'return {"accuracy": 0.0,',
+        'return {"accuracy": self.accuracy}',
+        'return {"accuracy": 0.0}',
         "a resumed run begins with the least weight",
         "weights",
     ),
