@@ -191,9 +191,9 @@ class ForecastOptimizer(OptimizerWrapper):
             f"{self._name}.step found gradients, but no backward through a training forward of the wrapped model since "
             "the last step. Usual reasons: step was called twice for one backward; the model was in eval mode (pass "
             "count_eval=True) or under no_grad; a copy or an inner module was called; model.forward or another method "
-            "(model.encode) was called, or its class overrides __call__; the model was compiled and called before it "
-            "was wrapped (wrap the compiled module); the loss is not made of the logits that were found in "
-            "the output (pass logits=); backward ran with create_graph=True, or torch.func took the gradient. "
+            "of the model was called (model.encode), or its class overrides __call__; the model was compiled, and "
+            "called, before it was wrapped (wrap the compiled module); the loss is not made of the logits that were "
+            "found in the output (pass logits=); backward ran with create_graph=True, or torch.func took the gradient. "
             "strict=False allows such steps"
         )
 
