@@ -143,11 +143,6 @@ class Prototypes(Forecaster):
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
         if not self._rows.shape[1]:
             self._create(forward.rows.shape[1], forward.rows)
-        elif self._given is None and forward.rows.shape[1] != self.num_classes:
-            raise ValueError(
-                f"the first batch had {self.num_classes} logits a row, this one has {forward.rows.shape[1]}: wrap the "
-                "model again after a change of its classes, or pass class_dim= if another dimension holds them"
-            )
         dtype = torch.promote_types(self._rows.dtype, forward.rows.dtype)
         z = forward.rows.to(dtype)
         if self._rows.device != z.device or self._rows.dtype != dtype:
@@ -314,11 +309,13 @@ def check_width(forward: Forward, z: Tensor, num_classes: int) -> None:
     if z.shape[1] != num_classes:
         shape = tuple(forward.logits.shape)
         dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
-        fix = "pass that number"
+        fix = f"pass num_classes={z.shape[1]} if all batches have as many, or wrap again where the model has changed"
         if dims:
             dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
             fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"
-        raise ValueError(f"num_classes={num_classes} but the model gives {z.shape[1]} logits; {fix}")
+        raise ValueError(
+            f"num_classes, given or of the first batch, is {num_classes} but the model gives {z.shape[1]} logits; {fix}"
+        )
 
 
 def to_labels(
