@@ -73,9 +73,7 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):
-        raise ValueError(
-            "base_optimizer has maximize=True, which would maximize the penalty too; negate the loss instead"
-        )
+        raise ValueError("base_optimizer has maximize=True, which maximizes the penalty too; negate the loss instead")
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
     refuse_differential_privacy(base)

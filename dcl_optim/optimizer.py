@@ -266,11 +266,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def __repr__(self) -> str:
         algorithm = self._algorithm
         source = algorithm.loss.source
-        settings: dict[str, Any] = {
-            "weight": algorithm.weight,
-            "alpha": algorithm.alpha,
-            "distance": algorithm.distance,
-        }
+        settings: Any = {"weight": algorithm.weight, "alpha": algorithm.alpha, "distance": algorithm.distance}
         settings["loss_scale"] = source if isinstance(source, (str, int, float)) else type(source).__name__
         settings["model"] = type(unwrapped(self.model)).__name__
         settings |= self.forecaster.settings()

@@ -307,15 +307,13 @@ class Prototypes(Forecaster):
 def check_width(forward: Forward, z: Tensor, num_classes: int) -> None:
     """Raise ValueError unless there are as many logits in a row as classes."""
     if z.shape[1] != num_classes:
-        shape = tuple(forward.logits.shape)
+        width, shape = z.shape[1], tuple(forward.logits.shape)
         dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
-        fix = f"pass num_classes={z.shape[1]} if all batches have as many, or wrap again where the model has changed"
+        fix = f"pass num_classes={width} if all batches have as many, or wrap again where the model has changed"
         if dims:
             dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
             fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"
-        raise ValueError(
-            f"num_classes, given or of the first batch, is {num_classes} but the model gives {z.shape[1]} logits; {fix}"
-        )
+        raise ValueError(f"num_classes (or first seen) is {num_classes} but the model gives {width} logits; {fix}")
 
 
 def to_labels(
