@@ -32,11 +32,7 @@ class _Hook:
         )
 
     def __reduce__(self) -> Any:  # in copies and pickles
-        return _Hook, (_no_listener, self._method)
-
-
-def _no_listener() -> None:
-    return None
+        return _Hook, (type(None), self._method)
 
 
 class ModuleHooks:

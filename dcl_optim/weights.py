@@ -79,9 +79,7 @@ def resolve_weight(weight: Weight, reads_labels: bool) -> Checked | FollowsFit:
     if not isinstance(weight, AutoWeight):
         return Checked(weight, "weight")
     if not reads_labels:
-        raise ValueError(
-            "weight='auto' needs labels, and this optimizer reads no labels; pass a number or a callable of the step"
-        )
+        raise ValueError("weight='auto': this optimizer reads no labels; pass a number or a callable of the step")
     return FollowsFit(weight)
 
 

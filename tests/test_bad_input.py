@@ -220,9 +220,9 @@ def test_class_dim_that_the_logits_do_not_have(variant, class_dim):
         ((4, 12, 7), -1, 12, "pass class_dim=1, along which it gives 12"),
         ((4, 7, 12, 3), 1, 12, "pass class_dim=2, along which it gives 12"),
         ((4, 12, 6, 12), 2, 12, "pass class_dim=-1, along which it gives 12"),
-        ((4, 7, 12), 1, 4, "pass that number"),
-        ((4, 7, 12), 1, 5, "pass that number"),
-        ((12, 7), 1, 12, "pass that number"),
+        ((4, 7, 12), 1, 4, "pass num_classes="),
+        ((4, 7, 12), 1, 5, "pass num_classes="),
+        ((12, 7), 1, 12, "pass num_classes="),
     ],
 )
 def test_the_number_of_another_dimension_is_told_from_a_wrong_number(shape, class_dim, num_classes, mend):
@@ -230,5 +230,5 @@ def test_the_number_of_another_dimension_is_told_from_a_wrong_number(shape, clas
     optimizer = DCPOptimizer(sgd(model), model, num_classes, class_dim=class_dim)
     optimizer.set_targets(torch.zeros(shape[:-1], dtype=torch.long))
     z, logits = model(torch.randn(*shape[:-1], 3)), shape[class_dim]
-    with pytest.raises(ValueError, match=rf"num_classes={num_classes} but the model gives {logits} logits.*{mend}"):
+    with pytest.raises(ValueError, match=rf"is {num_classes} but the model gives {logits} logits.*{mend}"):
         z.sum().backward()

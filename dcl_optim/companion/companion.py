@@ -218,10 +218,8 @@ class Companion(Forecaster):
         pending, self._pending, network = self._pending, [], self._network
         for logits, gradient in pending:
             try:
-                if torch.is_autocast_enabled(logits.device.type):  # under which no backward pass is to run
-                    with torch.autocast(logits.device.type, enabled=False):
-                        logits.backward(gradient)
-                else:
+                kind = logits.device.type  # no backward pass is to run under autocast
+                with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
                     logits.backward(gradient)
             except RuntimeError as error:
                 add_note(error, IN_COMPANION.format("backward"))

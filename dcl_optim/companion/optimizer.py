@@ -109,14 +109,10 @@ class CompanionOptimizer:
 
     def note_options(self) -> None:
         """Remember the base's options: what differs from them at the next step is the script's doing."""
-        seen = []
-        for group in self._base.param_groups:
-            versions = {}
-            for key, value in group.items():
-                if isinstance(value, Tensor):
-                    versions[key] = version_of(value)
-            seen.append((dict(group), versions))
-        self._seen = seen
+        self._seen = [
+            (dict(group), {key: version_of(value) for key, value in group.items() if isinstance(value, Tensor)})
+            for group in self._base.param_groups
+        ]
 
     def check(self) -> None:
         """Raise ValueError, before anything changes, if :meth:`follow_parameters` could not build an optimizer."""
