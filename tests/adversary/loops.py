@@ -41,7 +41,7 @@ CLEARS: dict[str, Callable[[Any, nn.Module], None]] = {
 }
 TELLING = list(CLEARS)[:5]
 STEPS = ("plain", "scaler", "closure", "closure, lazy")
-HALVES = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "halves")
+PARTS = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "parts")
 IDLE = ("skip", "not finite", "forward", "evaluation", "evaluation, with gradients", "resume")
 LEAVES_GRADIENTS = ("skip", "skip, accumulation", "not finite")
 
@@ -64,7 +64,7 @@ class Event:
 
     @property
     def steps(self) -> bool:
-        return self.kind in STEPS + HALVES
+        return self.kind in STEPS + PARTS
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,12 @@ class Loop:
 
 def flat(tensors: Any) -> Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def parts(x: Tensor, y: Tensor) -> list[Batch]:
+    """A batch in two unequal micro-batches."""
+    first = max(1, len(x) // 3)
+    return [(x[:first], y[:first]), (x[first:], y[first:])]
 
 
 class Script:
@@ -140,9 +146,8 @@ class Script:
     def gradients(self, event: Event, x: Tensor, y: Tensor) -> Tensor:
         self.clear(event, "first")
         total = torch.zeros(())
-        parts = 2 if "accumulation" in event.kind else 1
-        for half in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            loss = self.loss(event, *half, 1 / parts)
+        for part in parts(x, y) if "accumulation" in event.kind else [(x, y)]:
+            loss = self.loss(event, *part, len(part[0]) / len(x))
             if event.evaluates:
                 self.evaluation(event, x, y)
             self.clear(event, "between")
@@ -166,10 +171,10 @@ class Script:
         self.optimizer.step(lambda: (self.loss if "lazy" in event.kind else self.gradients)(event, x, y))
         self.clear(event, "last")
 
-    def halves(self, event: Event, x: Tensor, y: Tensor) -> None:
+    def parts(self, event: Event, x: Tensor, y: Tensor) -> None:
         """Two forward passes and one backward pass."""
         self.clear(event, "first")
-        losses = [self.loss(event, *half, 0.5) for half in zip(x.chunk(2), y.chunk(2), strict=True)]
+        losses = [self.loss(event, *part, len(part[0]) / len(x)) for part in parts(x, y)]
         self.clear(event, "between")
         sum(losses).backward()  # type: ignore[union-attr]
         self.optimizer.step()
@@ -269,7 +274,7 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
     reduction = draw(st.sampled_from(["mean", "mean", "per_class"]))
     ignores = variant == "dcp" and draw(st.booleans())
     splits = case.network.rows_are_independent and case.distance != "infonce" and not ignores and reduction == "mean"
-    kinds = STEPS + splits * HALVES
+    kinds = STEPS + splits * PARTS
     if interrupted:
         kinds += IDLE[: -1 if case.base.name == "NAdam" else None]  # which torch does not resume bit for bit
         kinds += splits * ("skip, accumulation",)
@@ -299,5 +304,5 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
         if variant == "dcl"
         else {"reduction": reduction, "update": draw(st.sampled_from(["rows", "batch"]))}
     )
-    reads_labels = case.factor_from == "gradient" and min(sizes) > 2
+    reads_labels = case.factor_from == "gradient" and min(sizes) > 4
     return Loop(case, variant, options, reads_labels, ignores, consistent(events))

@@ -89,7 +89,7 @@ class Kind:
             return False
         if self.smooths:
             return bool(b.smoothing * (p - 1 / classes).norm() > (0.04 if half else 0.002) * (p - e).norm())
-        return not self.weighs or bool(p.amax(1).mean() * classes > 1.5)
+        return not self.weighs or bool(p.amax(1).mean() * classes > (2.5 if half else 1.5))
 
 
 def one_hot(b: Batch) -> Tensor:

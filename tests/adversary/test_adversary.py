@@ -23,9 +23,10 @@ drawn = settings(
 @pytest.mark.parametrize("readable", [True, False])
 def test_labels_and_scales_that_are_read(readable: bool) -> None:
     counts, faults = count(CASES, SEED, readable)
-    assert not faults, f"seed {SEED}: {counts}\n\n{faults[0].script()}"
+    *kinds, total = counts.values()
+    assert total["wrong"] <= 0.01 * total["rows"], f"seed {SEED}: {counts}"
     if readable:
-        *kinds, total = counts.values()
+        assert not faults, f"seed {SEED}: {counts}\n\n{faults[0].script()}"
         assert total["rows"] >= 40_000
         assert total["unread"] <= 0.03 * total["rows"]
         for kind in kinds:
