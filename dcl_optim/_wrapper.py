@@ -129,8 +129,8 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
-                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}: of a plain optimizer, "
-                "load it into optimizer.base; flatten_optimizer_state_dict=True loses our part"
+                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}. If it is a plain "
+                "optimizer's, load it into optimizer.base; flatten_optimizer_state_dict=True loses our part"
             )
         try:
             self._check_own_state(own)
