@@ -139,7 +139,7 @@ class Prototypes(Forecaster):
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
         if not self._rows.shape[1]:
             self._create(forward.rows.shape[1], forward.rows)
-        if forward.rows.shape[1] != self.num_classes:
+        if forward.rows.shape[1] != self._rows.shape[1]:
             refuse_width(forward, self.num_classes, is_given=self._given is not None)
         dtype = torch.promote_types(self._rows.dtype, forward.rows.dtype)
         z = forward.rows.to(dtype)
@@ -315,7 +315,7 @@ def refuse_width(forward: Forward, num_classes: int, is_given: bool) -> None:
     """Raise ValueError, since there are not as many logits in a row as classes."""
     shape, found = tuple(forward.logits.shape), forward.rows.shape[1]
     dims = [dim for dim, size in enumerate(shape) if dim and size == num_classes]
-    fix = "pass that number" if is_given else "wrap the model again after a change of its classes"
+    fix = f"pass num_classes={found}" if is_given else "wrap the model again after a change of its classes"
     if dims:
         dim = -1 if dims[-1] == len(shape) - 1 else dims[0]
         fix = f"in its output of shape {shape} pass class_dim={dim}, along which it gives {num_classes}"

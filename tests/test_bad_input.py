@@ -230,5 +230,5 @@ def test_the_number_of_another_dimension_is_told_from_a_wrong_number(shape, clas
     optimizer = DCPOptimizer(sgd(model), model, num_classes, class_dim=class_dim)
     optimizer.set_targets(torch.zeros(shape[:-1], dtype=torch.long))
     z, logits = model(torch.randn(*shape[:-1], 3)), shape[class_dim]
-    with pytest.raises(ValueError, match=rf"is {num_classes} but the model gives {logits} logits.*{mend}"):
+    with pytest.raises(ValueError, match=rf"num_classes={num_classes} but the model gives {logits} logits.*{mend}"):
         z.sum().backward()

@@ -918,7 +918,7 @@ def test_a_number_of_classes_that_the_logits_do_not_have_is_an_error():
     model = mlp()
     _optimizer = make("dcp", model, num_classes=CLASSES + 1)  # whose hooks go with it
     x, y = one()
-    with pytest.raises(ValueError, match=rf"is {CLASSES + 1} but the model gives {CLASSES} logits"):
+    with pytest.raises(ValueError, match=rf"num_classes={CLASSES + 1} but the model gives {CLASSES} logits"):
         F.cross_entropy(model(x), y).backward()
 
 

@@ -435,7 +435,7 @@ def test_logits_of_another_width_are_refused():
     model = network()
     optimizer = wrap(model, num_classes=7)
     optimizer.set_targets(torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"is 7 but the model gives 12 logits; pass num_classes=12"):
+    with pytest.raises(ValueError, match=r"num_classes=7 but the model gives 12 logits; pass num_classes=12"):
         model(torch.randn(1, FEATURES).double()).sum().backward()
     del optimizer
 
