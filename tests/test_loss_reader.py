@@ -1173,3 +1173,54 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
     if variant == "dcl":  # in DCP such a row has no label, whatever the scale
         assert first[:8] == pytest.approx(second[:8], rel=1e-9)
     assert_same(first[8], second[8], rtol=1e-9, atol=1e-11)
+
+
+# ---- rows that the model is certain of, and heads of zeros -----------------------------------------------------------
+
+
+class Same(nn.Module):
+    """Logits that the test chooses: the model returns its input."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(classes))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z @ self.weight
+
+
+def certain_rows(margin: float) -> tuple[Tensor, Tensor]:
+    """Eight of 32 rows are certain, and no row has class 0, which is masked."""
+    z, y = torch.randn(32, 6, generator=torch.Generator().manual_seed(0)), 1 + torch.arange(32) % 5
+    z[range(8), y[:8]] += margin
+    z[:, 0] = -1e9
+    return z, y
+
+
+def test_a_masked_class_is_not_the_label_of_a_certain_row_with_class_weights():
+    (z, y), model = certain_rows(60.0), Same(6)
+    optimizer = DCPOptimizer(sgd(model, lr=0.0), model)
+    F.cross_entropy(model(z), y, torch.linspace(0.5, 2.0, 6)).backward()
+    optimizer.step()
+    assert optimizer.forecaster.seen.tolist() == [False, *[True] * 5]
+
+
+def test_certain_rows_with_a_masked_class_leave_the_scale_of_a_mean():
+    (z, y), model = certain_rows(90.0), Same(6)
+    optimizer = DCLOptimizer(sgd(model, lr=0.0), model)
+    (0.5 * F.cross_entropy(model(z), y)).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(0.5, rel=1e-5)
+
+
+def test_two_classes_a_pixel_are_not_refused_while_the_head_is_zero():
+    model = nn.Conv2d(3, 2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = DCPOptimizer(sgd(model), model)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 3, 8, 8, generator=generator), torch.randint(2, (4, 8, 8), generator=generator)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert optimizer.forecaster.seen.all()

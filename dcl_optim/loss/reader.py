@@ -356,7 +356,7 @@ class LossReader:
                 self._form, forward.rows, self._read = form, one.z, self._read + 1
                 self.class_dim = dim if known is None else self.class_dim
                 return reading, one.count, dim, total
-        if any(evidence.says for evidence in found):
+        if all(evidence.says for evidence in found):  # else the one that says nothing yet may be that of the classes
             self._refuse(forward, wants_labels, known)
         return None, None, known, total
 
