@@ -123,8 +123,8 @@ def _read_hard(
         if z.shape[1] == 2:  # each row has it at one of the two, unless the model is too sure of the wrong class
             guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
         y = torch.addcmul(g, p, guess, value=-0.5).argmin(1)
-    else:
-        y = _lowest(g, p)
+    else:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
+        y = torch.add(g, p, alpha=-TINY).argmin(1)
     r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")  # p - q
     if smoothing:
         r.sub_(smoothing / z.shape[1])
@@ -142,7 +142,7 @@ def _read_weighted(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     p = torch.softmax(z, 1)
-    y = _lowest(g, p)
+    y = torch.add(g, p, alpha=-TINY).argmin(1)  # as for hard labels
     r = p.scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
     whole, lengths = torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(r, dim=1)
     slopes = whole / (lengths + TINY)
@@ -159,11 +159,6 @@ def _read_weighted(
     fits = (told.sum() >= needed) & torch.isfinite(whole.sum())
     labels = torch.where(told & fits, y, z.shape[1])
     return Reading(labels, mean * count, fits, fits & (number >= needed))  # certain ones as the others
-
-
-def _lowest(g: Tensor, p: Tensor) -> Tensor:
-    """The lowest entry of each row; of several zeros, as of masked classes and a certain label, the likeliest."""
-    return torch.add(g, p, alpha=-TINY).argmin(1)
 
 
 def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Tensor) -> Tensor:
