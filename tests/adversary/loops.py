@@ -41,7 +41,7 @@ CLEARS: dict[str, Callable[[Any, nn.Module], None]] = {
 }
 TELLING = list(CLEARS)[:5]
 STEPS = ("plain", "scaler", "closure", "closure, lazy")
-PARTS = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "parts")
+PARTS = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "halves")
 IDLE = ("skip", "not finite", "forward", "evaluation", "evaluation, with gradients", "resume")
 LEAVES_GRADIENTS = ("skip", "skip, accumulation", "not finite")
 
@@ -171,10 +171,10 @@ class Script:
         self.optimizer.step(lambda: (self.loss if "lazy" in event.kind else self.gradients)(event, x, y))
         self.clear(event, "last")
 
-    def parts(self, event: Event, x: Tensor, y: Tensor) -> None:
+    def halves(self, event: Event, x: Tensor, y: Tensor) -> None:
         """Two forward passes and one backward pass."""
         self.clear(event, "first")
-        losses = [self.loss(event, *part, len(part[0]) / len(x)) for part in parts(x, y)]
+        losses = [self.loss(event, *half, 0.5) for half in zip(x.chunk(2), y.chunk(2), strict=True)]
         self.clear(event, "between")
         sum(losses).backward()  # type: ignore[union-attr]
         self.optimizer.step()
