@@ -211,8 +211,9 @@ BOTH = ("DCLOptimizer", "DCPOptimizer")
 def kernels() -> str:
     """The kernels of a step: of the loops by hand, and of the optimizers before and after the rebuild."""
     from benchmarks import table
-    from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
+    from benchmarks.methods import BY_HAND_AND_WRAPPED
 
+    methods = (*BY_HAND_AND_WRAPPED, "DCPOptimizer, defaults")
     before, after = (
         {(row["dtype"], row["loss"], row["method"]): _kernels(row) for row in _benchmark(f"kernels-{when}")["kernels"]}
         for when in ("before", "after")
@@ -221,11 +222,11 @@ def kernels() -> str:
         [dtype, loss]
         + [
             f"{before[dtype, loss, name]} → {after[dtype, loss, name]}" if name in BOTH else after[dtype, loss, name]
-            for name in METHODS
+            for name in methods
         ]
         for dtype, loss in dict.fromkeys((dtype, loss) for dtype, loss, _ in after)
     ]
-    return "\n".join(table.grid(["logits", "loss", *METHODS], lines, words=2))
+    return "\n".join(table.grid(["logits", "loss", *methods], lines, words=2))
 
 
 def _kernels(row: Mapping[str, Any]) -> str:
