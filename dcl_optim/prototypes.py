@@ -202,7 +202,8 @@ class Prototypes(Forecaster):
 
     def _refuse_in_batch(self, step: int, labels: Tensor) -> None:
         # Of two classes a script's labels are often in order.
-        self._may_be_in_batch = self.num_classes > 2 and torch.equal(labels.cpu(), torch.arange(self.num_classes))
+        classes = self.num_classes
+        self._may_be_in_batch = classes == len(labels) > 2 and torch.equal(labels.cpu(), torch.arange(classes))
         if self._may_be_in_batch and step >= IN_BATCH_STEPS:
             raise ValueError(
                 f"in {step} steps each batch had {len(labels)} rows of as many logits, and its rows' places as labels: "

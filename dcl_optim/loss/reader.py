@@ -264,8 +264,9 @@ class LossReader:
             self._read += may_sync and not settles
         else:
             settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._unread
-            count = torch.linalg.vector_norm(wide(gradient), 1)
-            total = float(count) if may_sync else total
+            if not settles:
+                count = torch.linalg.vector_norm(wide(gradient), 1)
+                total = float(count) if may_sync else total
         if settles:
             reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
         says = math.isfinite(total) and not (wants_labels and reading is None)
