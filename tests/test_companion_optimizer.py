@@ -192,6 +192,25 @@ def test_the_optimizers_mode_is_the_companions_from_its_start() -> None:
     assert_same(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_sparse_gradients_train_as_dense_ones(parts: int) -> None:
+    """Those of several backward passes are added up without being coalesced."""
+    runs = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(10, FEATURES, sparse=sparse), nn.Linear(FEATURES, CLASSES)).double()
+        optimizer = wrap(model)
+        data = [(torch.randint(10, (8, 3)), torch.randint(CLASSES, (8,))) for _ in range(6)]
+        for x, y in data:
+            optimizer.zero_grad()
+            for rows, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                (F.cross_entropy(model(rows), labels) / parts).backward()
+            assert optimizer.companion[0].weight.grad.is_sparse == sparse
+            optimizer.step()
+        runs.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*runs, rtol=1e-12, atol=1e-14)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
