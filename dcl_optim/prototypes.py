@@ -202,8 +202,8 @@ class Prototypes(Forecaster):
 
     def _refuse_in_batch(self, step: int, labels: Tensor) -> None:
         # Of two classes a script's labels are often in order.
-        classes = self.num_classes
-        self._may_be_in_batch = classes == len(labels) > 2 and torch.equal(labels.cpu(), torch.arange(classes))
+        square = self.num_classes == len(labels) > 2
+        self._may_be_in_batch = square and torch.equal(labels.cpu(), torch.arange(len(labels)))
         if self._may_be_in_batch and step >= IN_BATCH_STEPS:
             raise ValueError(
                 f"in {step} steps each batch had {len(labels)} rows of as many logits, and its rows' places as labels: "
