@@ -1,13 +1,13 @@
 """Tensors in nested tuples, lists, dicts and dataclasses, such as the arguments of a model.
 
-Apart from companion/inputs.py, which says when arguments are kept, and not how containers are taken apart.
+Not in companion/inputs.py, which decides when arguments are kept and not how containers are traversed.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         for key, value in tree.items():
             mapping[key] = map_tensors(function, value)
         return mapping
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, nn.Module)):
+    if _is_dataclass_instance(tree):
         instance = copy.copy(tree)  # not dataclasses.replace, which runs __post_init__ again
         for field in dataclasses.fields(tree):
             if hasattr(tree, field.name):
@@ -37,13 +37,22 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree
 
 
+def _is_dataclass_instance(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors that :func:`map_tensors` reaches, in order."""
+    """All tensors in order."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
+    waiting = [tree]
+    while waiting:  # no recursion: a step asks for the tensors of its arguments several times
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            waiting += item[::-1]
+        elif isinstance(item, Mapping):
+            waiting += list(item.values())[::-1]
+        elif _is_dataclass_instance(item):
+            waiting += [getattr(item, field.name, None) for field in dataclasses.fields(item)][::-1]
     return found

@@ -1224,3 +1224,39 @@ def test_two_classes_a_pixel_are_not_refused_while_the_head_is_zero():
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert optimizer.forecaster.seen.all()
+
+
+UNIFORM = [0.0, 0.002]  # spreads of the logits
+
+
+@pytest.mark.parametrize("spread", UNIFORM)
+def test_mixed_labels_of_uniform_predictions_are_read_along_the_classes_alone(spread):
+    """Along another dimension the gradient lies on a line too, but its rows do not sum to zero."""
+    model, q = Same(27), F.one_hot(torch.arange(24), 27).float()
+    optimizer = DCPOptimizer(sgd(model), model)
+    z = spread * torch.randn(4, 6, 27, generator=torch.Generator().manual_seed(0))
+    F.cross_entropy(model(z).flatten(0, 1), 0.63 * q + 0.37 * q.flip(0)).backward()
+    assert optimizer.prototypes.shape == (27, 27)
+
+
+@pytest.mark.parametrize("spread", UNIFORM)
+def test_a_binary_loss_of_uniform_predictions_is_not_taken_for_mixed_labels(spread):
+    model = Same(8)
+    optimizer = DCPOptimizer(sgd(model), model)
+    z = spread * torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError, match="labels of this batch cannot be read"):
+        binary(model(z), torch.arange(12) % 8).backward()
+    assert optimizer.prototypes.numel() == 0
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("margin", [9.0, 12.0, 40.0])
+def test_class_weights_of_rows_that_are_certain_count_in_the_scale(classes, margin):
+    """1 - p of such a row is rounding, but the other entries of its gradient are exact."""
+    model, y = Same(classes), torch.arange(64) % classes
+    learned = torch.arange(classes) < classes // 2
+    z = torch.randn(64, classes, generator=torch.Generator().manual_seed(0))
+    z += margin * learned[y][:, None] * F.one_hot(y, classes)
+    optimizer = DCLOptimizer(sgd(model), model)
+    F.cross_entropy(model(z), y, torch.where(learned, 0.2, 2.0)).backward()
+    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-3)

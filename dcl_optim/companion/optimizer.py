@@ -22,6 +22,15 @@ from dcl_optim._torch import version_of
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
+NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
+PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
+NO_OPTIMIZER = "companion_optimizer must be an optimizer, a callable that builds one, or None, got {!r}"
+MOVED_GROUPS = "parameter groups were removed or changed places, which the companion cannot do: wrap the model again"
+NOTHING_TO_TRAIN = (
+    "companion has no parameter to train: none has requires_grad=True and is in the optimizer. If the model's first "
+    "training forward pass has other parameters (functional_call), ask for optimizer.companion before it"
+)
+
 
 @dataclass(frozen=True)
 class CompanionOptions:
@@ -32,16 +41,6 @@ class CompanionOptions:
     lr_scale: float = 1.0
     every: int = 1
     process_group: Any = "auto"
-
-
-NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
-PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
-NO_OPTIMIZER = "companion_optimizer must be an optimizer, a callable that builds one, or None, got {!r}"
-MOVED_GROUPS = "parameter groups were removed or changed places, which the companion cannot do: wrap the model again"
-NOTHING_TO_TRAIN = (
-    "companion has no parameter to train: none has requires_grad=True and is in the optimizer. If the model's first "
-    "training forward pass has other parameters (functional_call), ask for optimizer.companion before it"
-)
 
 
 class CompanionOptimizer:

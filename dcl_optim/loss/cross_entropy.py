@@ -49,7 +49,7 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell a line from a point
 READ_SHARE = 0.75  # of the live rows must have a label, or it is another loss
-TINY = 1e-30
+TINY = 1e-37
 
 
 class Form(NamedTuple):
@@ -142,33 +142,37 @@ def _read_weighted(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     p = torch.softmax(z, 1)
-    y = torch.add(g, p, alpha=-TINY).argmin(1)  # as for hard labels
-    r = p.scatter_(1, y[:, None], -1.0, reduce="add").mul_(live[:, None])
-    whole, lengths = torch.linalg.vector_norm(g, dim=1), torch.linalg.vector_norm(r, dim=1)
+    y = torch.add(g, p, alpha=-TINY).argmin(1, keepdim=True)  # as for hard labels
+    # In p - 1 of a certain row rounding is all that is left; its other entries are exact.
+    exact = torch.ones_like(p).scatter_(1, y, (p.gather(1, y) < CERTAIN).to(p))
+    r = p.scatter_(1, y, -1.0, reduce="add").mul_(live[:, None])
+    r, g = r.mul_(exact), g * exact
+    whole, lengths = g.abs().sum(1), r.abs().sum(1)
     slopes = whole / (lengths + TINY)
-    rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), dim=1)
-    clear = live & (lengths > SATURATED) & (rest <= tolerance * whole)
-    number = clear.sum()
+    rest = torch.addcmul(g, r, slopes[:, None], value=-1.0).abs().sum(1)
+    clear = live & (rest <= tolerance * whole)
+    number, y = clear.sum(), y[:, 0]
     mean = torch.where(clear, slopes, 0.0).sum() / number
     # A certain row has a label if its gradient is as small as rounding.
     certain = live & (lengths <= SATURATED) & (whole <= SATURATED * torch.where(number > 0, mean, torch.inf))
     told = clear | certain
     if z.shape[1] == 2:
-        told = told & _is_one_slope_a_label(slopes, r.gather(1, y[:, None])[:, 0], y, clear)
+        told = told & _is_one_slope_a_label(slopes, lengths, y, clear)
     needed = (READ_SHARE * live.sum()).clamp(min=1.0)
     fits = (told.sum() >= needed) & torch.isfinite(whole.sum())
     labels = torch.where(told & fits, y, z.shape[1])
-    return Reading(labels, mean * count, fits, fits & (number >= needed))  # certain ones as the others
+    return Reading(labels, mean * count, fits, fits & (number >= needed))
 
 
-def _is_one_slope_a_label(slopes: Tensor, at_label: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+def _is_one_slope_a_label(slopes: Tensor, lengths: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """Whether, of two classes, the rows of each label share one slope, and are far enough apart to show it."""
     found = torch.ones_like(rows[:1])
     for label in (0, 1):
         mine = rows & (y == label)
-        low, high = torch.where(mine, slopes, torch.inf).amin(), torch.where(mine, slopes, 0.0).amax()
-        spread = torch.where(mine, at_label, -1.0).amax() - torch.where(mine, at_label, 2.0).amin()
-        found = found & (~mine.any() | ((high <= 1.01 * low) & (spread > MIN_SPREAD)))
+        (low, high), (near, far) = (
+            (torch.where(mine, t, torch.inf).amin(), torch.where(mine, t, 0.0).amax()) for t in (slopes, lengths)
+        )
+        found = found & (~mine.any() | ((high <= 1.01 * low) & (far > 1.02 * near)))
     return found
 
 
@@ -220,7 +224,8 @@ def _read_soft(
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     whole = torch.linalg.vector_norm(g * others)
     bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
-    fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope)
+    is_cross_entropy = g.sum(1).abs().sum() <= tolerance * g.abs().sum()  # over these classes
+    fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope) & is_cross_entropy
     return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
 
@@ -263,7 +268,7 @@ class Evidence(NamedTuple):
         smoothing: the label smoothing, if the labels are hard.
         mixed_smoothing: the label smoothing, if the labels are soft.
         mixed: whether hard labels, which may fit too, would mostly be classes that the model thinks unlikely.
-        weighted: 1 if the weighted form fits, 2 if it fits every row.
+        weighted: 1 if the weighted form fits, 2 if it fits every row, 3 if then s is another than that of hard labels.
     """
 
     total: Any
@@ -287,11 +292,14 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     says = live.any()
     if classes == 2:
         says = says & (torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD)
+    # What tells class weights from none may be the rows that are certain.
+    hard, rows = (read(Form(kind), z, g, size > 0, (size > 0).sum(), tolerance).scale for kind in ("hard", "weighted"))
+    differ = (hard - rows).abs() > 5.0 * tolerance * rows
     unlikely = live & (p.gather(1, g.argmin(1, keepdim=True))[:, 0] < 0.1 * p.amax(1))
     z, g, p, count = z * live[:, None], g * live[:, None], p * live[:, None], live.sum()
     smoothing, mixed_smoothing = (_fit_smoothing(p, g, live, labels) for labels in (1, min(2, classes)))
     found = read(Form("weighted"), z, g, live, count, tolerance)
-    weighted = found.fits * (1 + ((found.labels < classes) | ~live).all())
+    weighted = found.fits * (1 + ((found.labels < classes) | ~live).all() * (1 + differ))
     evidence = (size.sum(), says, smoothing, mixed_smoothing, unlikely.sum() > 0.5 * count, weighted)
     return torch.stack([value.double() for value in evidence])
 
@@ -324,6 +332,7 @@ def candidates(evidence: Evidence, classes: int, former: Form | None, allows_neg
     forms = (
         (may_be_soft and (evidence.mixed or (former is not None and former.kind == "soft")), soft),
         (evidence.smoothing, Form("hard", evidence.smoothing)),
+        (evidence.weighted == 3, Form("weighted")),
         (True, Form("hard")),
         (evidence.weighted == 2, Form("weighted")),
         (may_be_soft, soft),

@@ -24,9 +24,9 @@ from tests.test_loss_reader import readings
 
 IGNORED = -100
 UNDERFLOW = 80  # the range of logits in a row from which on probabilities may be zero in float32
-GAIN, GAIN_OF_WEIGHTS = 25, 10  # the largest spread of logits; of certain rows with weights labels may be read wrong
+GAIN, GAIN_OF_WEIGHTS = 25, 25
 SCALE_TOLERANCE = 0.02
-SHARE_TOLERANCE = {2: 0.15, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
+SHARE_TOLERANCE = {2: 0.11, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
 COUNTS = ("cases", "refused", "rows", "unread", "wrong", "scales", "off")
 
 
@@ -85,11 +85,13 @@ class Kind:
         """
         classes, e = b.z.shape[1], one_hot(b)
         p = b.z.softmax(1)
-        if (b.z.amax(1) - b.z.amin(1)).max() > UNDERFLOW or (self.weighs and (p * e).max() > 1 - 1e-4):
+        if (b.z.amax(1) - b.z.amin(1)).max() > UNDERFLOW:
             return False
         if self.smooths:
-            return bool(b.smoothing * (p - 1 / classes).norm() > (0.08 if half else 0.002) * (p - e).norm())
-        return not self.weighs or bool(p.amax(1).mean() * classes > (2.5 if half else 1.5))
+            r, added = p - e, p - 1 / classes
+            added = added - r * ((added * r).sum() / r.square().sum())  # the rest could be a factor
+            return bool(b.smoothing * added.norm() > (0.04 if half else 0.002) * r.norm())
+        return not self.weighs or bool(p.amax(1).mean() * classes > 1.5)
 
 
 def one_hot(b: Batch) -> Tensor:
@@ -148,7 +150,7 @@ def two_losses(smooths: bool) -> Kind:
 
 
 def focal(losses: Tensor, b: Batch) -> Tensor:
-    return (1 - (-losses).exp()) ** (2 * b.knob) * losses
+    return (1 - (-losses).exp()) ** (1 + b.knob) * losses  # its gradient is nan below 1 if a row is certain
 
 
 def weighted(losses: Tensor, b: Batch) -> Tensor:
@@ -294,7 +296,7 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
     model = Given(kind.logs, case.dtype)
     options = {"loss_scale": case.factor / case.parts} if kind.given else {}
     optimizer = method(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
-    found, ever = readings(optimizer), False
+    found, ever, last, stale = readings(optimizer), False, 0.0, False
     for number, batch in enumerate(case):
         if number % case.parts == 0:
             optimizer.zero_grad()
@@ -312,12 +314,15 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
             return
         if dcp:
             _compare(found[0].labels if found else None, meant, case, counts)
-        if found and kind.readable and kind.tells_scale(batch, case.dtype.itemsize < 4):
-            ratio = float(found[0].scale) / factor
-            right = abs(ratio - 1) <= SCALE_TOLERANCE
-            ever = ever or right or float(found[0].scale) != 1.0  # which it is before any was read
-            counts["scales"] += 1
-            counts["off"] += ever and not right
+        if found and kind.readable:
+            scale, told = float(found[0].scale), kind.tells_scale(batch, case.dtype.itemsize < 4)
+            right = abs(scale / factor - 1) <= SCALE_TOLERANCE
+            ever = ever or (told and (right or scale != 1.0))  # which it is before any was read
+            # Where no value may be read, the last s stays for the one batch that shows another form.
+            stale = not (right or stale or case.reads) and scale == last
+            last = scale
+            counts["scales"] += told
+            counts["off"] += told and ever and not (right or stale)
         if number % case.parts == case.parts - 1:
             optimizer.step()
 
@@ -350,7 +355,7 @@ def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
     for _ in range(number):
         dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
         # Of mixed labels in bfloat16 and uniform predictions another dimension may be taken for the classes.
-        is_flat = KINDS[kind].logs or (KINDS[kind].mixes and dtype == torch.bfloat16)
+        is_flat = KINDS[kind].logs
         layout = "(N, K)" if is_flat else rng.choice(LAYOUTS)
         yield Case(
             kind=kind,
