@@ -28,7 +28,7 @@ def test_prototypes(benchmark: BenchmarkFixture, part: str, classes: int) -> Non
     """What DCP adds to a step: the penalty and class sums at the backward, the prototypes' move at the step."""
     logits, labels = torch.randn(BATCH, classes), torch.randint(classes, (BATCH,))
     group = DataParallelGroup(nn.Identity(), process_group=None)
-    prototypes = Prototypes(classes, per_class=False, ignore_index=-100, update="batch", like=logits, group=group)
+    prototypes = Prototypes(classes, ignore_index=-100, update="batch", like=logits, group=group)
     forward, loss = Forward(logits, step=3), Loss(1.0, labels, None, class_dim=1)
     distance = distances.resolve_distance("mse")
 

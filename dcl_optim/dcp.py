@@ -13,7 +13,7 @@ from dcl_optim.distances import Distance, DistanceName, Function, resolve_distan
 from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.loss.reader import LossReader, Targets
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.prototypes import REDUCTIONS, UPDATES, Prototypes
+from dcl_optim.prototypes import UPDATES, Prototypes
 from dcl_optim.schedules import Schedule
 from dcl_optim.weights import Weight
 
@@ -50,8 +50,6 @@ class DCPOptimizer(ForecastOptimizer):
             whose constants may be given). The paper names no value for DCP; its experiments with DCL use 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
         distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
-        reduction: ``"mean"`` (default) over the labelled rows of the batch, or ``"per_class"``: the mean within each
-            class, summed over the batch's classes, which synchronizes a GPU. Equation 5 can be read either way.
         update: how the prototypes learn. ``"rows"`` (default) is the formula above. ``"batch"`` is Equation 6,
             :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, however many rows the mean is of; in
             long training with few rows of a class in a batch, logits and prototypes can grow without end.
@@ -96,7 +94,6 @@ class DCPOptimizer(ForecastOptimizer):
         weight: Weight = "auto",
         alpha: float | Schedule = 0.97,
         distance: DistanceName | Distance | Function = "mse",
-        reduction: Literal["mean", "per_class"] = "mean",
         update: Literal["rows", "batch"] = "rows",
         temperature: float | None = None,
         targets: Targets | None = None,
@@ -109,17 +106,14 @@ class DCPOptimizer(ForecastOptimizer):
         count_eval: bool = False,
     ) -> None:
         classes = None if num_classes is None else check_integer("num_classes", num_classes, minimum=1)
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
         if update not in UPDATES:
             raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
-        per_class = reduction == "per_class"
         ignored = check_integer("ignore_index", ignore_index)
         super().__init__(
             base_optimizer,
             model,
             lambda: self._prototypes(
-                classes, per_class, ignored, update, next(model.parameters()), DataParallelGroup(model, process_group)
+                classes, ignored, update, next(model.parameters()), DataParallelGroup(model, process_group)
             ),
             resolve_distance(distance, temperature),
             weight=weight,

@@ -13,7 +13,6 @@ from dcl_optim.distances import Distance, Rows, SquaredDistance, difference, to_
 from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
 
-REDUCTIONS = ("mean", "per_class")
 UPDATES = ("rows", "batch")
 NO_ROWS, SOME_ROWS = 1e-30, 1e-20  # a number that counts as none but can be divided by; more than this are some
 MAX_BYTES = 2**30  # of the (K, K) prototypes
@@ -39,7 +38,6 @@ class Prototypes(Forecaster):
 
     Args:
         num_classes, ignore_index, update: as in DCPOptimizer.
-        per_class: whether ``reduction`` is ``"per_class"``.
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
         group: the ranks that train the model together.
 
@@ -49,7 +47,7 @@ class Prototypes(Forecaster):
     Examples:
         >>> group = DataParallelGroup(torch.nn.Linear(4, 3), process_group=None)
         >>> like = torch.zeros(())
-        >>> Prototypes(3, per_class=False, ignore_index=-100, update="rows", like=like, group=group).values.shape
+        >>> Prototypes(3, ignore_index=-100, update="rows", like=like, group=group).values.shape
         torch.Size([3, 3])
     """
 
@@ -63,13 +61,12 @@ class Prototypes(Forecaster):
     def __init__(
         self,
         num_classes: int | None,
-        per_class: bool,
         ignore_index: int,
         update: str,
         like: Tensor,
         group: DataParallelGroup,
     ) -> None:
-        self._given, self._per_class, self._ignore_index, self.group = num_classes, per_class, ignore_index, group
+        self._given, self._ignore_index, self.group = num_classes, ignore_index, group
         self._by_rows = update == "rows"
         self._may_be_in_batch = num_classes is None  # so far each row's label was its place, of as many as classes
         self._create(num_classes or 0, like)
@@ -158,11 +155,6 @@ class Prototypes(Forecaster):
             c = shares @ self._rows.index_select(0, classes)
             unknown = ((shares > 0) & (self._known().index_select(0, classes) == 0)).any(1)
             weights = ((shares.sum(1) > 0.5) & ~unknown).to(z.dtype)
-        if self._per_class:
-            if labels.ndim == 2:
-                raise TypeError("reduction='per_class' needs hard labels; soft labels belong to several classes")
-            numbers = self._no_rows.index_add(0, labels, z.new_ones(len(labels)))
-            weights, count = (self._known() / numbers).index_select(0, labels), 1.0
         rows = self._rows_of_known(distance, z, c, labels, weights) if distance.couples_rows else distance.rows(z, c)
         forward.prediction = classes, shares, rows.slope if isinstance(distance, SquaredDistance) else None
         return Penalty(rows, count, weights, labels)
@@ -174,13 +166,10 @@ class Prototypes(Forecaster):
             known = known * (labels < self.num_classes)
         chosen = (known > 0).nonzero().flatten()
         values, slope = torch.zeros_like(z[:, 0]), torch.zeros_like(z)
-        classes = labels[chosen].unique() if self._per_class else [None]
-        for k in classes:
-            rows = chosen if k is None else chosen[labels[chosen] == k]
-            if len(rows):
-                found = distance.rows(z[rows], c[rows])
-                values.index_copy_(0, rows, found.values.to(z.dtype))
-                slope.index_copy_(0, rows, found.slope.to(z.dtype) * found.factor)
+        if len(chosen):
+            found = distance.rows(z[chosen], c[chosen])
+            values.index_copy_(0, chosen, found.values.to(z.dtype))
+            slope.index_copy_(0, chosen, found.slope.to(z.dtype) * found.factor)
         return Rows(values, slope, 1.0)
 
     def _labels_of(self, forward: Forward, loss: Loss, z: Tensor) -> tuple[Tensor, float | Tensor]:

@@ -81,14 +81,12 @@ def dcp_step(
     *,
     weight: float = 1.0,
     alpha: float = 0.6,
-    per_class: bool = False,
     numbers: dict[int, float] | None = None,
 ) -> Tensor:
     r"""One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
 
     Args:
         prototypes: the prototype of each class seen so far, (K,) each; updated in place.
-        per_class: average the penalty within each class and sum, instead of averaging over the batch.
         numbers: :math:`n_k` of each class seen so far, updated in place, if every row is to count alike; None for
             Equation 6.
         model, optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices.
@@ -110,11 +108,7 @@ def dcp_step(
     known = [i for i in range(len(y)) if labels[i] in prototypes]
     forecast = {i: prototypes[labels[i]] for i in known}
     penalty = z.sum() * 0.0
-    if per_class:
-        for k in sorted({labels[i] for i in known}):
-            rows = [i for i in known if labels[i] == k]
-            penalty = penalty + distance(z[rows], torch.stack([forecast[i] for i in rows]))
-    elif known:
+    if known:
         penalty = distance(z[known], torch.stack([forecast[i] for i in known])) * len(known) / len(y)
 
     loss = loss_function(z, y)

@@ -57,7 +57,6 @@ DCL_ONLY = [
     ),
 ]
 DCP_ONLY = [
-    ({"reduction": "max"}, ValueError, r"reduction='max' is unknown; choose one of mean, per_class"),
     ({"num_classes": 0}, ValueError, r"num_classes=0 must be at least 1"),
     ({"num_classes": 2.5}, TypeError, r"num_classes=2.5 must be an integer, got float"),
     ({"num_classes": "3"}, TypeError, r"num_classes='3' must be an integer, got str"),

@@ -508,7 +508,6 @@ SCRIPTS = {
     **{f"DCL, {distance}": ("dcl", {"distance": distance, "loss_scale": 1 / 16}) for distance in DISTANCES},
     "DCP, labels read": ("dcp", {"soft": None}),
     "DCP, soft labels": ("dcp", {"soft": True}),
-    "DCP, per class": ("dcp", {"reduction": "per_class"}),
     **{f"DCP, {distance}": ("dcp", {"distance": distance, "loss_scale": 1 / 16}) for distance in DISTANCES},
 }
 

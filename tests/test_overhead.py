@@ -269,7 +269,7 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], Step]] = {
     "DCP, many classes": (lambda: settled(dcp(Small(classes=600), num_classes=600)), plain),
     "DCL, infonce": (lambda: settled(dcl(Small(), distance="infonce")), plain),
 }
-for name in ("l1", "kl"):  # DCP looks with infonce and per_class, which its docstring says
+for name in ("l1", "kl"):  # DCP looks with infonce, which its docstring says
     UNREADABLE[f"DCL, {name}"] = (lambda name=name: settled(dcl(Small(), distance=name)), plain)
     UNREADABLE[f"DCP, {name}"] = (lambda name=name: settled(dcp(Small(), distance=name)), plain)
 

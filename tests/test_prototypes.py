@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import itertools
 import math
 import pickle
 import warnings
@@ -94,9 +93,9 @@ DISTANCES = [*distances.DISTANCES, huber]
 FUNCTIONS = {name: getattr(distances, name) for name in distances.DISTANCES} | {huber: huber}
 
 
-def check_against_the_reference(distance: Any, reduction: str, **options: Any) -> None:
+def check_against_the_reference(distance: Any, **options: Any) -> None:
     model, theirs = network(), network()
-    optimizer = wrap(model, **{"weight": 0.7, "alpha": 0.4, "distance": distance, "reduction": reduction} | options)
+    optimizer = wrap(model, **{"weight": 0.7, "alpha": 0.4, "distance": distance} | options)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
     function, alpha = FUNCTIONS[distance], options.get("alpha", 0.4)
     numbers = None if options.get("update") == "batch" else {}
@@ -104,36 +103,35 @@ def check_against_the_reference(distance: Any, reduction: str, **options: Any) -
         train(model, optimizer, [(x, y)])
         dcp_step(
             *(theirs, known, plain, x, y, F.cross_entropy, function),
-            weight=0.7, alpha=alpha, per_class=reduction == "per_class", numbers=numbers,
+            weight=0.7, alpha=alpha, numbers=numbers,
         )  # fmt: skip
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
     assert_same(model, theirs, **CLOSE)
     assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
 
 
-@pytest.mark.parametrize(("distance", "reduction"), list(itertools.product(DISTANCES, ["mean", "per_class"])))
-def test_thirty_steps_equal_the_reference(distance, reduction):
-    check_against_the_reference(distance, reduction)
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_thirty_steps_equal_the_reference(distance):
+    check_against_the_reference(distance)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "per_class"])
-def test_equation_6_to_the_letter_too(reduction):
-    check_against_the_reference("squared", reduction, update="batch")
+def test_equation_6_to_the_letter_too():
+    check_against_the_reference("squared", update="batch")
 
 
 @pytest.mark.parametrize("update", ["rows", "batch"])
-@pytest.mark.parametrize(("distance", "reduction"), [("mse", "mean"), ("kl", "mean"), ("mse", "per_class")])
-def test_also_where_it_may_never_be_read_that_all_classes_are_known(distance, reduction, update, monkeypatch):
+@pytest.mark.parametrize("distance", ["mse", "kl"])
+def test_also_where_it_may_never_be_read_that_all_classes_are_known(distance, update, monkeypatch):
     """As on a device, between the steps in which it is waited for."""
     monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: False)
-    check_against_the_reference(distance, reduction, update=update)
+    check_against_the_reference(distance, update=update)
 
 
 @pytest.mark.parametrize("update", ["rows", "batch"])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_at_the_ends_of_alpha_too(alpha, update):
     """Prototypes that are the last means, or those of all rows alike or the first ones for good."""
-    check_against_the_reference("mse", "mean", alpha=alpha, update=update)
+    check_against_the_reference("mse", alpha=alpha, update=update)
 
 
 @pytest.mark.parametrize("parts", [(20, 30, 10), (3, 4, 2), (1,) * 30], ids=str)
@@ -214,7 +212,6 @@ def test_weight_zero_leaves_the_training_untouched_and_still_learns():
         (77, {"distance": "l1"}),
         (-100, {"distance": "kl"}),
         (-100, {"distance": "infonce"}),
-        (3, {"reduction": "per_class"}),
         (3, {"ignore_index": 3}),
     ],
     ids=str,
@@ -383,15 +380,6 @@ def test_hard_and_soft_labels_may_alternate_within_a_step():
     optimizer.step()
     for k in y.unique():
         assert_same(optimizer.prototypes[k], z[y == k].mean(0), **CLOSE)
-
-
-def test_soft_labels_have_no_class_to_average_within():
-    model = network()
-    optimizer = wrap(model, reduction="per_class")
-    optimizer.set_targets(torch.full((2, CLASSES), 1 / CLASSES))
-    with pytest.raises(TypeError, match="reduction='per_class' needs hard labels"):
-        model(torch.randn(2, FEATURES).double()).sum().backward()
-    del optimizer
 
 
 # ---- labels to rows --------------------------------------------------------------------------------------------------
@@ -890,12 +878,11 @@ class NoPassOverAll(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", ["hard", "soft", "per_class"])
+@pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_a_step_passes_over_the_prototypes_of_its_own_classes_only(kind):
     classes, size = 1000, 6
     model, criterion = nn.Linear(2, classes), nn.CrossEntropyLoss(ignore_index=7 if kind == "hard" else -100)
-    reduction = "per_class" if kind == "per_class" else "mean"
-    optimizer = wrap(model, num_classes=classes, reduction=reduction, loss_scale=1.0)
+    optimizer = wrap(model, num_classes=classes, loss_scale=1.0)
     labels = torch.randint(classes, (3, size)).index_fill_(1, torch.tensor([0]), 7)
     with NoPassOverAll(classes * classes):
         for y in labels.repeat(2, 1):

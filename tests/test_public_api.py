@@ -26,8 +26,8 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)member
 FROZEN = """\
 dcl_optim: AutoWeight, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
 dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight='auto', alpha=0.97, distance='mse',
-        reduction='mean', update='rows', temperature=None, targets=None, ignore_index=-100, process_group='auto',
-        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
+        update='rows', temperature=None, targets=None, ignore_index=-100, process_group='auto', loss_scale='auto',
+        logits=None, class_dim=None, strict=True, count_eval=False)
     .prototypes
     .set_targets(self, targets)
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', temperature=None,
@@ -131,7 +131,7 @@ dcl_optim.loss.outputs.find_loss(output)
 dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
         weight=1.0, alpha=0.6, learns=True)
 dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
-        per_class=False, numbers=None)
+        numbers=None)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance='mse', *, weight, alpha,
         loss=None, logits=None, strict=True, count_eval=False)
     .add_param_group(self, param_group)
@@ -203,7 +203,7 @@ dcl_optim.companion.Companion(model, base, find_logits, options=CompanionOptions
     .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
-dcl_optim.prototypes.Prototypes(num_classes, per_class, ignore_index, update, like, group)
+dcl_optim.prototypes.Prototypes(num_classes, ignore_index, update, like, group)
     .before_forward(self, args, kwargs, rng_state, step)
     .check_state(self, state)
     .figures(self)

@@ -237,7 +237,7 @@ def literal(loop: Loop) -> tuple[Tensor, Tensor]:
             settings["learns"] = step % options.get("companion_every", 1) == 0
             dcl_step(model, companion, plain, chasing, x, y, *functions, **settings)
         else:
-            settings |= {"per_class": options["reduction"] == "per_class", "numbers": numbers}
+            settings["numbers"] = numbers
             of_labelled: Any = lambda x, rows=y != IGNORED: model(x)[rows]  # noqa: E731
             dcp_step(of_labelled, prototypes, plain, x, y[y != IGNORED], *functions, **settings)
     unseen = torch.zeros(case.classes, dtype=torch.float64)
@@ -271,9 +271,8 @@ def consistent(events: list[Event]) -> tuple[Event, ...]:
 def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
     """A training of up to ten steps; an interrupted one also skips steps, evaluates and resumes."""
     case, variant = draw(cases()), draw(st.sampled_from(["dcl", "dcp"]))
-    reduction = draw(st.sampled_from(["mean", "mean", "per_class"]))
     ignores = variant == "dcp" and draw(st.booleans())
-    splits = case.network.rows_are_independent and case.distance != "infonce" and not ignores and reduction == "mean"
+    splits = case.network.rows_are_independent and case.distance != "infonce" and not ignores
     kinds = STEPS + splits * PARTS
     if interrupted:
         kinds += IDLE[: -1 if case.base.name == "NAdam" else None]  # which torch does not resume bit for bit
@@ -302,7 +301,7 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
     options = (
         {"companion_every": draw(st.sampled_from([1, 1, 2])), "companion_lr_scale": draw(st.sampled_from([1.0, 0.5]))}
         if variant == "dcl"
-        else {"reduction": reduction, "update": draw(st.sampled_from(["rows", "batch"]))}
+        else {"update": draw(st.sampled_from(["rows", "batch"]))}
     )
     reads_labels = case.factor_from == "gradient" and min(sizes) > 4
     return Loop(case, variant, options, reads_labels, ignores, consistent(events))

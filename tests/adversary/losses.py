@@ -24,7 +24,7 @@ from tests.test_loss_reader import readings
 
 IGNORED = -100
 UNDERFLOW = 80  # the range of logits in a row from which on probabilities may be zero in float32
-GAIN, GAIN_OF_WEIGHTS = 25, 25
+GAIN = 25  # the largest spread of logits
 SCALE_TOLERANCE = 0.02
 SHARE_TOLERANCE = {2: 0.11, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
 COUNTS = ("cases", "refused", "rows", "unread", "wrong", "scales", "off")
@@ -79,9 +79,8 @@ class Kind:
     def tells_scale(self, b: Batch, half: bool) -> bool:
         """Whether the gradient of a batch does.
 
-        It does not if entries may underflow, since a row without gradient looks like one that is ignored; if rows have
-        factors of their own and the model is certain of one; if it cannot be told from that of a loss without smoothing
-        or weights, since the predictions are about uniform.
+        It does not if entries may underflow, since a row without gradient looks like one that is ignored; nor if the
+        predictions are so uniform that it is about that of a loss without smoothing or weights.
         """
         classes, e = b.z.shape[1], one_hot(b)
         p = b.z.softmax(1)
@@ -118,13 +117,14 @@ def kind(
     return Kind(loss, weighs=weighs, smooths=smooths, **more)
 
 
-def of_rows(function: Callable[[Tensor, Batch], Tensor], classes: tuple[int, int]) -> Kind:
+def of_rows(function: Callable[[Tensor, Batch], Tensor], classes: tuple[int, int], labels: str = "y") -> Kind:
     """A loss that is a function of each row's cross-entropy, whose derivatives are the factors of the rows."""
 
     def loss(b: Batch) -> Meant:
         losses = F.cross_entropy(b.z, b.y, reduction="none")
         alone = losses.detach().double().requires_grad_()
-        return function(losses, b).mean(), b.y, torch.autograd.grad(function(alone, b).mean(), alone)[0].sum()
+        factors = torch.autograd.grad(function(alone, b).mean(), alone)[0]
+        return function(losses, b).mean(), getattr(b, labels), factors.sum()
 
     return Kind(loss, classes, weighs=True)
 
@@ -147,6 +147,11 @@ def two_losses(smooths: bool) -> Kind:
         return share * first + (1 - share) * second, b.q, 1.0
 
     return Kind(loss, FROM_FIVE, "batch", smooths=smooths)
+
+
+def squared(b: Batch) -> Meant:
+    loss = F.cross_entropy(b.z, b.y)
+    return loss.square(), b.y, 2 * loss.detach()
 
 
 def focal(losses: Tensor, b: Batch) -> Tensor:
@@ -174,6 +179,7 @@ FROM_THREE, FROM_FIVE, TWO, FEW = (3, 30), (5, 30), (2, 2), (3, 4)
 READABLE = {
     "mean": kind(),
     "sum": kind(reduction="sum"),
+    "square of the mean": Kind(squared),
     "ignored rows": kind("ignored"),
     "ignored rows, sum": kind("ignored", reduction="sum"),
     "smoothing": kind(smooths=True),
@@ -182,7 +188,11 @@ READABLE = {
     "class weights": kind(weighs=True),
     "class weights, ignored rows": kind("ignored", weighs=True),
     "sample weights": of_rows(weighted, FROM_THREE),
+    "sample weights, some of them 0": of_rows(lambda losses, b: weighted(losses, b) * ~b.some, FROM_THREE, "ignored"),
     "focal": of_rows(focal, FROM_THREE),
+    "Poly-1": of_rows(lambda losses, b: losses + b.knob * (1 - (-losses).exp()), FROM_THREE),
+    "generalized": of_rows(lambda losses, b: (1 - (-b.knob * losses).exp()) / b.knob, FROM_THREE),
+    "symmetric": of_rows(lambda losses, b: b.knob * losses + 4 * (1 - (-losses).exp()), FROM_THREE),
     "log-probabilities": kind(function=F.nll_loss, logs=True),
     "log-probabilities, ignored rows": kind("ignored", F.nll_loss, logs=True),
     "log-probabilities, class weights": kind("y", F.nll_loss, weighs=True, logs=True),
@@ -200,10 +210,15 @@ OTHERS = {
     "with a logit penalty": plus(lambda b: b.z.square().mean()),
     "with Dice": plus(dice),
     "with an entropy": plus(lambda b: -(b.z.softmax(1) * b.z.log_softmax(1)).sum(1).mean()),
+    "with a confidence penalty of the label": plus(lambda b: (b.z * one_hot(b)).sum(1).square().mean()),
     "temperature": alone(temperature),
+    "logit adjustment": alone(lambda b: F.cross_entropy(b.z + b.weights.log(), b.y)),
     "margin": alone(margin),
     "distillation": alone(lambda b: F.cross_entropy(b.z, (b.z.detach().roll(1, 0) + b.weights).softmax(1))),
     "binary": alone(lambda b: F.binary_cross_entropy_with_logits(b.z, one_hot(b))),
+    "focal of sigmoids": alone(
+        lambda b: (F.binary_cross_entropy_with_logits(b.z, one_hot(b), reduction="none") * b.z.sigmoid() ** 2).mean()
+    ),
     "squares": alone(lambda b: F.mse_loss(b.z, one_hot(b))),
     "hinge": alone(lambda b: F.multi_margin_loss(b.z, b.y)),
     "negated": alone(lambda b: -F.cross_entropy(b.z, b.y)),
@@ -354,9 +369,7 @@ def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
 
     for _ in range(number):
         dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
-        # Of mixed labels in bfloat16 and uniform predictions another dimension may be taken for the classes.
-        is_flat = KINDS[kind].logs
-        layout = "(N, K)" if is_flat else rng.choice(LAYOUTS)
+        layout = "(N, K)" if KINDS[kind].logs else rng.choice(LAYOUTS)
         yield Case(
             kind=kind,
             classes=round(spread(*KINDS[kind].classes)),
@@ -365,7 +378,7 @@ def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
             dtype=dtype,
             factor=spread(1 / 64, 65_536),
             parts=rng.choice([1, 1, 2, 4]),
-            gain=spread(0.1, GAIN_OF_WEIGHTS if KINDS[kind].weighs or KINDS[kind].given else GAIN),
+            gain=spread(0.1, GAIN),
             fit=rng.uniform(0, 2),
             reads=rng.random() < 0.5,
             seed=rng.randrange(10**6),

@@ -72,7 +72,7 @@ def twin(method: Method, name: str = "model") -> nn.Module:
 DEFAULTS = {
     "plain": {"label_smoothing": 0.0},
     "dcl": {"weight": 0.1, "alpha": 0.6, "distance": "mse"},
-    "dcp": {"weight": 0.1, "alpha": 0.97, "distance": "mse", "reduction": "mean"},
+    "dcp": {"weight": 0.1, "alpha": 0.97, "distance": "mse"},
     "dcl-dcp": {"dcl_weight": 0.1, "dcl_alpha": 0.6, "dcp_weight": 0.1, "dcp_alpha": 0.97},
     "sam": {"rho": 0.05},
     "gam": {"rho": 0.2, "rho_gradient": 0.02, "beta_0": 0.5, "beta_1": 0.6, "gamma": 0.03},

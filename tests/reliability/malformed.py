@@ -39,10 +39,10 @@ WRONG_DCL: dict[str, list[Any]] = {
     "companion_lr_scale": [0, -1, NAN, INF, True, None, *NO_NUMBERS],
     "companion_every": [0, -3, None, *NO_INTEGERS],
     "num_classes": [CLASSES],
-    "reduction": ["mean", "per_class"],
+    "update": ["rows", "batch"],
 }
 WRONG_DCP: dict[str, list[Any]] = {
-    "reduction": ["max", "", "Mean", None, 3, [], {}],
+    "update": ["row", "", "Rows", None, 3, [], {}],
     "num_classes": [0, -1, *(value for value in NO_INTEGERS if value is not None)],
     "targets": [3, [], {}, 1.5, torch.zeros(3)],
     "ignore_index": NO_INTEGERS,
@@ -63,7 +63,7 @@ RIGHT_DCL: dict[str, list[Any]] = {
     "companion_every": [1, 2],
 }
 RIGHT_DCP: dict[str, list[Any]] = {
-    "reduction": ["mean", "per_class"],
+    "update": ["rows", "batch"],
     "targets": [None, "labels"],
     "ignore_index": [-100, 255],
 }

@@ -49,10 +49,10 @@ def test_dcl_equals_reference(case: Case, every: int, lr_scale: float) -> None:
 
 
 @random_cases
-@given(cases(), st.booleans(), st.booleans())
-def test_dcp_equals_reference(case: Case, ignored: bool, per_class: bool) -> None:
-    ignored, per_class = ignored and case.parts == 1, per_class and case.parts == 1
-    ours = wrapped(case, "dcp", **({"reduction": "per_class"} if per_class else {}))
+@given(cases(), st.booleans())
+def test_dcp_equals_reference(case: Case, ignored: bool) -> None:
+    ignored = ignored and case.parts == 1
+    ours = wrapped(case, "dcp")
     torch.manual_seed(case.seed)
     ours.run(case.batches(ignored))
 
@@ -68,7 +68,6 @@ def test_dcp_equals_reference(case: Case, ignored: bool, per_class: bool) -> Non
             DISTANCES[case.distance][1],
             weight=case.weight_at(step),
             alpha=case.alpha_at(step),
-            per_class=per_class,
             numbers=numbers,
         )
     assert_same(ours.model, model, **CLOSE)

@@ -21,10 +21,10 @@ def constructors(model: nn.Module, base: torch.optim.Optimizer, name: str) -> No
     DCLOptimizer(base, model, distance=lambda z: z.mean())  # pyright: ignore[reportArgumentType]
     DCLOptimizer(base, model, distance="l2")  # pyright: ignore[reportArgumentType]
     DCLOptimizer(base, model, preset="paper")  # pyright: ignore[reportCallIssue]
-    DCLOptimizer(base, model, reduction="per_class")  # pyright: ignore[reportCallIssue]
+    DCLOptimizer(base, model, update="rows")  # pyright: ignore[reportCallIssue]
     DCLOptimizer(base, model, companion=nn.Linear)  # pyright: ignore[reportArgumentType]
     DCLOptimizer(base, model, class_dim="last")  # pyright: ignore[reportArgumentType]
-    DCPOptimizer(base, model, 10, reduction="sum")  # pyright: ignore[reportArgumentType]
+    DCPOptimizer(base, model, 10, update="row")  # pyright: ignore[reportArgumentType]
     DCPOptimizer(base, model, "10")  # pyright: ignore[reportArgumentType]
     LinearWarmup(1.0)  # pyright: ignore[reportCallIssue]
 

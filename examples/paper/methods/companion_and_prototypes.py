@@ -142,7 +142,7 @@ class CompanionPrototypeOptimizer(ForecastOptimizer):
         dcl = _term("dcl", dcl_distance, dcl_weight, dcl_alpha)
         dcp = _term("dcp", dcp_distance, dcp_weight, dcp_alpha)
         group = DataParallelGroup(model, None)
-        prototypes = Prototypes(num_classes, False, -100, "batch", next(model.parameters()), group)
+        prototypes = Prototypes(num_classes, -100, "batch", next(model.parameters()), group)
         options = CompanionOptions(companion, lr_scale=companion_lr_scale, process_group=None)
         super().__init__(
             base_optimizer,
