@@ -133,9 +133,18 @@ def test_mlflow(script):
 
 
 def test_accelerate(script):
-    ours = script.ours
-    exec(block("Accelerate"), script)
-    assert script["optimizer"] is not ours
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(log_with="tensorboard", project_dir="runs")
+    accelerator.init_trackers("digits")
+    script["accelerator"] = accelerator
+    script["model"], script["optimizer"], loader = accelerator.prepare(script.model, script.ours, script["loader"])
+    for script["step"], batch in enumerate(loader):
+        script.train(batch)
+        if script["step"] % 50 == 0:
+            exec(block("Accelerate"), script)
+    accelerator.end_training()
+    assert script["optimizer"] is not script.ours
     with pytest.raises(AttributeError, match="logs"):
         script["optimizer"].logs()
     found = events("runs/digits")
