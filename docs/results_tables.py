@@ -20,7 +20,7 @@ PAGES = (
     "README.md",
     *(
         f"docs/{page}.md"
-        for page in ("applications", "evidence", "extending", "index", "performance", "results", "results/gains")
+        for page in ("applications", "evidence", "dev/extending", "index", "performance", "results", "results/gains")
     ),
 )
 

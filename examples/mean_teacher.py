@@ -1,6 +1,6 @@
 """A custom forecaster: an average of the model's weights in place of the companion (Mean Teacher).
 
-docs/extending.md explains it.
+docs/dev/extending.md explains it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items):
         assert " at 0x" not in item.nodeid, f"{item.nodeid} has another name in each of pytest-xdist's processes"
         if item.path.is_relative_to(HERE) and item.path.parent != HERE:
             item.add_marker(FOLDERS[item.path.relative_to(HERE).parts[0]])
-        if item.path.name == "integrations.md":
+        if item.path.name == "frameworks.md":
             item.add_marker("integration")
         for marker in item.iter_markers("gpu"):
             if torch.cuda.device_count() < (marker.args or (1,))[0]:

@@ -1,4 +1,4 @@
-"""A forecaster from outside the package: docs/extending.md's, against Mean Teacher written out."""
+"""A forecaster from outside the package: docs/dev/extending.md's, against Mean Teacher written out."""
 
 from __future__ import annotations
 

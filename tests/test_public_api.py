@@ -1,4 +1,4 @@
-"""The public names, those that docs/api*.md document, and their signatures change only on purpose.
+"""The public names, those that PAGES document, and their signatures change only on purpose.
 
 After a change on purpose, replace ``FROZEN`` by what ``python -m tests.test_public_api`` prints.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import dcl_optim
 from tests.typing import user_script
 
-PAGES = [Path(__file__).parent.parent / "docs" / f"{name}.md" for name in ("api", "api-metrics", "api-internals")]
+PAGES = [Path(__file__).parent.parent / "docs" / f"{name}.md" for name in ("api", "api-metrics", "dev/building-blocks")]
 DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
 
 FROZEN = """\
@@ -37,15 +37,20 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance
     .companion_optimizer
     .evaluating(self)
     .reset_companion(self)
-dcl_optim.schedules.RunningAverage()
-    .__call__(self, step)
-dcl_optim.schedules.LinearWarmup(value, steps)
-    .__call__(self, step)
 dcl_optim.AutoWeight(floor=0.1, power=6.0, classes=100.0)
     .at(self, accuracy, num_classes)
     .classes = 100.0
     .floor = 0.1
     .power = 6.0
+dcl_optim.schedules.RunningAverage()
+    .__call__(self, step)
+dcl_optim.schedules.LinearWarmup(value, steps)
+    .__call__(self, step)
+dcl_optim.distances.mse(z, c)
+dcl_optim.distances.squared(z, c)
+dcl_optim.distances.l1(z, c)
+dcl_optim.distances.kl(z, c, temperature=4.0)
+dcl_optim.distances.infonce(z, c, temperature=0.1)
 dcl_optim.loss.outputs.find_logits(output)
 dcl_optim.metrics.fit_temperature(logits, labels)
 dcl_optim.metrics.logit_drift(logits_before, logits_after)
@@ -73,65 +78,6 @@ dcl_optim.metrics.streaming.LogitDrift(**kwargs)
     .update(self, logits_before, logits_after)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.demo.main(argv=None)
-dcl_optim.distances.mse(z, c)
-dcl_optim.distances.squared(z, c)
-dcl_optim.distances.l1(z, c)
-dcl_optim.distances.kl(z, c, temperature=4.0)
-dcl_optim.distances.infonce(z, c, temperature=0.1)
-dcl_optim.distances.difference(z, c)
-dcl_optim.distances.companion_target(z, c, alpha)
-dcl_optim.distances.Rows(values, slope, factor, are_norms=False, radius=inf)
-    .distances
-dcl_optim.distances.Distance()
-    .couples_rows = False
-    .depends_on_class_dim = True
-    .name = ''
-    .rows(self, z, c)
-    .towards_target(self, z, c, found, alpha)
-dcl_optim.distances.SquaredDistance(bounded=True)
-    .bounded = True
-    .depends_on_class_dim = False
-    .name
-    .rows(self, z, c)
-    .towards_target(self, z, c, found, alpha)
-dcl_optim.distances.AbsoluteDistance()
-    .depends_on_class_dim = False
-    .name = 'l1'
-    .rows(self, z, c)
-dcl_optim.distances.Divergence(temperature=4.0)
-    .name = 'kl'
-    .rows(self, z, c)
-    .temperature = 4.0
-dcl_optim.distances.MeanDistance(function)
-    .couples_rows = True
-    .rows(self, z, c)
-dcl_optim.distances.resolve_distance(distance, temperature=None)
-dcl_optim.distances.to_rows(tensor, class_dim=1)
-dcl_optim.distances.from_rows(rows, shape, class_dim=1)
-dcl_optim.distances.wide(tensor)
-dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True)
-dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False, class_dim=None,
-        needs_class_dim=False)
-    .after_forward(self, forward, args, kwargs)
-    .before_forward(self)
-    .check_state(self, state)
-    .end_step(self)
-    .load_state(self, state)
-    .note_scaler(self, scaler)
-    .read(self, forward, gradient, several)
-    .set_targets(self, targets)
-    .state(self)
-    .watch_own_loss(self, forward, z, output, kwargs)
-dcl_optim.loss.cross_entropy.Form(kind, smoothing=0.0)
-dcl_optim.loss.cross_entropy.Reading(labels, scale, fits, tells_scale)
-dcl_optim.loss.cross_entropy.read(form, z, g, live, count, tolerance=0.001, wants_labels=True)
-dcl_optim.loss.cross_entropy.Evidence(total, says, smoothing, mixed_smoothing, mixed, weighted)
-dcl_optim.loss.cross_entropy.examine(z, g, tolerance=0.001)
-dcl_optim.loss.outputs.find_loss(output)
-dcl_optim.reference.dcl_step(model, companion, optimizer, companion_optimizer, x, y, loss_function, distance, *,
-        weight=1.0, alpha=0.6, learns=True)
-dcl_optim.reference.dcp_step(model, prototypes, optimizer, x, y, loss_function, distance, *, weight=1.0, alpha=0.6,
-        numbers=None)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance='mse', *, weight, alpha,
         loss=None, logits=None, strict=True, count_eval=False)
     .add_param_group(self, param_group)
@@ -147,22 +93,6 @@ dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distanc
     .step(self, closure=None)
     .weight
     .zero_grad(self, set_to_none=True)
-dcl_optim.algorithm.Algorithm(model, base, forecaster, loss, distance, *, weight, alpha, find_logits, count_eval)
-    .after_forward(self, module, args, kwargs, output)
-    .before_forward(self, module, args, kwargs)
-    .detach(self)
-    .end_step(self)
-    .forget(self)
-    .load_state(self, steps, loss)
-    .model_loaded(self, module, keys)
-    .on_gradient(self, forward, gradient)
-    .replaced(self)
-dcl_optim.batches.StepBatches(base)
-    .are_gone(self, backward=-1)
-    .have_gradients(self)
-    .start(self)
-    .were_cleared(self)
-dcl_optim.forward.Forward(logits, step)
 dcl_optim.forecaster.Forecaster()
     .before_forward(self, args, kwargs, rng_state, step)
     .before_step(self, creates_state=False)
@@ -183,43 +113,31 @@ dcl_optim.forecaster.Forecaster()
 dcl_optim.forecaster.Penalty(rows, number, weights=None, labels=None)
     .added_to(self, gradient, scale, weight, class_dim)
     .value
+dcl_optim.forward.Forward(logits, step)
 dcl_optim.forecaster.replayed(state)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
-dcl_optim.companion.Companion(model, base, find_logits, options=CompanionOptions(companion=None, optimizer=None,
-        lr_scale=1.0, every=1, process_group='auto'))
-    .before_forward(self, args, kwargs, rng_state, step)
-    .before_step(self, creates_state=False)
+dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True)
+dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False, class_dim=None,
+        needs_class_dim=False)
+    .after_forward(self, forward, args, kwargs)
+    .before_forward(self)
     .check_state(self, state)
-    .follow(self, change)
-    .forget(self)
-    .load_state_dict(self, state)
-    .module
-    .observe(self, forward, loss, penalty, distance, alpha)
-    .optimizer
-    .penalty(self, forward, loss, distance)
-    .predict(self, args, kwargs, forward, rng_state)
-    .reset(self)
-    .settings(self)
-    .skip(self, forward, alpha)
-    .state_dict(self)
-    .step(self)
-dcl_optim.prototypes.Prototypes(num_classes, ignore_index, update, like, group)
-    .before_forward(self, args, kwargs, rng_state, step)
-    .check_state(self, state)
-    .figures(self)
-    .forget(self)
-    .load_state_dict(self, state)
-    .num_classes
-    .observe(self, forward, loss, penalty, distance, alpha)
-    .penalty(self, forward, loss, distance)
-    .predict(self, args, kwargs, forward, rng_state)
-    .replays_draws = False
-    .seen
-    .settings(self)
-    .skip(self, forward, alpha)
-    .state_dict(self)
-    .step(self)
-    .values
+    .end_step(self)
+    .load_state(self, state)
+    .note_scaler(self, scaler)
+    .read(self, forward, gradient, several)
+    .set_targets(self, targets)
+    .state(self)
+    .watch_own_loss(self, forward, z, output, kwargs)
+dcl_optim.distances.Distance()
+    .couples_rows = False
+    .depends_on_class_dim = True
+    .name = ''
+    .rows(self, z, c)
+    .towards_target(self, z, c, found, alpha)
+dcl_optim.distances.Rows(values, slope, factor, are_norms=False, radius=inf)
+    .distances
+dcl_optim.distances.to_rows(tensor, class_dim=1)
 """
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.adversary [seed]`` prints what was read of random losses, as docs/reliability.md has it."""
+"""``python -m tests.adversary [seed]`` prints what was read of random losses, as docs/dev/reliability.md has it."""
 
 import sys
 

@@ -28,7 +28,7 @@ def write_zeros(optimizer: Any, model: nn.Module) -> None:
             parameter.grad.zero_()
 
 
-# The first five also tell that a step was skipped (docs/limits.md).
+# The first five also tell that a step was skipped (docs/troubleshooting.md).
 CLEARS: dict[str, Callable[[Any, nn.Module], None]] = {
     "optimizer": lambda optimizer, model: optimizer.zero_grad(),
     "optimizer, in place": lambda optimizer, model: optimizer.zero_grad(set_to_none=False),

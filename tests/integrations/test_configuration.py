@@ -1,12 +1,10 @@
-"""Hydra and LightningCLI: the page's files train as the constructors do."""
+"""Hydra and LightningCLI: the files of docs/frameworks.md and of the example train as the constructors do."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +19,18 @@ from tests.helpers import assert_same, train
 from tests.integrations.lightning_modules import QUIET, differ
 
 pytestmark = QUIET
-PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^```(?:python|yaml)\n# (\S+\.(?:py|yaml))\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_cli.yaml"
 # What is added to the command line, and the wrapper and its weight that this stands for.
 HYDRA = {
-    (): (DCPOptimizer, 0.1),
+    (): (DCPOptimizer, "auto"),
     ("wrapper=dcp", "wrapper.weight=0.3"): (DCPOptimizer, 0.3),
     ("wrapper=dcl",): (DCLOptimizer, 0.1),
     ("wrapper=none",): (None, None),
 }
 CLI = {
-    (): (DCPOptimizer, 0.1),
+    (): (DCPOptimizer, "auto"),
     ("--model.wrapper.weight", "0.3"): (DCPOptimizer, 0.3),
     ("--model.wrapper", "dcl_optim.DCLOptimizer"): (DCLOptimizer, 0.1),
     ("--model.wrapper", "null"): (None, None),
@@ -39,7 +38,7 @@ CLI = {
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch) -> Iterator[Path]:
+def files(tmp_path, monkeypatch) -> Path:
     """The current folder, with the page's files."""
     for name, content in FILES:
         path = tmp_path / name
@@ -47,8 +46,7 @@ def files(tmp_path, monkeypatch) -> Iterator[Path]:
         path.write_text(content, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("cli", None)
+    return tmp_path
 
 
 def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -56,7 +54,7 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(20, 64, generator=draw), torch.randint(10, (20,), generator=draw)) for _ in range(5)]
 
 
-def by_hand(kind: Any, weight: float | None) -> nn.Module:
+def by_hand(kind: Any, weight: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(64, 10)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -90,13 +88,15 @@ def test_hydra(files, monkeypatch, overrides):
 
 
 @pytest.mark.parametrize("arguments", CLI)
-def test_lightning_cli(files, monkeypatch, arguments):
+def test_lightning_cli(monkeypatch, arguments):
     from lightning.pytorch.cli import LightningCLI
 
+    from examples.lightning_cli import Classifier
+
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # of what Lightning 2.6 calls
-    monkeypatch.setattr(sys, "argv", ["cli.py", "--config=cli.yaml", *arguments])
+    monkeypatch.setattr(sys, "argv", ["lightning_cli.py", f"--config={EXAMPLE}", *arguments])
     cli = LightningCLI(
-        importlib.import_module("cli").Classifier,
+        Classifier,
         run=False,
         seed_everything_default=0,
         save_config_callback=None,
