@@ -284,7 +284,7 @@ def cost() -> str:
         memory = [f"{rows[name]['memory_ratio_to_plain']:.2f}" for name in names]
         title = f"{table['title']}, {table['batch_size']}"
         lines.append([title, f"{rows['plain']['milliseconds']['median']:.1f}", *times, *memory])
-    head = ["network, batch size", "plain, ms", "DCP, time", "DCL, time", "DCP, memory", "DCL, memory"]
+    head = ["network, batch size", "plain, ms", "DCP, time", "DCL, time", "DCP, RAM", "DCL, RAM"]
     return "\n".join(grid(head, lines, words=1))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dcl_optim.plots.canvas import STYLES
 from examples.paper import __main__ as command
 from examples.paper import evidence, peers, records
 from examples.paper.experiments import EXPERIMENTS
@@ -115,7 +114,7 @@ def test_the_spread_is_that_of_each_method():
         [[3, 4]] * 2,
         [[0.5, 0.25]] * 2,
     ]
-    assert [line.get_color() for line in figure.axes[0].lines] == [STYLES["plain"].color, STYLES["DCP"].color]
+    assert [line.get_color() for line in figure.axes[0].lines] == ["#000000", "#D55E00"]
 
 
 def cells(table):
