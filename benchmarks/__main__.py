@@ -1,4 +1,4 @@
-"""``python -m benchmarks [options]`` measures; ``table FILE`` prints, ``plot FILE`` draws what was measured.
+"""``python -m benchmarks [options]`` measures; ``table FILE`` prints a results file, ``plot FILE`` draws it.
 
 ``kernels`` counts what a step launches, ``wide`` measures networks with many classes.
 """

@@ -1,6 +1,6 @@
 """Count the kernels and synchronizations of one training step on a fake accelerator, for each method and loss.
 
-    python -m benchmarks kernels --name kernels-before
+    python -m benchmarks kernels --name kernels
 
 A small network's step on a GPU takes as long as its launches, so their number is what a method costs there.
 """

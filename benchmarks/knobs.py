@@ -14,9 +14,9 @@ from benchmarks.script import Script, Training, sgd
 from benchmarks.workloads import Workload
 from dcl_optim import DCLOptimizer
 
-DEFAULT = "(the default)"
-EXACT = "nothing, bit for bit"
-ROUNDING = "nothing but rounding"
+DEFAULT = ""
+EXACT = "nothing"
+ROUNDING = "rounding"
 # CIFAR-100, ResNet-18, test accuracy; 82.4 % with a full companion, 79.6 % the baseline of these experiments (Table 6).
 UNCHANGED, UNKNOWN = "as DCLOptimizer's", "not in the paper"
 
@@ -63,7 +63,7 @@ def _smaller(title: str, accuracy: str) -> Knob:
     return Knob(
         f"companion={title}",
         lambda script: {"companion": partial(_small, script)},
-        "another companion",
+        "smaller companion",
         accuracy,
         suits=lambda work: work.small is not None and work.small_title == title,
     )
@@ -76,14 +76,14 @@ KNOBS: dict[str, Knob] = {
         Knob(
             "companion_every=2",
             lambda script: {"companion_every": 2},
-            "the companion learns at every second step",
+            "it learns at every second step",
             UNKNOWN,
             period=2,
         ),
         Knob(
             "companion_every=4",
             lambda script: {"companion_every": 4},
-            "the companion learns at every fourth step",
+            "it learns at every fourth step",
             UNKNOWN,
             period=4,
         ),

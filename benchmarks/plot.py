@@ -1,4 +1,4 @@
-"""Draw a results file: what each method costs, what each option saves, how the cost grows. Needs matplotlib."""
+"""Draw a results file: the time of a step with each optimizer on each network. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,103 +7,61 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import results_file
-from benchmarks.knobs import KNOBS
-from dcl_optim.plots.canvas import COLOURS, finish, new_figure
+from dcl_optim.plots.canvas import finish, new_figure, styles
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKERS = ("o", "s", "^", "D", "v", "P")
-TITLES = {
-    "methods": "What each method costs",
-    "knobs": "What each option of DCLOptimizer costs",
-    "growth": "How the cost grows",
-}
-RATIO = "time of a step divided by plain training's"
+DRAWN = ("DCPOptimizer", "DCLOptimizer")  # the other methods are in the tables
 Results = dict[str, Any]
 
 
 def draw(results: Results, path: Path) -> list[Path]:
-    """Draw each part of the results into a file beside the results' own, ``name-part.png`` for ``name.json``.
+    """Draw the methods of a results file beside it, ``name-methods.png`` for ``name.json``; nothing without them.
 
     Raises:
         ImportError: matplotlib is missing.
     """
-    found = figures(results)
-    paths = [path.with_name(f"{path.stem}-{part}.png") for part in found]
-    for one, figure in zip(paths, found.values(), strict=True):
-        figure.savefig(one)
-    return paths
+    tables = results.get("methods") or []
+    if not any(row["name"] in DRAWN for table in tables for row in table["rows"]):
+        return []
+    drawn = path.with_name(f"{path.stem}-methods.png")
+    figure(tables).savefig(drawn)
+    return [drawn]
 
 
-def figures(results: Results) -> dict[str, Figure]:
-    """Draw what the results hold, a figure for each part: a panel for all its networks, or one a series that grows."""
-    drawing = {"methods": _cost, "knobs": _cost, "growth": _growth}
-    return {part: draw_part(part, results[part]) for part, draw_part in drawing.items() if results.get(part)}
-
-
-def _cost(part: str, tables: list[Results]) -> Figure:
-    """A line a row, a mark a network at its time divided by plain's, the quartiles as a bar."""
-    wanted = [row["name"] for table in tables for row in table["rows"] if part == "methods" or row["name"] in KNOBS]
-    names = list(dict.fromkeys(wanted))
-    figure = new_figure(7, 1.6 + 0.36 * len(names))
-    axes = figure.subplots()
-    for index, table in enumerate(tables):
-        rows = [row for row in table["rows"] if row["name"] in names]
-        ratios = [row["ratio_to_plain"] for row in rows]
+def figure(tables: list[Results]) -> Figure:
+    """Draw a line for each network and a mark for each optimizer: its ratio to plain training, with the quartiles."""
+    made = new_figure(7, 1.4 + 0.32 * len(tables))
+    axes = made.subplots()
+    for name, style in styles(DRAWN).items():
+        found = [(place, row) for place, table in enumerate(tables) for row in table["rows"] if row["name"] == name]
+        ratios = [row["ratio_to_plain"] for _, row in found]
         axes.errorbar(
             [ratio["median"] for ratio in ratios],
-            [names.index(row["name"]) + 0.14 * (index - (len(tables) - 1) / 2) for row in rows],
+            [place for place, _ in found],
             xerr=[
                 [ratio["median"] - ratio["lower"] for ratio in ratios],
                 [ratio["upper"] - ratio["median"] for ratio in ratios],
             ],
-            fmt=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            markersize=5,
-            label=f"{table['title']}, batch {table['batch_size']}",
+            **style.of_points(),
+            linestyle="",
+            markersize=6,
+            capsize=3,
+            label=name,
         )
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(tables)), [_title(table) for table in tables])
     axes.invert_yaxis()
-    axes.axvline(1, color="grey", linewidth=0.8)
-    axes.set_xlabel(RATIO)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time divided by that of plain training")
     axes.grid(axis="x", alpha=0.3)
-    return finish(figure, TITLES[part], *axes.get_legend_handles_labels())
+    return finish(made, "Time of a step, with quartiles", *axes.get_legend_handles_labels())
 
 
-def _growth(part: str, series: list[Results]) -> Figure:
-    """A panel a series, a line a method: its time divided by plain's over what grows."""
-    rows = (len(series) + 1) // 2
-    figure = new_figure(7, 1 + 2.4 * rows)
-    panels = figure.subplots(rows, 2, squeeze=False).ravel().tolist()
-    for axes in panels[len(series) :]:
-        axes.remove()
-    for axes, one in zip(panels, series, strict=False):
-        _grow(axes, one)
-    figure.supylabel(RATIO, fontsize="medium")
-    return finish(figure, TITLES[part], *panels[0].get_legend_handles_labels())
-
-
-def _grow(axes: Axes, series: Results) -> None:
-    for index, name in enumerate(("DCLOptimizer", "DCPOptimizer")):
-        of_method = [
-            (point["size"], row["ratio_to_plain"])
-            for point in series["points"]
-            for row in point["rows"]
-            if row["name"] == name
-        ]
-        if of_method:
-            sizes, ratios = [size for size, _ in of_method], [ratio for _, ratio in of_method]
-            colour = COLOURS[index + 1]
-            axes.plot(sizes, [r["median"] for r in ratios], MARKERS[index] + "-", color=colour, label=name)
-            lower, upper = [r["lower"] for r in ratios], [r["upper"] for r in ratios]
-            axes.fill_between(sizes, lower, upper, color=colour, alpha=0.2)
-    axes.set_xscale("log")
-    axes.xaxis.set_minor_formatter("")  # a short axis would have its minor labels run together
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(series["title"], fontsize="small")
+def _title(table: Results) -> str:
+    (plain,) = (row["milliseconds"]["median"] for row in table["rows"] if row["name"] == "plain")
+    return f"{table['title']}, batch {table['batch_size']}, plain {plain:.1f} ms"
 
 
 def main(arguments: list[str]) -> None:

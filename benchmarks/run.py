@@ -134,7 +134,8 @@ def main(arguments: list[str]) -> None:
     results = head | {"setting": asdict(setting), "rounds": options.rounds} | measured
     path = report.write(options, results)
     try:
-        say(" ".join(["drew", *map(str, plot.draw(results, path))]))
+        for drawn in plot.draw(results, path):
+            say(f"drew {drawn}")
     except ImportError as error:
         say(f"no figures: {error}")
     print(table.markdown(results))

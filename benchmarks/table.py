@@ -122,8 +122,8 @@ def growth(results: Figures) -> list[str]:
         for point in series["points"]:
             first = series["title"] if point is series["points"][0] else ""
             rows.append([first, f"{point['size']:,}", *_point(point)])
-    kept = "kept" if results.get("freed_memory_kept") else "gave back"
-    notes = [f"The process {kept} the memory that it freed."]
+    kept = "does not return" if results.get("freed_memory_kept") else "returns"
+    notes = [f"The benchmark {kept} freed memory to the operating system."]
     return ["### Growth", "", *grid(head, rows, 1), "", *notes]
 
 

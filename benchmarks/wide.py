@@ -1,6 +1,6 @@
 """Time and weigh the methods on a network whose logits are most of it: many classes.
 
-python -m benchmarks wide --name wide-before   # about ten minutes, one thread
+python -m benchmarks wide --name wide   # about ten minutes, one thread
 """
 
 from __future__ import annotations

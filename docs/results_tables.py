@@ -1,7 +1,7 @@
-"""The tables of the pages, from the committed results files, and code from the examples: cog puts them in their places.
+"""The tables of the pages, from the committed results files, and code from the examples; cog writes them.
 
 python docs/results_tables.py           writes them
-python docs/results_tables.py --check   says whether they are as they should be; the tests run it
+python docs/results_tables.py --check   fails if a table differs from its results file; the tests run it
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
+# The pages that have tables or code of the examples.
 PAGES = (
     "README.md",
     *(
-        f"docs/{page}.md"
-        for page in ("applications", "evidence", "dev/extending", "index", "performance", "results", "results/gains")
+        str(page.relative_to(ROOT))
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        if "[[[cog" in page.read_text(encoding="utf-8")
     ),
 )
 
@@ -74,7 +76,7 @@ def experiment(name: str) -> str:
     from examples.paper.experiments import EXPERIMENTS
     from examples.paper.table import markdown
 
-    return markdown(EXPERIMENTS[name], _records(name))
+    return _named(markdown(EXPERIMENTS[name], _records(name)))
 
 
 def side_by_side(names: Sequence[str]) -> str:
@@ -94,7 +96,12 @@ def side_by_side(names: Sequence[str]) -> str:
         columns.append(cells)
     titles = [", ".join(name.split("-")[1:]) for name in names]
     heads = [f"{baseline}, %", *(f"{label}, minus {baseline}" for label in others)]
-    return "\n".join(grid(["", *titles], list(zip(heads, *columns, strict=True)), words=1))
+    return _named("\n".join(grid(["", *titles], list(zip(heads, *columns, strict=True)), words=1)))
+
+
+def _named(table: str) -> str:
+    """Name the paper's settings by their values; the records call them a preset."""
+    return table.replace("preset paper", "λ = 1, α = 0.6")
 
 
 def gains_by_experiment(columns: Mapping[str, str]) -> str:
@@ -111,18 +118,31 @@ def gains_by_fit(lines: Mapping[str, str], label: str) -> str:
     return gain_tables.by_fit({head: _records(name) for head, name in lines.items()}, label)
 
 
-def gains_by_setting() -> str:
-    """The gains over plain training in all settings, with corrected p values."""
+def gains_by_setting(*, bold: bool = False) -> str:
+    """The gains over plain training in all settings, with corrected p values, or the small ones in bold."""
     from examples.paper import gain_tables, pays
 
-    return gain_tables.by_setting({title: _records(name) for name, title in pays.PAYS.items()}, pays.TESTED)
+    return gain_tables.by_setting(_settings(), pays.TESTED, bold=bold)
 
 
-def gains_by_weight() -> str:
-    """The gains of DCP by its weight in all settings."""
+def gains_by_weight(*, all_settings: bool = True) -> str:
+    """The gains of DCP by its weight, in all settings or in those where all weights were run."""
     from examples.paper import gain_tables, pays
+    from examples.paper.gains import CE, gain
 
-    return gain_tables.by_row({title: _records(name) for name, title in pays.PAYS.items()}, pays.WEIGHTS)
+    found = _settings()
+    if not all_settings:
+        found = {title: some for title, some in found.items() if all(gain(some, r, CE) for r in pays.WEIGHTS.values())}
+    return gain_tables.by_row(found, pays.WEIGHTS)
+
+
+def _settings() -> dict[str, list[Any]]:
+    """The records of all settings by their title, the largest gain of DCP first."""
+    from examples.paper import pays
+    from examples.paper.gains import Row, by_gain
+
+    found = {title: _records(name) for name, title in pays.PAYS.items()}
+    return {title: found[title] for title in by_gain(found, Row("DCP"))}
 
 
 def gains_by_measure(name: str, *measures: str) -> str:
@@ -136,10 +156,14 @@ def gains_by_measure(name: str, *measures: str) -> str:
 
 
 def gains_of_peers(cost: str, *measures: str) -> str:
-    """What other methods of a training cost, "plain" or "twice", change, a column for each measure."""
+    """What other methods change, a column for each measure.
+
+    ``cost`` is that of a training: "plain", also without the pairs as "plain, alone", or "twice".
+    """
     from examples.paper import gain_tables, peers
 
-    rows = {"plain": peers.PLAIN_COST, "twice": peers.TWICE_THE_COST}[cost]
+    alone = {name: row for name, row in peers.PLAIN_COST.items() if not name.startswith("DCP and ")}
+    rows = {"plain": peers.PLAIN_COST, "plain, alone": alone, "twice": peers.TWICE_THE_COST}[cost]
     return gain_tables.by_measure(_records("peers-kanji"), rows, measures)
 
 
@@ -152,10 +176,11 @@ def grids_of_peers() -> str:
 
 
 def variation(name: str) -> str:
-    """How far logits and accuracy move from epoch to epoch, from the figures' file of an experiment."""
+    """How much logits and accuracy change from epoch to epoch, from the figures file of an experiment."""
     from benchmarks.table import grid
 
-    found = json.loads((RESULTS / f"figures-{name}.json").read_text())["runs"]
+    runs_of = json.loads((RESULTS / f"figures-{name}.json").read_text())["runs"]
+    found = {_named(label): runs for label, runs in runs_of.items()}
     epochs = len(next(iter(found.values()))[0]["accuracy"])
     fifth = epochs // 5
     parts = {f"epochs 2 to {fifth}": slice(0, fifth - 1), "the middle": slice(fifth - 1, -fifth)}
@@ -169,15 +194,57 @@ def variation(name: str) -> str:
     return "\n".join(grid(head, lines, words=1))
 
 
-def application(module: str, **changed: Any) -> str:
-    """The table of an application at its default settings but for those changed, and where its figures come from."""
+# A row's title, its module, the settings that differ from the default, its label without and with each optimizer.
+APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
+    ("fine-tuning, all weights", "fine_tuning", {}, "full", "", "full, DCL"),
+    ("fine-tuning, linear probe", "fine_tuning", {}, "linear probe", "", "linear probe, DCL"),
+    ("fine-tuning, LoRA", "fine_tuning", {}, "LoRA", "", "LoRA, DCL"),
+    ("FixMatch, 40 labels", "semi_supervised", {}, "FixMatch", "", "FixMatch, DCL"),
+    ("FixMatch, 250 labels", "semi_supervised", {"labels": 250}, "FixMatch", "", "FixMatch, DCL"),
+    (
+        "FixMatch, 4,000 labels",
+        "semi_supervised",
+        {"labels": 4000, "train_size": 8000},
+        "FixMatch",
+        "",
+        "FixMatch, DCL",
+    ),
+    ("masked autoencoder", "masked_autoencoder", {}, "MAE", "", "MAE, DCL"),
+    ("distillation: no teacher", "distillation", {}, "student", "", "student, DCL"),
+    ("distillation: KD", "distillation", {}, "KD", "", "KD, DCL"),
+    ("distillation: ReviewKD", "distillation", {}, "ReviewKD", "", "ReviewKD, DCL"),
+    ("distillation: SimKD", "distillation", {}, "SimKD", "", "SimKD, DCL"),
+    ("distillation: DKD", "distillation", {}, "DKD", "", "DKD, DCL"),
+    ("no augmentation", "augmentations", {}, "basic", "", "basic, DCL"),
+    ("TrivialAugment", "augmentations", {}, "TrivialAugment", "", "TrivialAugment, DCL"),
+    ("mixup", "augmentations", {}, "mixup", "mixup, DCP", "mixup, DCL"),
+    ("CutMix", "augmentations", {}, "CutMix", "CutMix, DCP", "CutMix, DCL"),
+    ("text", "text", {}, "plain", "DCP", "DCL"),
+    ("classes of pixels (mean IoU)", "dense", {}, "plain", "DCP", "DCL"),
+)
+
+
+def applications() -> str:
+    """The score of each application without the optimizers, and what they gain with the p of the paired t-test."""
     from importlib import import_module
 
-    from examples.applications.comparison import made, results_file, table
+    from benchmarks.table import grid
+    from dcl_optim.demo.report import mean_and_error, plus_minus
+    from examples.applications.comparison import made, results_file
+    from examples.paper.table import by_seed, probability_cell
 
-    found = import_module(f"examples.applications.{module}").APPLICATION
-    path = results_file(found, RESULTS)
-    return f"{table(found, made(found, {**found.settings, **changed}, path))}\n\n[{path.name}](results/{path.name})"
+    lines = []
+    for title, module, changed, plain, *others in APPLICATIONS:
+        package = (ROOT / "examples" / "applications" / module).is_dir()
+        found = import_module(f"examples.applications.{module}{'.__main__' if package else ''}").APPLICATION
+        records = made(found, {**found.settings, **changed}, results_file(found, RESULTS))
+        scores = {label: {r["seed"]: r["score"] for r in records if r["label"] == label} for label in (plain, *others)}
+        line = [title, plus_minus(*mean_and_error(list(scores[plain].values())))]
+        for label in others:
+            gains = by_seed(scores[label], scores[plain])
+            line += [plus_minus(*mean_and_error(gains), sign="+"), probability_cell(gains)] if gains else ["", ""]
+        lines.append([*line, str(len(scores[plain]))])
+    return "\n".join(grid(["", "plain, %", "DCP, minus plain", "p", "DCL, minus plain", "p", "seeds"], lines, words=1))
 
 
 def source(module: str, *names: str) -> str:
@@ -205,80 +272,84 @@ def benchmark_source(name: str = "cpu-2-threads") -> str:
     return table.source(_benchmark(name))
 
 
+def cost() -> str:
+    """The time and the memory of both optimizers over those of plain training."""
+    from benchmarks.table import grid
+
+    names = ("DCPOptimizer", "DCLOptimizer")
+    lines = []
+    for table in _benchmark()["methods"]:
+        rows = {row["name"]: row for row in table["rows"]}
+        times = [f"{rows[name]['ratio_to_plain']['median']:.2f}" for name in names]
+        memory = [f"{rows[name]['memory_ratio_to_plain']:.2f}" for name in names]
+        title = f"{table['title']}, {table['batch_size']}"
+        lines.append([title, f"{rows['plain']['milliseconds']['median']:.1f}", *times, *memory])
+    head = ["network, batch size", "plain, ms", "DCP, time", "DCL, time", "DCP, RAM", "DCL, RAM"]
+    return "\n".join(grid(head, lines, words=1))
+
+
+def options() -> str:
+    """The time of DCLOptimizer's options over that of plain training, a column for each network.
+
+    Options that need a change of the script itself are in the detailed table only.
+    """
+    from benchmarks.knobs import KNOBS
+    from benchmarks.table import grid
+
+    tables = _benchmark()["knobs"]
+    times = [{row["name"]: f"{row['ratio_to_plain']['median']:.2f}" for row in one["rows"]} for one in tables]
+    names = [name for name, knob in KNOBS.items() if not knob.variant and any(name in one for one in times)]
+    lines = [[name, KNOBS[name].changes, *(one.get(name, "–") for one in times)] for name in names]
+    return "\n".join(grid(["option", "changes", *(one["title"] for one in tables)], lines, words=2))
+
+
 BOTH = ("DCLOptimizer", "DCPOptimizer")
 
 
 def kernels() -> str:
-    """The kernels of a step: of the loops by hand, and of the optimizers before and after the rebuild."""
+    """The kernels of a step."""
     from benchmarks import table
     from benchmarks.methods import BY_HAND_AND_WRAPPED
 
     methods = (*BY_HAND_AND_WRAPPED, "DCPOptimizer, defaults")
-    before, after = (
-        {(row["dtype"], row["loss"], row["method"]): _kernels(row) for row in _benchmark(f"kernels-{when}")["kernels"]}
-        for when in ("before", "after")
-    )
+    found = {(row["dtype"], row["loss"], row["method"]): row for row in _benchmark("kernels-after")["kernels"]}
     lines = [
-        [dtype, loss]
-        + [
-            f"{before[dtype, loss, name]} → {after[dtype, loss, name]}" if name in BOTH else after[dtype, loss, name]
-            for name in methods
-        ]
-        for dtype, loss in dict.fromkeys((dtype, loss) for dtype, loss, _ in after)
+        [dtype, loss, *(f"{found[dtype, loss, name]['kernels']:.0f}" for name in methods)]
+        for dtype, loss in dict.fromkeys((dtype, loss) for dtype, loss, _ in found)
     ]
     return "\n".join(table.grid(["logits", "loss", *methods], lines, words=2))
 
 
-def _kernels(row: Mapping[str, Any]) -> str:
-    return "refused" if row["refused"] else f"{row['kernels']:.0f}"
-
-
 def wide() -> str:
-    """The time of a step with many classes over that of a plain step, before and after the rebuild."""
+    """The time of a step with many classes over that of a plain step, and over that of the handwritten step."""
     from benchmarks import table
     from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
 
-    before, after = (
-        {
-            (point["classes"], point["precision"]): {row["name"]: row for row in point["rows"]}
-            for point in _benchmark(f"wide-{when}")["wide"]
-        }
-        for when in ("before", "after")
-    )
-    lines = [
-        [f"{place[0]:,}", place[1], f"{rows['plain']['milliseconds']['median']:.1f}"]
-        + [
-            f"{before[place][name]['ratio_to_plain']['median']:.2f} → {rows[name]['ratio_to_plain']['median']:.2f}"
-            if name in rows
-            else "–"
-            for name in METHODS[1:]
-        ]
-        + [f"{rows[name]['ratio_to_handwritten']['median']:.2f}" if name in rows else "–" for name in BOTH]
-        for place, rows in after.items()
-    ]
-    head = ["classes", "precision", "plain, ms", *METHODS[1:], "DCL ÷ by hand", "DCP ÷ by hand"]
+    def ratio(rows: Mapping[str, Any], name: str, reference: str) -> str:
+        return f"{rows[name][reference]['median']:.2f}" if name in rows else "–"
+
+    lines = []
+    for point in _benchmark("wide-after")["wide"]:
+        rows = {row["name"]: row for row in point["rows"]}
+        place = [f"{point['classes']:,}", point["precision"], f"{rows['plain']['milliseconds']['median']:.1f}"]
+        over_plain = [ratio(rows, name, "ratio_to_plain") for name in METHODS[1:]]
+        lines.append(place + over_plain + [ratio(rows, name, "ratio_to_handwritten") for name in BOTH])
+    head = ["classes", "precision", "plain, ms", *METHODS[1:], "DCL ÷ handwritten", "DCP ÷ handwritten"]
     return "\n".join(table.grid(head, lines, words=2))
 
 
 def wide_memory() -> str:
-    """The peak of the memory with many classes, before and after the rebuild."""
+    """The peak of the memory with many classes."""
     from benchmarks import table
     from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
 
-    before, after = (
-        {
-            (row["classes"], row["rows"], row["precision"], row["name"]): f"{row['used_bytes'] / 2**20:,.0f}"
-            for row in _benchmark(f"wide-{when}")["wide_memory"]
-        }
-        for when in ("before", "after")
-    )
+    found = {
+        (row["classes"], row["rows"], row["precision"], row["name"]): f"{row['used_bytes'] / 2**20:,.0f}"
+        for row in _benchmark("wide-after")["wide_memory"]
+    }
     lines = [
-        [f"{classes:,} × {rows:,}", precision]
-        + [
-            f"{before[place]} → {after[place]}" if (place := (classes, rows, precision, name)) in after else "–"
-            for name in METHODS
-        ]
-        for classes, rows, precision in dict.fromkeys(place[:3] for place in after)
+        [f"{classes:,} × {rows:,}", precision, *(found.get((classes, rows, precision, name), "–") for name in METHODS)]
+        for classes, rows, precision in dict.fromkeys(place[:3] for place in found)
     ]
     return "\n".join(table.grid(["classes × rows", "precision", *METHODS], lines, words=2))
 

@@ -11,22 +11,25 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.plots.canvas import new_figure, styles
 from examples.helpers.arguments import Parser, number
 from examples.minimal import digits
 
-RUNS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "DCL": (DCLOptimizer, {}, "#0072B2"),
-    "DCP": (DCPOptimizer, {}, "#009E73"),
-    'DCP, update="batch", alpha=0.6': (DCPOptimizer, {"update": "batch", "alpha": 0.6}, "#D55E00"),
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "DCP": (DCPOptimizer, {}),
+    'DCP, update="batch", alpha=0.6': (DCPOptimizer, {"update": "batch", "alpha": 0.6}),
+    "DCL": (DCLOptimizer, {}),
 }
 PANELS = {
     "dcl/penalty": "penalty, training batch",
@@ -68,11 +71,13 @@ def train(kind: Any, settings: dict[str, Any], epochs: int) -> dict[str, list[tu
 
 
 def draw(runs: dict[str, dict[str, list[tuple[float, float]]]]) -> Figure:
-    figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
+    figure = new_figure(9, 3.4)
     for axes, (key, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
-        for name, curves in runs.items():
-            if key in curves:
-                axes.plot(*zip(*curves[key], strict=True), color=RUNS[name][2], linewidth=1.6, label=name)
+        for name, style in styles(RUNS).items():
+            if key in runs[name]:
+                points = runs[name][key]
+                drawn = style.of_points() | {"linestyle": style.line, "label": name}
+                axes.plot(*zip(*points, strict=True), **drawn, markevery=max(1, len(points) // 8), markersize=4)
         axes.set(xlabel="step", yscale="linear" if key == "dcl/agreement" else "log")
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
@@ -88,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/logging.png"))
     options = parser.parse_args(arguments)
     runs = {}
-    for name, (kind, settings, _) in RUNS.items():
+    for name, (kind, settings) in RUNS.items():
         runs[name] = train(kind, settings, options.epochs)
         for key, curve in runs[name].items():
             print(f"{name:30} {key:19} {' '.join(f'{value:.3g}' for _, value in curve[:: max(1, len(curve) // 8)])}")

@@ -348,7 +348,7 @@ def test_the_committed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     table = capsys.readouterr().out.split("\n\n")[1]
     assert table.startswith("method   test accuracy   minus plain")
     assert table.count("\n") == 4
-    assert f"\n{table}\n" in (docs / "results.md").read_text(encoding="utf-8")
+    assert f"\n{table}\n" in (docs / "results" / "ablations.md").read_text(encoding="utf-8")
 
 
 ONE = {

@@ -15,7 +15,7 @@ KANJI = Configuration(
 )
 SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, train_size=8_000, lr=0.1)
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
-TITLES = {"kanji": "150 kanji in unseen fonts", "scripts": "100 writing systems, unseen letters"}
+TITLES = {"kanji": "150 Japanese characters in unseen fonts", "scripts": "100 writing systems, unseen letters"}
 
 RATES = (0.03, 0.1, 0.3, 1.0)
 DECAYS = (1e-4, 5e-4, 2e-3)
@@ -24,7 +24,7 @@ LENGTHS = {"1k": 1 / 4, "4k": 1, "16k": 4, "64k": 16}  # steps, and how many tim
 SEEDS_OF_64K = {"kanji": 3, "scripts": 2}  # a seed takes 20 and 31 minutes on two cores
 
 
-# The curves of the plots over the length; the average of the weights is CE's own.
+# What the tables over the length compare; EMA is the average of CE's weights.
 CURVES = {
     "EMA": Row("CE", "EMA over 100 steps"),
     "label smoothing 0.1": Row("label smoothing 0.1"),
@@ -34,6 +34,8 @@ CURVES = {
     "DCP, λ = 0.1": Row("DCP, λ = 0.1"),
     "DCP, λ = 1, α = 0.6": Row("DCP, λ = 1, α = 0.6"),
 }
+# The lines of the plots over the length.
+DRAWN = {label: CURVES[label] for label in ("DCP", "DCP, λ = 0.1", "label smoothing 0.1", "DCL")}
 
 
 def _with(plain: Configuration, method: str, **options: Any) -> Configuration:

@@ -30,17 +30,27 @@ def by_experiment(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Ro
     return "\n".join(grid(["", *columns], lines, words=1))
 
 
-def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
-    """CE's accuracy and the gains over it in each setting, with p values corrected for all cells of the table."""
+def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], *, bold: bool = False) -> str:
+    """CE's accuracy and the gains over it in each setting, with p values corrected for all cells of the table.
+
+    Args:
+        settings: the records of each, by its name.
+        rows: what is compared with CE, by its name in the table.
+        bold: print gains with a corrected p below 0.05 in bold, in place of the columns of p.
+    """
     gains = {(title, name): gain(found, row, CE) for title, found in settings.items() for name, row in rows.items()}
     p = holm({f"{title}\n{name}": one.p for (title, name), one in gains.items() if one and one.p is not None})
     lines = []
     for title, found in settings.items():
         cells = [title, _mean(found, ACCURACY)]
         for name in rows:
-            cells += [_cell(gains[title, name]), _probability(p.get(f"{title}\n{name}"))]
+            cell, probability = _cell(gains[title, name]), p.get(f"{title}\n{name}")
+            if bold:
+                cells.append(f"**{cell}**" if probability is not None and probability < 0.05 else cell)
+            else:
+                cells += [cell, _probability(probability)]
         lines.append([*cells, str(len(values(found, CE, ACCURACY)))])
-    head = ["", "CE, %", *(part for name in rows for part in (f"{name}, minus CE", "p")), "seeds"]
+    head = ["", "CE, %", *(part for name in rows for part in (f"{name}, minus CE", "p")[: 1 if bold else 2]), "seeds"]
     return "\n".join(grid(head, lines, words=1))
 
 

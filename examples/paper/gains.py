@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,12 @@ def gain(records: Sequence[Record], row: Row, baseline: Row, measure: str = "acc
     if not differences:
         return None
     return Gain(*mean_and_error(differences), probability(differences), len(differences))
+
+
+def by_gain(settings: Mapping[str, Sequence[Record]], row: Row) -> list[str]:
+    """Sort the names of settings by what a row gains over CE, the largest gain first; those without one come last."""
+    gains = {name: gain(found, row, CE) for name, found in settings.items()}
+    return sorted(settings, key=lambda name: -one.mean if (one := gains[name]) else math.inf)
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:

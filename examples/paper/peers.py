@@ -102,7 +102,7 @@ EMA = "EMA over 100 steps"
 # What a table compares with CE, by what training costs: DCP's company, and DCL's.
 PLAIN_COST: dict[str, Row] = {
     "EMA of the weights": Row("CE", EMA),
-    "DCP, nothing chosen": Row("DCP, auto"),
+    "DCP, default": Row("DCP, auto"),
     **{f"{method} ({value})": _row(method) for method, value in CHOSEN.items() if method not in TWICE},
     "DCP and label smoothing": Row("DCP and label smoothing"),
     "DCP and mixup": Row("DCP and mixup"),

@@ -1,23 +1,27 @@
-"""Plots of finished experiments: gains over the length of training, and over all settings."""
+"""Plots of finished experiments: gains over the length of training, and in several settings."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcl_optim.plots.canvas import COLOURS, LINES, MARKERS, finish, new_figure
+from dcl_optim.plots.canvas import Style, finish, new_figure, styles
 from examples.paper import evidence, pays, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.datasets import load
 from examples.paper.datasets.base import steps_per_epoch
-from examples.paper.gains import CE, Gain, Row, gain
+from examples.paper.gains import CE, Gain, Row, by_gain, gain
 from examples.paper.records import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+SPREAD = "length-kanji-4k"  # the experiment whose logits are drawn, from its figures by epoch
 
 
 def steps(configuration: Configuration) -> int:
@@ -40,7 +44,7 @@ def length_curves(
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
     lengths = [steps(experiment.runs["CE"]) for experiment in experiments]
-    for number, (name, row) in enumerate(rows.items()):
+    for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
         gains = [gain(some, row, CE) for some in found]
         x = [length * 1.03 ** (number - (len(rows) - 1) / 2) for length in lengths]  # or the bars hide each other
         axes.errorbar(
@@ -48,19 +52,18 @@ def length_curves(
             [known.mean for known in gains if known],
             [known.error or 0.0 for known in gains if known],
             label=name,
-            color=COLOURS[(number + 1) % len(COLOURS)],
-            linestyle=LINES[number % len(LINES)],
-            marker=MARKERS[number % len(MARKERS)],
-            markersize=4,
+            **style.of_points(),
+            linestyle=style.line,
+            markersize=5,
             capsize=2,
             linewidth=1.3,
         )
-    axes.axhline(0, color=COLOURS[0], linewidth=0.8)
+    axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlim(0.7 * lengths[0], 1.4 * lengths[-1])
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
-    axes.set(xlabel="optimizer steps (log scale)", ylabel="test accuracy minus CE, points\n(± 1 standard error)")
+    axes.set(xlabel="optimizer steps (log scale)", ylabel="gain in test accuracy, points\n(± 1 standard error)")
     axes.grid(axis="y", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())
 
@@ -69,56 +72,69 @@ def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], ti
     """Draw the gain in accuracy over CE, plus and minus two standard errors, a line for each setting and row.
 
     Args:
-        settings: the records of each, by its name on the axis.
+        settings: the records of each, by its name on the axis. The largest gain of the first row is on top.
         rows: what is drawn, by its name in the legend.
         title: of the figure.
     """
-    figure = new_figure(7, 1.4 + 0.42 * len(settings))
+    first = next(iter(rows.values()))
+    settings = {name: settings[name] for name in by_gain(settings, first)}
+    figure = new_figure(7, 1.3 + 0.42 * len(settings))
     axes = figure.subplots()
     places = range(len(settings) - 1, -1, -1)
-    for number, (name, row) in enumerate(rows.items()):
+    for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
         gains = [gain(some, row, CE) for some in settings.values()]
         offset = 0.28 * ((len(rows) - 1) / 2 - number)
-        _draw_intervals(axes, [place + offset for place in places], gains, name, number + 1)
-    axes.axvline(0, color=COLOURS[0], linewidth=0.8)
-    axes.set_yticks(list(places), list(settings))
-    axes.set_xlabel("points of test accuracy (± 2 standard errors)")
+        _draw_intervals(axes, [place + offset for place in places], gains, name, style)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(list(places), [name.replace(", ", ",\n", 1) for name in settings], fontsize="small")
+    axes.set_xlabel("gain in test accuracy, points (± 2 standard errors)")
     axes.grid(axis="x", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())
 
 
-def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | None], name: str, number: int) -> None:
+def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | None], name: str, style: Style) -> None:
     known = [(place, found) for place, found in zip(places, gains, strict=True) if found]
     axes.errorbar(
         [found.mean for _, found in known],
         [place for place, _ in known],
         xerr=[2 * (found.error or 0.0) for _, found in known],
         label=name,
-        color=COLOURS[number % len(COLOURS)],
-        marker=MARKERS[number % len(MARKERS)],
+        **style.of_points(),
         linestyle="",
         capsize=3,
     )
 
 
 def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], title: str) -> Figure:
-    """Draw the size of the logits and their spread over the epochs, the mean over the runs.
+    """Draw the size of the logits over the epochs, and their spread within the classes over that between them.
+
+    A line is the mean over the runs.
 
     Args:
         histories: for each method its runs; a run has ``top``, ``within`` and ``between``, one value per epoch each.
         title: of the figure.
     """
-    figure = new_figure(7, 7.5)
+    figure = new_figure(7, 5.4)
     panels = {
         "largest logit\nminus the mean": lambda run: run["top"],
-        "spread within classes": lambda run: run["within"],
-        "within divided by between": lambda run: [a / b for a, b in zip(run["within"], run["between"], strict=True)],
+        "spread within classes\ndivided by between": lambda run: [
+            a / b for a, b in zip(run["within"], run["between"], strict=True)
+        ],
     }
-    for axes, (label, measure) in zip(figure.subplots(3, 1, sharex=True), panels.items(), strict=True):
-        for number, (method, runs) in enumerate(histories.items()):
+    for axes, (label, measure) in zip(figure.subplots(2, 1, sharex=True), panels.items(), strict=True):
+        for (method, runs), style in zip(histories.items(), styles(histories).values(), strict=True):
             means = [statistics.fmean(values) for values in zip(*map(measure, runs), strict=True)]
-            colour, line = COLOURS[number % len(COLOURS)], LINES[number % len(LINES)]
-            axes.plot(range(1, len(means) + 1), means, color=colour, linestyle=line, linewidth=1.3, label=method)
+            epochs, marks = range(1, len(means) + 1), range(0, len(means), max(1, len(means) // 8))
+            axes.plot(
+                epochs,
+                means,
+                **style.of_points(),
+                linestyle=style.line,
+                markevery=marks,
+                label=method,
+                linewidth=1.2,
+                markersize=4,
+            )
         # The first epochs start from noise: shown in full they would press the rest, which matters, into one line.
         later = [value for line in axes.lines for value in line.get_ydata()[len(line.get_ydata()) // 10 :]]
         axes.set_ylim(0.9 * min(later), 1.1 * max(later))
@@ -141,11 +157,16 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
         if made:
             title = f"Gain over plain training, {evidence.TITLES[setting]}"
             figures[f"length-{setting}"] = length_curves(
-                [experiments[name] for name in made], list(made.values()), evidence.CURVES, title
+                [experiments[name] for name in made], list(made.values()), evidence.DRAWN, title
             )
-    settings = {title: found for name, title in pays.PAYS.items() if (found := read(name))}
+    settings = {pays.PAYS[name]: found for name in pays.DRAWN if (found := read(name))}
     if settings:
-        figures["pays"] = forest(settings, pays.FOREST, "Gain over plain training in each setting")
+        figures["pays"] = forest(settings, pays.FOREST, "Gain over plain training")
+    for path in (folder / f"figures-{SPREAD}.json" for folder in (results, records.COMMITTED)):
+        if path.exists():
+            histories = json.loads(path.read_text())["runs"]
+            figures[f"{SPREAD}-spread"] = spread_curves(histories, "Logits of test images, 150 Japanese characters")
+            break
     images.mkdir(parents=True, exist_ok=True)
     paths = [images / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):

@@ -85,7 +85,7 @@ def test_autocast_is_where_the_precision_says(precision: str) -> None:
     assert torch.is_autocast_enabled("cpu") is False
 
 
-@pytest.mark.parametrize("name", ["kernels-before", "wide-before"])
+@pytest.mark.parametrize("name", ["kernels-after", "wide-after"])
 def test_the_results_can_be_printed(name: str) -> None:
     printed = table.markdown(json.loads((RESULTS / f"{name}.json").read_text()))
     assert printed.startswith("### ")

@@ -1,5 +1,6 @@
 """Gains over a baseline by hand, and the plots drawn from results alone."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from examples.paper import __main__ as command
 from examples.paper import evidence, peers, records
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.gain_tables import by_experiment, by_fit, by_measure, by_setting, by_value
-from examples.paper.gains import MEASURES, Row, gain, holm, values
-from examples.paper.plots import forest, length_curves, steps
+from examples.paper.gains import MEASURES, Row, by_gain, gain, holm, values
+from examples.paper.plots import forest, length_curves, spread_curves, steps
 
 EMA = "EMA over 100 steps"
 
@@ -82,12 +83,15 @@ def test_the_curves_are_the_gains():
 
 
 def test_the_forest_has_a_line_for_each_setting():
-    (axes,) = forest({"first": CE + DCP, "second": CE}, {"ours": Row("DCP")}, "a title").axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["first", "second"]
+    better = [one | {"accuracy": {"model": one["accuracy"]["model"] + 0.01}} for one in DCP]
+    settings = {"none": CE, "some, 5 images": CE + DCP, "more": CE + better}
+    (axes,) = forest({"some, 5 images": CE + DCP, "none": CE}, {"ours": Row("DCP")}, "a title").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["some,\n5 images", "none"]
     ((x, y),) = lines(axes)["ours"]
     assert (x, y) == (pytest.approx(1.0), 1.0)
     (bar,) = axes.containers[0].lines[2][0].get_segments()
     assert bar[:, 0].tolist() == pytest.approx([1 - 2 / math.sqrt(3), 1 + 2 / math.sqrt(3)])
+    assert by_gain(settings, Row("DCP")) == ["more", "some, 5 images", "none"]
 
 
 def test_the_command_draws_what_has_results(tmp_path, capsys, monkeypatch):
@@ -95,9 +99,22 @@ def test_the_command_draws_what_has_results(tmp_path, capsys, monkeypatch):
     for name in ("length-kanji-4k", "pays-debian"):
         for one in CE + DCP:
             records.append(one, tmp_path / f"{name}.jsonl")
+    run = {"top": [3.0, 4.0], "within": [1.0, 1.0], "between": [2.0, 4.0]}
+    (tmp_path / "figures-length-kanji-4k.json").write_text(json.dumps({"runs": {"CE": [run], "DCP": [run]}}))
     command.main(["plot", "--results", str(tmp_path), "--images", str(tmp_path / "images")])
-    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["length-kanji.png", "pays.png"]
-    assert capsys.readouterr().out.split() == [str(tmp_path / "images" / f"{n}.png") for n in ("length-kanji", "pays")]
+    drawn = [tmp_path / "images" / f"{name}.png" for name in ("length-kanji", "pays", "length-kanji-4k-spread")]
+    assert sorted((tmp_path / "images").iterdir()) == sorted(drawn)
+    assert capsys.readouterr().out.split() == [str(path) for path in drawn]
+
+
+def test_the_spread_is_that_of_each_method():
+    run = {"top": [3.0, 4.0], "within": [1.0, 1.0], "between": [2.0, 4.0]}
+    figure = spread_curves({"CE": [run, run], "DCP": [run]}, "a title")
+    assert [[line.get_ydata().tolist() for line in axes.lines] for axes in figure.axes] == [
+        [[3, 4]] * 2,
+        [[0.5, 0.25]] * 2,
+    ]
+    assert [line.get_color() for line in figure.axes[0].lines] == ["#000000", "#D55E00"]
 
 
 def cells(table):
@@ -122,6 +139,14 @@ def test_the_p_values_of_a_table_are_corrected_for_all_of_it():
     p = 2 * (1 - math.sqrt(3 / 5))
     for title, line in zip(("some", "same"), lines, strict=True):
         assert line == [title, "82.00 ± 1.15", "+1.00 ± 0.58", f"{p:.3f}", "+1.00 ± 0.00", "", "3"]
+
+
+def test_bold_gains_have_a_corrected_p_below_a_twentieth():
+    better = [record("DCP", seed, 0.01 * seed + 0.9) for seed in range(3)] + [
+        record("CE", seed, 0.01 * seed + 0.0001 * seed**2) for seed in range(3)
+    ]
+    _, _, *lines = cells(by_setting({"some": CE + DCP, "more": better}, {"ours": Row("DCP")}, bold=True))
+    assert [line[2:] for line in lines] == [["+1.00 ± 0.58", "3"], ["**+89.98 ± 0.01**", "3"]]
 
 
 def test_the_table_over_measures_by_hand():

@@ -1,4 +1,4 @@
-r"""Rules for the penalty's weight that were compared with :class:`~dcl_optim.AutoWeight`: see docs/evidence.md."""
+r"""Rules for the penalty's weight that were compared with :class:`~dcl_optim.AutoWeight`: see docs/results/gains.md."""
 
 from __future__ import annotations
 
