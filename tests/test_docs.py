@@ -52,13 +52,15 @@ def test_all_results_are_on_a_page():
         assert path.stem in page or f"{kind}-{{" in page or f"{kind}-*" in page, path.stem
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 def blocks():
     """Code on the pages that is no session with its output, which doctests run.
 
     docs/logging.md has its own tests, and so have recipes in several files, which begin with the name of the file.
     """
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = {page.stem: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in pages}
+    found = {page.stem: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
     del found["logging"]
     return [
         pytest.param(block, id=page)
@@ -75,6 +77,7 @@ def what_a_script_has():
     views = dict.fromkeys(("labelled", "weak_views", "strong_views"), torch.zeros(2, 4)) | {"sizes": [2, 2, 2]}
     frozen = {"build": lambda: nn.Linear(4, 3), "shard": lambda module: module, "self": SimpleNamespace(net=model)}
     trainers = {
+        "DistributedDataParallel": lambda module: module,
         "Trainer": MagicMock,
         "arguments": None,
         "data": [],
@@ -91,3 +94,21 @@ def what_a_script_has():
 @pytest.mark.parametrize("block", blocks())
 def test_code_on_the_pages_runs(block):
     exec(block, what_a_script_has())
+
+
+def diffs():
+    """Scripts on the pages that show which lines are new."""
+    found = {page.stem: re.findall(r"^```diff\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
+    return [pytest.param(block, id=page) for page in found for block in found[page]]
+
+
+@pytest.mark.parametrize("block", diffs())
+@pytest.mark.parametrize("left_out", ["+", "-"])
+def test_scripts_run_with_the_new_lines_and_without(block, left_out):
+    lines = [line[2:] for line in block.splitlines() if not line.startswith(left_out)]
+    script = {"loader": [(torch.randn(8, 1, 28, 28), torch.arange(8))]}
+    exec("\n".join(lines), script)
+    wrapped = isinstance(script["optimizer"], dcl_optim.DCPOptimizer)
+    assert wrapped == (left_out == "-")
+    if wrapped:
+        assert script["optimizer"].logs()["step"] > 0
