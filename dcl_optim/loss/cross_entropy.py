@@ -142,7 +142,7 @@ def _read_weighted(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     p = torch.softmax(z, 1)
-    y = torch.add(g, p, alpha=-TINY).argmin(1, keepdim=True)  # as for hard labels
+    y = torch.addcmul(g, p, g.amax(1, keepdim=True), value=-ROUNDING).argmin(1, keepdim=True)  # as for hard labels
     # In p - 1 of a certain row rounding is all that is left; its other entries are exact.
     exact = torch.ones_like(p).scatter_(1, y, (p.gather(1, y) < CERTAIN).to(p))
     r = p.scatter_(1, y, -1.0, reduce="add").mul_(live[:, None])

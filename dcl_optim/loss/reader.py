@@ -309,7 +309,8 @@ class LossReader:
         self, reading: Reading | None, own: Tensor | None, several: bool, forward: Forward, gradient: Tensor
     ) -> Scale:
         unit: Scale | None = None if self._scaler is None else self._given_scale(gradient, self._scaler)
-        last = 1.0 if self._scale is None else self._scale
+        last = self._latest if self._scale is None else self._scale  # of the first step an earlier batch
+        last = 1.0 if last is None else last
         fallback = own if own is not None else last if unit is None else unit * last
         if reading is None or self._form is None or self._form.kind == "negative":
             # The first step of a gradient scaler tells its scale.
