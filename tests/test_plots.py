@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from dcl_optim.plots import training_curves
+from dcl_optim.plots.canvas import OTHERS, STYLES, styles
 
 
 def runs(count: int, epochs: int = 5) -> list[dict[str, list[float]]]:
@@ -109,3 +110,36 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"dcl-optim\[plots\]"):
         training_curves({"plain": runs(1)})
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, name) for name in STYLES),
+        *(("CE", "plain"), ("DCPOptimizer", "DCP"), ("DCLOptimizer", "DCL"), ("DCP, λ = 0.1", "DCP")),
+        ("label smoothing 0.1", "label smoothing"),
+    ],
+)
+def test_a_method_has_its_style_at_any_place(name: str, method: str):
+    for names in ([name], ["mine", name], [name, "mine"]):
+        assert styles(names)[name] == STYLES[method]
+
+
+def test_methods_do_not_share_colors_or_markers():
+    found = [*STYLES.values(), *OTHERS]
+    assert len({style.color for style in found}) == len({style.marker for style in found}) == len(found)
+
+
+def test_variants_and_unknown_methods_differ_in_their_lines():
+    names = ["DCP", "DCP, λ = 0.1", "DCP, λ = 1", "DCPlus", "CEO"]
+    found = styles(names)
+    assert {found[name].color for name in names[:3]} == {STYLES["DCP"].color}
+    assert [found[name].filled for name in names[:3]] == [True, False, False]
+    assert len({found[name].line for name in names[:3]}) == 3
+    assert [found[name] for name in names[3:]] == list(OTHERS[:2])
+
+
+def test_the_curves_have_the_colors_of_their_methods():
+    figure = training_curves({"DCL": runs(2), "DCP": runs(2)})
+    for axes in figure.axes:
+        assert [line.get_color() for line in axes.lines] == [STYLES["DCL"].color, STYLES["DCP"].color]

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcl_optim.plots.canvas import COLOURS, LINES, finish, new_figure
+from dcl_optim.plots.canvas import finish, new_figure, styles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,12 +61,12 @@ def training_curves(
 
 def _panel(axes: Any, histories: Mapping[str, Sequence[History]], quantity: str, label: str) -> None:
     later: list[float] = []
-    for index, (method, runs) in enumerate(histories.items()):
+    for (method, runs), style in zip(histories.items(), styles(histories).values(), strict=True):
         low, mean, high = _band(runs, quantity)
-        style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
         epochs = range(1, len(mean) + 1)
-        axes.plot(epochs, mean, **style, linewidth=1.8, label=method, marker="o" if len(mean) == 1 else None)
-        axes.fill_between(epochs, low, high, color=style["color"], alpha=0.18, linewidth=0)
+        marks = range(0, len(mean), max(1, len(mean) // 8))
+        axes.plot(epochs, mean, **style.of_points(), linestyle=style.line, markevery=marks, markersize=4, label=method)
+        axes.fill_between(epochs, low, high, color=style.color, alpha=0.18, linewidth=0)
         later += low[len(mean) // 5 :] + high[len(mean) // 5 :]
     later = [value for value in later if math.isfinite(value)] or [0.0, 100.0]
     # The first epochs climb from chance: shown in full they would press the rest, which matters, into one line.

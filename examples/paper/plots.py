@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dcl_optim.plots.canvas import COLOURS, LINES, MARKERS, finish, new_figure
+from dcl_optim.plots.canvas import Style, finish, new_figure, styles
 from examples.paper import evidence, pays, records
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.datasets import load
@@ -40,7 +40,7 @@ def length_curves(
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
     lengths = [steps(experiment.runs["CE"]) for experiment in experiments]
-    for number, (name, row) in enumerate(rows.items()):
+    for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
         gains = [gain(some, row, CE) for some in found]
         x = [length * 1.03 ** (number - (len(rows) - 1) / 2) for length in lengths]  # or the bars hide each other
         axes.errorbar(
@@ -48,14 +48,13 @@ def length_curves(
             [known.mean for known in gains if known],
             [known.error or 0.0 for known in gains if known],
             label=name,
-            color=COLOURS[(number + 1) % len(COLOURS)],
-            linestyle=LINES[number % len(LINES)],
-            marker=MARKERS[number % len(MARKERS)],
-            markersize=4,
+            **style.of_points(),
+            linestyle=style.line,
+            markersize=5,
             capsize=2,
             linewidth=1.3,
         )
-    axes.axhline(0, color=COLOURS[0], linewidth=0.8)
+    axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlim(0.7 * lengths[0], 1.4 * lengths[-1])
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
@@ -76,26 +75,25 @@ def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], ti
     figure = new_figure(7, 1.4 + 0.42 * len(settings))
     axes = figure.subplots()
     places = range(len(settings) - 1, -1, -1)
-    for number, (name, row) in enumerate(rows.items()):
+    for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
         gains = [gain(some, row, CE) for some in settings.values()]
         offset = 0.28 * ((len(rows) - 1) / 2 - number)
-        _draw_intervals(axes, [place + offset for place in places], gains, name, number + 1)
-    axes.axvline(0, color=COLOURS[0], linewidth=0.8)
+        _draw_intervals(axes, [place + offset for place in places], gains, name, style)
+    axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(list(places), list(settings))
     axes.set_xlabel("points of test accuracy (± 2 standard errors)")
     axes.grid(axis="x", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())
 
 
-def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | None], name: str, number: int) -> None:
+def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | None], name: str, style: Style) -> None:
     known = [(place, found) for place, found in zip(places, gains, strict=True) if found]
     axes.errorbar(
         [found.mean for _, found in known],
         [place for place, _ in known],
         xerr=[2 * (found.error or 0.0) for _, found in known],
         label=name,
-        color=COLOURS[number % len(COLOURS)],
-        marker=MARKERS[number % len(MARKERS)],
+        **style.of_points(),
         linestyle="",
         capsize=3,
     )
@@ -115,10 +113,10 @@ def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]
         "within divided by between": lambda run: [a / b for a, b in zip(run["within"], run["between"], strict=True)],
     }
     for axes, (label, measure) in zip(figure.subplots(3, 1, sharex=True), panels.items(), strict=True):
-        for number, (method, runs) in enumerate(histories.items()):
+        for (method, runs), style in zip(histories.items(), styles(histories).values(), strict=True):
             means = [statistics.fmean(values) for values in zip(*map(measure, runs), strict=True)]
-            colour, line = COLOURS[number % len(COLOURS)], LINES[number % len(LINES)]
-            axes.plot(range(1, len(means) + 1), means, color=colour, linestyle=line, linewidth=1.3, label=method)
+            epochs, marks = range(1, len(means) + 1), range(0, len(means), max(1, len(means) // 8))
+            axes.plot(epochs, means, **style.of_points(), linestyle=style.line, markevery=marks, label=method)
         # The first epochs start from noise: shown in full they would press the rest, which matters, into one line.
         later = [value for line in axes.lines for value in line.get_ydata()[len(line.get_ydata()) // 10 :]]
         axes.set_ylim(0.9 * min(later), 1.1 * max(later))

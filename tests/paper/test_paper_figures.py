@@ -13,17 +13,12 @@ from dcl_optim import metrics
 from examples.paper import __main__ as command
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.experiments import EXPERIMENTS
-from examples.paper.figures import most_errors, stages, watch
+from examples.paper.figures import watch
 from examples.paper.measures import spread
 from examples.paper.trainer import Run
 
 TINY = Configuration("digits", "small-cnn", "plain", epochs=4, train_size=60, batch_size=20, lr=0.05)
 CPU = torch.device("cpu")
-
-
-def test_each_stage_has_an_epoch_before_it():
-    assert stages(50) == {"early": 5, "middle": 25, "end": 50}
-    assert stages(4) == {"early": 2, "middle": 2, "end": 4}
 
 
 def test_a_watched_run_is_the_run_that_nobody_watches():
@@ -39,32 +34,19 @@ def test_a_watched_run_is_the_run_that_nobody_watches():
         assert watched.consistency[epoch] == pytest.approx(run.figures("validation")["consistency"]["model"])
     distances = [(after - before).norm(dim=1).mean() for before, after in itertools.pairwise(logits)]
     assert watched.drift == pytest.approx([float(d) for d in distances], rel=1e-5)
-    assert sorted(watched.kept) == [1, 2, 3, 4]
-    assert all(torch.equal(watched.kept[epoch], logits[epoch - 1]) for epoch in watched.kept)
-    assert torch.equal(watched.train[1], torch.cat([y for _, y in run.data.fixed("train")]))
-
-
-def test_the_hardest_class_is_the_one_with_most_errors_of_all_methods():
-    labels = torch.tensor([0, 1, 1, 2, 2])
-    right = torch.eye(3)[labels]
-    one, other = right.clone(), right.clone()
-    one[0], other[4], other[3] = right[1], right[0], right[0]
-    assert most_errors({"CE": one, "DCL": other}, labels) == 2
-    assert most_errors({"CE": one}, labels) == 0
 
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
     experiment = Experiment("a test", "validation", 1, "CE", {"CE": TINY, "DCL": replace(TINY, method="dcl")})
     monkeypatch.setitem(EXPERIMENTS, "small", experiment)
-    monkeypatch.setattr("examples.paper.figures.CLUSTERED", 60)
     folders = [f"--{name}={tmp_path / name}" for name in ("results", "images", "checkpoints")]
     command.main(["figures", "small", "--threads", "1", "--device", "cpu", *folders])
     return tmp_path
 
 
 def test_the_command_draws_all_and_writes_the_figures_by_epoch(drawn, monkeypatch):
-    names = ("classes", "curves", "drift", "perplexity", "spread", "top-non-target")
+    names = ("curves", "spread")
     assert sorted(path.name for path in (drawn / "images").iterdir()) == [f"small-{name}.png" for name in names]
     assert all((drawn / "images" / f"small-{name}.png").read_bytes()[:4] == b"\x89PNG" for name in names)
     found = json.loads((drawn / "results" / "figures-small.json").read_text())
