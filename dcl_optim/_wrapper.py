@@ -5,6 +5,7 @@ Apart from optimizer.py, since nothing in it knows of forecasts: any wrapper of 
 
 from __future__ import annotations
 
+import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
     _name: ClassVar[str]
+    _elsewhere: ClassVar[Mapping[str, str]] = {}  # names of other classes, with a hint
 
     def __init__(self, base: Optimizer) -> None:
         if not isinstance(base, Optimizer):
@@ -86,11 +88,19 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         base = self.__dict__.get("base")
         if name in ("train", "eval") and hasattr(base, name):
             return functools.partial(self._switch, name)
-        hint = ""
-        if not name.startswith("_") and hasattr(base, name):
-            hint = f"; its base has: use .base.{name} if that neither steps nor clears gradients, else step()"
-            hint += ", for SAM: closure(); optimizer.step(closure)" if name.endswith("_step") else ""
+        hint = "" if name.startswith("_") else self._hint(name, base)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _hint(self, name: str, base: Any) -> str:
+        if name in self._elsewhere:
+            return f": {self._elsewhere[name]}"
+        if hasattr(base, name):
+            hint = f"; its base has: use .base.{name} if that neither steps nor clears gradients, else step()"
+            return hint + (", for SAM: closure(); optimizer.step(closure)" if name.endswith("_step") else "")
+        if any(name in group for group in self.param_groups):
+            return f"; use optimizer.param_groups[0][{name!r}]"
+        close = difflib.get_close_matches(name, [known for known in dir(type(self)) if not known.startswith("_")], 1)
+        return f"; did you mean {close[0]!r}?" if close else ""
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass
         train: Callable[[], None]

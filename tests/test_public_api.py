@@ -109,7 +109,7 @@ dcl_optim.distances.resolve_distance(distance, temperature=None)
 dcl_optim.distances.to_rows(tensor, class_dim=1)
 dcl_optim.distances.from_rows(rows, shape, class_dim=1)
 dcl_optim.distances.wide(tensor)
-dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True)
+dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True, read=None)
 dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False, class_dim=None,
         needs_class_dim=False)
     .after_forward(self, forward, args, kwargs)
