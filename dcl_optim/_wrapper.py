@@ -1,7 +1,4 @@
-"""A torch.optim citizen around another optimizer: groups, state, hooks, checkpoints and copies as torch has them.
-
-Apart from optimizer.py, since nothing in it knows of forecasts: any wrapper of an optimizer would need it.
-"""
+"""A torch.optim optimizer around another one: groups, state, hooks, checkpoints and copies."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ NO_OPTIMIZER = (
 
 
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
-    """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
-
-    What a subclass has to save is under one further key of ``state_dict``, so that the base optimizer reads its own
-    part unchanged.
-    """
+    """Shares ``param_groups``, ``state`` and ``defaults`` with its base; its ``state_dict`` has one key more."""
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
     _name: ClassVar[str]
@@ -55,11 +48,6 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the first argument before Python finds the others missing: torch.optim's classes take parameters."""
-        if "criterion" in kwargs:
-            raise TypeError(
-                "criterion= was removed: leave it out. For a loss whose labels cannot be read pass targets= or call "
-                "set_targets; for one whose scale cannot be read pass loss_scale="
-            )
         if args and not isinstance(args[0], Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
         return super().__new__(cls)
@@ -81,10 +69,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     defaults: dict[str, Any] = _of_base("defaults", "The base optimizer's default options.")
 
     def _missing(self, name: str) -> Any:
-        """``train`` and ``eval`` of a base that has them (Schedule-Free); no other method of the base acts alone.
-
-        A base's own way to step, such as SAM's ``first_step``, would bypass ours.
-        """
+        """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
         base = self.__dict__.get("base")
         if name in ("train", "eval") and hasattr(base, name):
             return functools.partial(self._switch, name)
@@ -113,9 +98,9 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         getattr(self.base, mode)()
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state_dict and, under the class's own key, all that a bit-exact resumption needs.
+        """Return the base optimizer's state and, under a key for the class, what a bit-exact resumption needs.
 
-        Everything loads with ``torch.load(weights_only=True)``, and its part also into the plain base optimizer.
+        It loads with ``torch.load(weights_only=True)``, and into the plain base optimizer.
         """
         self._run_hooks("state_dict_pre")
         state = self.base.state_dict()
@@ -126,12 +111,10 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         return self._passed_through_hooks("state_dict_post", state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave.
+        """Load a state of :meth:`state_dict`.
 
         Raises:
-            ValueError: the state of another class, of a plain optimizer, of other shapes, or a damaged one; nothing is
-                changed then.
-            TypeError: no dictionary.
+            ValueError, TypeError: the state does not fit; nothing has changed.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
@@ -139,8 +122,9 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
-                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}. If it is a plain "
-                "optimizer's, load it into optimizer.base; flatten_optimizer_state_dict=True loses our part"
+                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}.\n"
+                "  Fix: load the state of a plain optimizer into optimizer.base, and save without "
+                "flatten_optimizer_state_dict=True"
             )
         try:
             self._check_own_state(own)

@@ -207,17 +207,11 @@ class ForecastOptimizer(OptimizerWrapper):
         if backwards:
             return "a backward pass with create_graph=True", "run a backward pass without it before the step"
         if forwards:
-            return (
-                "the gradient did not come through the logits that were found",
-                "pass logits=<function of the output>",
-            )
+            return "the gradient did not come through the logits that were found", "pass logits=<their function>"
         if not self.model.training:
             return "the model is in eval mode", "call model.train(), or pass count_eval=True"
         if self._algorithm.steps:
-            return (
-                "step was called twice for one backward, or something else than the model was called since",
-                CALL_THE_MODEL,
-            )
+            return "step was called twice for one backward, or the model itself was not called", CALL_THE_MODEL
         return NOT_CALLED, CALL_THE_MODEL
 
     def _note_scaler(self, scaler: Any) -> None:
