@@ -47,6 +47,10 @@ class ModuleHooks:
     def __init__(self, listener: Any, model: nn.Module, own: nn.Module) -> None:
         self.__setstate__({"listener": listener, "model": model, "own": own, "attached": True})
 
+    def add(self, handle: Any) -> None:
+        """Remove another hook along with these."""
+        self._handles += [] if handle is None else [handle]
+
     def remove(self) -> None:
         """Take the hooks off; the model is as it was."""
         for handle in self._handles:

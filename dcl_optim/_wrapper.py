@@ -1,10 +1,8 @@
-"""A torch.optim citizen around another optimizer: groups, state, hooks, checkpoints and copies as torch has them.
-
-Apart from optimizer.py, since nothing in it knows of forecasts: any wrapper of an optimizer would need it.
-"""
+"""A torch.optim optimizer around another one: groups, state, hooks, checkpoints and copies."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -33,14 +31,11 @@ NO_OPTIMIZER = (
 
 
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
-    """Shares ``param_groups``, ``state`` and ``defaults`` with the optimizer it wraps, as the very same objects.
-
-    What a subclass has to save is under one further key of ``state_dict``, so that the base optimizer reads its own
-    part unchanged.
-    """
+    """Shares ``param_groups``, ``state`` and ``defaults`` with its base; its ``state_dict`` has one key more."""
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
     _name: ClassVar[str]
+    _elsewhere: ClassVar[Mapping[str, str]] = {}  # names of other classes, with a hint
 
     def __init__(self, base: Optimizer) -> None:
         if not isinstance(base, Optimizer):
@@ -53,11 +48,6 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Check the first argument before Python finds the others missing: torch.optim's classes take parameters."""
-        if "criterion" in kwargs:
-            raise TypeError(
-                "criterion= was removed: leave it out. For a loss whose labels cannot be read pass targets= or call "
-                "set_targets; for one whose scale cannot be read pass loss_scale="
-            )
         if args and not isinstance(args[0], Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
         return super().__new__(cls)
@@ -79,18 +69,23 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     defaults: dict[str, Any] = _of_base("defaults", "The base optimizer's default options.")
 
     def _missing(self, name: str) -> Any:
-        """``train`` and ``eval`` of a base that has them (Schedule-Free); no other method of the base acts alone.
-
-        A base's own way to step, such as SAM's ``first_step``, would bypass ours.
-        """
+        """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
         base = self.__dict__.get("base")
         if name in ("train", "eval") and hasattr(base, name):
             return functools.partial(self._switch, name)
-        hint = ""
-        if not name.startswith("_") and hasattr(base, name):
-            hint = f"; its base has: use .base.{name} if that neither steps nor clears gradients, else step()"
-            hint += ", for SAM: closure(); optimizer.step(closure)" if name.endswith("_step") else ""
+        hint = "" if name.startswith("_") else self._hint(name, base)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _hint(self, name: str, base: Any) -> str:
+        if name in self._elsewhere:
+            return f": {self._elsewhere[name]}"
+        if hasattr(base, name):
+            hint = f"; its base has: use .base.{name} if that neither steps nor clears gradients, else step()"
+            return hint + (", for SAM: closure(); optimizer.step(closure)" if name.endswith("_step") else "")
+        if any(name in group for group in self.param_groups):
+            return f"; use optimizer.param_groups[0][{name!r}]"
+        close = difflib.get_close_matches(name, [known for known in dir(type(self)) if not known.startswith("_")], 1)
+        return f"; did you mean {close[0]!r}?" if close else ""
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass
         train: Callable[[], None]
@@ -103,9 +98,9 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         getattr(self.base, mode)()
 
     def state_dict(self) -> dict[str, Any]:
-        """The base optimizer's state_dict and, under the class's own key, all that a bit-exact resumption needs.
+        """Return the base optimizer's state and, under a key for the class, what a bit-exact resumption needs.
 
-        Everything loads with ``torch.load(weights_only=True)``, and its part also into the plain base optimizer.
+        It loads with ``torch.load(weights_only=True)``, and into the plain base optimizer.
         """
         self._run_hooks("state_dict_pre")
         state = self.base.state_dict()
@@ -116,12 +111,10 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         return self._passed_through_hooks("state_dict_post", state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` gave.
+        """Load a state of :meth:`state_dict`.
 
         Raises:
-            ValueError: the state of another class, of a plain optimizer, of other shapes, or a damaged one; nothing is
-                changed then.
-            TypeError: no dictionary.
+            ValueError, TypeError: the state does not fit; nothing has changed.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
@@ -129,8 +122,9 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
-                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}. If it is a plain "
-                "optimizer's, load it into optimizer.base; flatten_optimizer_state_dict=True loses our part"
+                f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}.\n"
+                "  Fix: load the state of a plain optimizer into optimizer.base, and save without "
+                "flatten_optimizer_state_dict=True"
             )
         try:
             self._check_own_state(own)

@@ -126,7 +126,7 @@ class Algorithm:
         loss = self.loss.read(forward, gradient, several=batches.count > 0)
         batches.count, batches.backward, batches.cleared = batches.count + 1, backward, False
         first, forward.counted = batches.observing and not forward.counted, True
-        self.last = {"penalty": math.nan, "weight": weight, "alpha": alpha, "loss_scale": loss.scale}
+        self.last = {"penalty": math.nan, "weight": weight, "alpha": alpha, "loss_scale": loss.scale, "read": loss.read}
         if not loss.says:
             batches.not_finite |= not loss.finite
             if first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,6 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dcl_optim._optim import gradients_of
+
+BYPASSED = (
+    "{name} wraps the optimizer, but the base {base} was stepped twice: prototypes and companion learn nothing.\n"
+    "  Fix: give the wrapper to the loop, scheduler and trainer, and call its step(), as in optimizer = "
+    "{name}(optimizer, model).\n  To step the base on purpose pass strict=False. See docs/get-started.md"
+)
 
 
 class StepBatches:
@@ -28,12 +35,15 @@ class StepBatches:
         penalties: weighted ones of the evaluation that runs, if LBFGS needs their value.
         not_finite: whether a batch was skipped, since its gradient was not finite.
         forwards, backwards: training forward passes, and backward passes through their logits, of all steps.
+        before: both numbers as the step began.
+        inside: whether the wrapper steps the base optimizer.
     """
 
     def __init__(self, base: Optimizer) -> None:
         self._base = base
         self.forwards = self.backwards = 0
         self.penalties: list[Tensor] | None = None
+        self.inside, self._bypassed = False, 0
         self.start()
 
     def start(self) -> None:
@@ -41,6 +51,7 @@ class StepBatches:
         self.count, self.backward = 0, -1
         self.observing, self.stepping = True, False
         self.cleared = self.not_finite = False
+        self.before = self.forwards, self.backwards
 
     def have_gradients(self) -> bool:
         """Whether any parameter that the base optimizer trains has a gradient."""
@@ -63,12 +74,33 @@ class StepBatches:
         gradients = gradients_of(self._base)
         return not any(map(torch.any, gradients)) if self.cleared else next(gradients, None) is None
 
+    def watch(self, name: str) -> Any:
+        """Raise in the second step in a row of the base optimizer alone. Returns the handle of the hook, if any.
+
+        Args:
+            name: the wrapper's, for the message.
+        """
+        batches = weakref.ref(self)
+
+        def stepped(base: Optimizer, args: Any, kwargs: Any) -> None:
+            found = batches()
+            if found is None or found.inside or not found.count:
+                return
+            found._bypassed += 1
+            if found._bypassed > 1:
+                raise RuntimeError(BYPASSED.format(name=name, base=type(base).__name__))
+
+        try:
+            return self._base.register_step_post_hook(stepped)
+        except AttributeError:  # of a class that leaves out the constructor of torch.optim.Optimizer
+            return None
+
     def __enter__(self) -> None:
         """The base optimizer steps. If there is no batch, its first evaluation (GSAM) is observed."""
-        self.stepping, self.observing = True, not self.count
+        self.stepping, self.observing, self.inside, self._bypassed = True, not self.count, True, 0
 
     def __exit__(self, kind: Any, *exception: object) -> None:
         """Begin anew, or go on as before if the step has raised."""
-        self.observing, self.stepping, self.penalties = True, False, None
+        self.observing, self.stepping, self.penalties, self.inside = True, False, None, False
         if kind is None:
             self.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -94,6 +94,10 @@ class DCLOptimizer(ForecastOptimizer):
     """
 
     _name = "DCLOptimizer"
+    _elsewhere: ClassVar[dict[str, str]] = {
+        "prototypes": "DCPOptimizer has prototypes, DCLOptimizer has a companion; use optimizer.companion",
+        "set_targets": "DCPOptimizer has it; DCLOptimizer needs no labels",
+    }
     forecaster: Companion
 
     def __init__(

@@ -82,6 +82,10 @@ class DCPOptimizer(ForecastOptimizer):
     """
 
     _name = "DCPOptimizer"
+    _elsewhere = dict.fromkeys(
+        ("companion", "companion_optimizer", "evaluating", "reset_companion"),
+        "DCLOptimizer has a companion, DCPOptimizer has prototypes; use optimizer.prototypes",
+    )
     _prototypes = Prototypes
     forecaster: Prototypes
 

@@ -24,6 +24,15 @@ from dcl_optim.weights import AutoWeight, FollowsFit, Weight, check_weight_state
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+CALL_THE_MODEL = "call the model itself in training mode, the compiled one if it is compiled, before each step"
+NOT_CALLED = (
+    "model.forward, another method of the model, a part or a copy was called, its class overrides __call__, it was "
+    "compiled and called before it was wrapped, or torch.func was used"
+)
+NOT_REGULARIZED = (
+    "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
+    "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
+)
 FIGURES = ("penalty", "weight", "alpha", "loss_scale")  # of each backward pass, for logs
 
 
@@ -85,6 +94,8 @@ class ForecastOptimizer(OptimizerWrapper):
             find_logits=LogitsFinder(logits),
             count_eval=count_eval,
         )
+        if strict:
+            self._algorithm.hooks.add(self._algorithm.batches.watch(self._name))
 
     def detach(self) -> None:
         """Take the hooks off the model; further steps are those of the base optimizer alone."""
@@ -187,15 +198,21 @@ class ForecastOptimizer(OptimizerWrapper):
         batches = self._algorithm.batches
         if batches.count or not batches.have_gradients() or not (self._strict and self._algorithm.hooks.attached):
             return
-        raise RuntimeError(
-            f"{self._name}.step found gradients, but no backward through a training forward of the wrapped model since "
-            "the last step. Usual reasons: step was called twice for one backward; the model was in eval mode (pass "
-            "count_eval=True) or under no_grad; a copy or an inner module was called; model.forward or another method "
-            "of the model was called (model.encode), or its class overrides __call__; the model was compiled, and "
-            "called, before it was wrapped (wrap the compiled module); the loss is not made of the logits that were "
-            "found in the output (pass logits=); backward ran with create_graph=True, or torch.func took the gradient. "
-            "strict=False allows such steps"
-        )
+        raise RuntimeError(NOT_REGULARIZED.format(self._name, *self._cause()))
+
+    def _cause(self) -> tuple[str, str]:
+        """What was seen in a step without a batch, and the fix."""
+        batches = self._algorithm.batches
+        forwards, backwards = batches.forwards - batches.before[0], batches.backwards - batches.before[1]
+        if backwards:
+            return "a backward pass with create_graph=True", "run a backward pass without it before the step"
+        if forwards:
+            return "the gradient did not come through the logits that were found", "pass logits=<their function>"
+        if not self.model.training:
+            return "the model is in eval mode", "call model.train(), or pass count_eval=True"
+        if self._algorithm.steps:
+            return "step was called twice for one backward, or the model itself was not called", CALL_THE_MODEL
+        return NOT_CALLED, CALL_THE_MODEL
 
     def _note_scaler(self, scaler: Any) -> None:
         self._algorithm.loss.note_scaler(scaler)
@@ -256,7 +273,11 @@ class ForecastOptimizer(OptimizerWrapper):
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
         """
         last = dict.fromkeys(FIGURES, math.nan) | self._algorithm.last
-        last["penalty"] = getattr(last["penalty"], "value", last["penalty"])
+        read, last["penalty"] = last.pop("read", None), getattr(last["penalty"], "value", last["penalty"])
+        if read is not None and not math.isfinite(read):  # where values are not read in each step
+            last["penalty"] = math.nan
+        if self._algorithm.loss.reads_labels:
+            last["skipped"] = self._algorithm.loss.skipped.total()
         if isinstance(self._algorithm.weight, FollowsFit):
             last["train_accuracy"] = self._algorithm.weight.accuracy
         figures = {"step": self._algorithm.steps, **last, **self.forecaster.figures()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ class Prototypes(Forecaster):
             self._counts = self._no_rows.clone()
         self._counts.index_add_(0, classes, numbers)
         # One sum for each class takes less than the rows of a large batch; the script may write to given labels.
-        number = len(classes) + sum(len(kept) for kept, _ in self._kept)
+        number = len(classes) + sum(map(len, map(itemgetter(0), self._kept)))
         if self._sums is not None or number > self._rows.shape[1] or self.group.size > 1:
             self._sum_by_class().index_add_(0, classes, apart)
         else:

@@ -30,9 +30,11 @@ PAGES = (
 def demo(name: str = "demo") -> str:
     """The demo's table, as it prints it."""
     from dcl_optim.demo.report import Row, format_table
+    from dcl_optim.demo.training import METHODS
 
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    return "```text\n" + format_table([Row(**row) for row in found["table"]], "test") + "\n```"
+    rows = sorted((Row(**row) for row in found["table"]), key=lambda row: METHODS.index(row.method))
+    return "```text\n" + format_table(rows, "test") + "\n```"
 
 
 OVERVIEW = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -107,6 +108,9 @@ def train(options: argparse.Namespace, device: torch.device) -> Run:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        print("start it by: torchrun --nproc-per-node 2 -m examples.distributed", file=sys.stderr)
+        sys.exit(2)
     train(options, connect())
     dist.barrier()  # a rank that leaves early can break the others' last reduction
     dist.destroy_process_group()

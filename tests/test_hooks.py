@@ -145,9 +145,9 @@ class Encoder(Network):
 
 
 CALLS = {
-    "eval mode": (lambda: Network().eval(), lambda model, x: model(x), r"eval mode \(pass count_eval=True"),
-    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward or .* was called"),
-    "another method": (Encoder, lambda model, x: model.encode(x), r"another method of the model was called"),
+    "eval mode": (lambda: Network().eval(), lambda model, x: model(x), r"(?s)is in eval mode.*count_eval=True"),
+    "forward": (Network, lambda model, x: model.forward(x), r"model\.forward, .* was called"),
+    "another method": (Encoder, lambda model, x: model.encode(x), r"another method of the model, .* was called"),
     "own call": (OwnCall, lambda model, x: model(x), r"its class overrides __call__"),
 }
 

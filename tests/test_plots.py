@@ -13,14 +13,9 @@ from dcl_optim.plots import training_curves
 from dcl_optim.plots.canvas import OTHERS, STYLES, styles
 
 
-def runs(count: int, epochs: int = 5) -> list[dict[str, list[float]]]:
-    return [
-        {
-            "accuracy": [0.5 + 0.08 * epoch + 0.01 * run for epoch in range(epochs)],
-            "consistency": [0.3 + 0.02 * epoch for epoch in range(epochs)],
-        }
-        for run in range(count)
-    ]
+def runs(count: int, epochs: int = 5, gain: float = 0.0) -> list[dict[str, list[float]]]:
+    """Run number i gains i times as much."""
+    return [{"accuracy": [0.5 + 0.08 * epoch + (0.01 + gain) * run for epoch in range(epochs)]} for run in range(count)]
 
 
 def test_a_saved_figure_is_an_image(tmp_path: Path):
@@ -33,18 +28,28 @@ def test_a_saved_figure_is_an_image(tmp_path: Path):
 
 
 def test_what_is_drawn():
-    figure = training_curves({"plain": runs(3), "DCL": runs(3), "DCP": runs(3)}, title="digits", split="validation")
-    accuracy, consistency = figure.axes
-    for axes in figure.axes:
-        assert len(axes.lines) == 3
-        assert len(axes.collections) == 3
+    histories = {"plain": runs(3), "DCP": runs(3, gain=0.02), "DCL": runs(3, gain=-0.01)}
+    figure = training_curves(histories, title="digits", split="validation")
+    accuracy, gains = figure.axes
+    assert len(accuracy.lines) == len(accuracy.collections) == 3
     assert accuracy.get_ylabel() == "validation accuracy [%]"
-    assert "consistency" in consistency.get_ylabel()
-    assert consistency.get_xlabel() == "epoch"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["plain", "DCL", "DCP"]
+    assert accuracy.get_xlabel() == "epoch"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["plain", "DCP", "DCL"]
     assert accuracy.lines[0].get_xdata().tolist() == [1, 2, 3, 4, 5]
     assert accuracy.lines[0].get_ydata().tolist() == pytest.approx([51, 59, 67, 75, 83])
     assert figure.get_suptitle().startswith("digits (mean of 3 runs")
+    assert gains.get_xlabel() == "seed"
+    assert gains.get_ylabel() == "points above plain,\nlast epoch"
+    points = {line.get_label(): line.get_ydata() for line in gains.lines if line.get_label() in histories}
+    assert points["DCP"].tolist() == pytest.approx([0, 2, 4])
+    assert points["DCL"].tolist() == pytest.approx([0, -1, -2])
+    assert points.keys() == {"DCP", "DCL"}
+
+
+def test_seeds_are_named_as_in_the_runs():
+    histories = {name: [run | {"seed": 7 + index} for index, run in enumerate(runs(2))] for name in ("plain", "DCP")}
+    gains = training_curves(histories).axes[1]
+    assert next(line for line in gains.lines if line.get_label() == "DCP").get_xdata() == pytest.approx([7, 8], abs=0.3)
 
 
 @pytest.mark.parametrize("characters", [3, 17, 30, 60])
@@ -53,7 +58,7 @@ def test_the_legend_is_as_wide_as_the_figure_at_most(characters):
         f"{index} ResNet-18, {index}2x{index}2, batch {index}28, DCL, λ = 0.{index}, α = 0.6, warmup"[:characters]
         for index in range(6)
     ]
-    figure = training_curves({name: [{"accuracy": [0.5, 0.9], "consistency": [0.3, 0.4]}] for name in names})
+    figure = training_curves({name: [{"accuracy": [0.5, 0.9]}] for name in names})
     figure.canvas.draw()
     legend = figure.legends[0].get_window_extent()
     assert figure.bbox.x0 <= legend.x0
@@ -80,11 +85,11 @@ def test_band_is_one_standard_error():
 def test_an_epoch_without_a_value_is_a_gap(tmp_path: Path):
     """As where a run has diverged, for all runs or one of them."""
     first, second = runs(2)
-    first["consistency"][1] = first["consistency"][3] = second["consistency"][3] = math.nan
+    first["accuracy"][1] = first["accuracy"][3] = second["accuracy"][3] = math.nan
     figure = training_curves({"plain": [first, second]})
     figure.savefig(tmp_path / "curves.png")
-    drawn = figure.axes[1].lines[0].get_ydata().tolist()
-    assert drawn == pytest.approx([30, math.nan, 34, math.nan, 38], nan_ok=True)
+    drawn = figure.axes[0].lines[0].get_ydata().tolist()
+    assert drawn == pytest.approx([50.5, math.nan, 66.5, math.nan, 82.5], nan_ok=True)
 
 
 @pytest.mark.parametrize(("count", "epochs"), [(1, 1), (1, 2), (2, 1), (1, 6)])
@@ -140,6 +145,7 @@ def test_variants_and_unknown_methods_differ_in_their_lines():
 
 
 def test_the_curves_have_the_colors_of_their_methods():
-    figure = training_curves({"DCL": runs(2), "DCP": runs(2)})
-    for axes in figure.axes:
-        assert [line.get_color() for line in axes.lines] == [STYLES["DCL"].color, STYLES["DCP"].color]
+    accuracy, gains = training_curves({"plain": runs(2), "DCL": runs(2), "DCP": runs(2)}).axes
+    for axes in (accuracy, gains):
+        found = {line.get_label(): line.get_color() for line in axes.lines}
+        assert {found[method] == STYLES[method].color for method in ("DCL", "DCP")} == {True}

@@ -116,7 +116,7 @@ dcl_optim.forecaster.Penalty(rows, number, weights=None, labels=None)
 dcl_optim.forward.Forward(logits, step)
 dcl_optim.forecaster.replayed(state)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
-dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True)
+dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True, read=None)
 dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False, class_dim=None,
         needs_class_dim=False)
     .after_forward(self, forward, args, kwargs)

@@ -167,13 +167,6 @@ def test_a_wrapper_without_one_of_its_abstract_methods_cannot_be_made(missing):
         partial(sgd(mlp()))
 
 
-@pytest.mark.parametrize("wrapper", [DCLOptimizer, DCPOptimizer])
-def test_the_removed_argument_criterion_is_refused_with_what_to_write(wrapper):
-    model = mlp()
-    with pytest.raises(TypeError, match=r"criterion= was removed: leave it out.* pass targets= or .* pass loss_scale="):
-        wrapper(sgd(model), model, criterion=nn.CrossEntropyLoss())
-
-
 def test_add_param_group_is_the_bases_own():
     class Tagged(torch.optim.SGD):
         def add_param_group(self, param_group):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -26,6 +27,15 @@ def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | Non
     """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds."""
     if companion is None:
         return copy_model(model, is_called)
+    if isinstance(companion, type):
+        try:
+            inspect.signature(companion).bind()
+        except TypeError as error:
+            name = companion.__name__
+            raise TypeError(
+                f"companion={name} is a class that cannot be called without arguments ({error}); pass a module, or "
+                f"companion=lambda: {name}(...)"
+            ) from None
     built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
     if not isinstance(built, nn.Module):
         raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")

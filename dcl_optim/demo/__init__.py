@@ -1,4 +1,4 @@
-"""The demo, ``dcl-demo``: one small network trained by plain SGD, with DCL and with DCP on scikit-learn's digits.
+"""The demo, ``dcl-demo``: one small network trained by plain SGD, with DCP and with DCL on scikit-learn's digits.
 
 Needs the extra ``demo``.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from dcl_optim.demo.arguments import parse
-from dcl_optim.demo.results import load, present, save
+from dcl_optim.demo.results import announce, load, present, save
 from dcl_optim.demo.training import METHODS, Histories, train_seeds
 
 __all__ = ["main"]
@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("dcl-demo: loading scikit-learn and matplotlib ...", file=sys.stderr)  # which takes seconds
     _require_extra()
     if args.saved is not None:
-        return present(*load(args))
+        saved, histories = load(args)
+        announce(saved, len(histories["plain"]))
+        return present(saved, histories)
+    announce(args, args.seeds)
     histories, interrupted = _train(args)
     code = present(args, histories) if histories["plain"] else 0
     if interrupted:

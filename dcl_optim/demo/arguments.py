@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,11 +19,19 @@ QUICK = {"epochs": 10, "seeds": 3}
 OUT = Path("demo-out")
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dcl-demo",
-        description="Train a small network on scikit-learn's 8x8 digits with plain SGD, with DCL and with DCP, from "
+        allow_abbrev=False,
+        description="Train a small network on scikit-learn's 8x8 digits with plain SGD, with DCP and with DCL, from "
         "the same initial weights on the same batches; print a table and draw the curves. Takes a minute or two.",
         epilog="Ctrl-C stops early and reports the seeds that were finished.",
     )
@@ -32,28 +41,40 @@ def make_parser() -> argparse.ArgumentParser:
     train_help = f"training images of each run, {CLASSES} to {POOL_SIZE} (default: %(default)s)"
     add("--train-size", type=int, default=TRAIN_SIZE, metavar="N", help=train_help)
     add("--lr", type=float, default=LEARNING_RATE, help="initial learning rate (default: %(default)s)")
-    add("--alpha", type=float, help="share of the past in DCL and DCP, 0 to 1 (default: each optimizer's own)")
-    add("--weight", type=float, help="weight of the penalty in DCL and DCP (default: each optimizer's own)")
+    add("--alpha", type=float, help="share of the past in DCP and DCL, 0 to 1 (default: each optimizer's own)")
+    add("--weight", type=float, help="weight of the penalty in DCP and DCL (default: each optimizer's own)")
     validation_help = "report on the validation split; this is how the defaults were chosen"
     add("--validation", action="store_true", help=validation_help)
-    quick_help = f"{QUICK['seeds']} seeds of {QUICK['epochs']} epochs, some seconds; --epochs and --seeds still count"
+    quick_help = (
+        f"{QUICK['seeds']} seeds of {QUICK['epochs']} epochs, some seconds: checks the installation only; --epochs and "
+        "--seeds still count"
+    )
     add("--quick", action="store_true", help=quick_help)
     add("--device", type=_device, default="cpu", help="cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
     out_help = f"for the results (default: {OUT}, or where the file of --from is)"
-    add("--out", type=Path, metavar="FOLDER", help=out_help)
+    add("--out", type=_path, metavar="FOLDER", help=out_help)
     csv_help = "also write the final accuracies (0 to 1), a row for each method and seed"
-    add("--csv", type=Path, metavar="FILE", help=csv_help)
+    add("--csv", type=_path, metavar="FILE", help=csv_help)
     from_help = "train nothing: print and draw again what a run left in its results.json; allows --out and --csv only"
-    add("--from", type=Path, dest="saved", metavar="FILE", help=from_help)
+    add("--from", type=_path, dest="saved", metavar="FILE", help=from_help)
     add("--version", action="version", version=f"dcl-optim {__version__}")
     return parser
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
 
 
 def _device(name: str) -> str:
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device here: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if reason.startswith("Expected one of"):  # 20 names follow
+            reason = "use cpu, cuda, cuda:1 or mps"
+        raise argparse.ArgumentTypeError(f"{name!r} is not a device here: {reason[:120]}") from error
     return name
 
 

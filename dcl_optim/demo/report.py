@@ -98,8 +98,30 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
+def probability(mean: float, error: float, runs: int) -> float:
+    r"""Compute the two-sided p of a paired t-test from the mean of the differences and its standard error.
+
+    With :math:`t = \sqrt n \tan\theta` and n degrees of freedom, the density of Student's t is that of
+    :math:`\cos^{n-1}\theta`.
+
+    Examples:
+        >>> round(probability(2.262, 1.0, runs=10), 3)
+        0.05
+    """
+    if error == 0 or runs < 2:
+        return float(mean == 0 or runs < 2)
+    degrees, points = runs - 1, 10_000
+    angle = math.atan(abs(mean) / error / math.sqrt(degrees))
+
+    def integral(start: float) -> float:
+        step = (math.pi / 2 - start) / points
+        return step * sum(math.cos(start + (point + 0.5) * step) ** (degrees - 1) for point in range(points))
+
+    return integral(angle) / integral(0.0)
+
+
 def verdict(row: Row, seeds: int) -> str:
-    """Say in 80 columns whether a method did better than plain training, or that it diverged."""
+    """Say in 80 columns whether a method gained on plain training by a t-test over the seeds, or that it diverged."""
     if row.diverged:
         return f"{row.method} diverged in {row.diverged} of {seeds} seeds: its loss or logits are not finite."
     if row.minus_plain is None:
@@ -107,6 +129,6 @@ def verdict(row: Row, seeds: int) -> str:
     if row.minus_plain_error is None:
         return f"{row.method}: {row.minus_plain:+.2f} points against plain in one seed, which says nothing of noise."
     points = f"{plus_minus(row.minus_plain, row.minus_plain_error, sign='+')} points"
-    if abs(row.minus_plain) <= 2 * row.minus_plain_error:
-        return f"{row.method} is within noise of plain: {points}, at most 2 standard errors."
-    return f"{row.method} {'wins' if row.minus_plain > 0 else 'loses'}: {points} against plain, over 2 standard errors."
+    if probability(row.minus_plain, row.minus_plain_error, seeds) >= 0.05:
+        return f"{row.method} is within noise of plain: {points} (t-test: p >= 0.05)."
+    return f"{row.method} {'gains' if row.minus_plain > 0 else 'loses'} {points} against plain (t-test: p < 0.05)."

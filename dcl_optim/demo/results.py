@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
-import math
 import os
 import platform
 import sys
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from dcl_optim import __version__
 from dcl_optim.demo.arguments import make_parser, penalty_options
 from dcl_optim.demo.digits import TEST_SIZE, VALIDATION_SIZE
 from dcl_optim.demo.report import format_table, summarise, verdict
-from dcl_optim.demo.training import Histories
+from dcl_optim.demo.training import METHODS, Histories
 from dcl_optim.plots import training_curves
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def save(args: argparse.Namespace, histories: Histories, interrupted: bool) -> N
     """Write results.json; whoever reads it, even after a crash, finds a whole file."""
     results = {
         "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "interrupted": interrupted,
         "versions": {"dcl_optim": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": {"system": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
@@ -50,14 +52,30 @@ def load(args: argparse.Namespace) -> tuple[argparse.Namespace, Histories]:
     try:
         results = json.loads(args.saved.read_text(encoding="utf-8"))
         now = {name: getattr(args, name) for name in ("saved", "out", "csv")}
-        run, histories = argparse.Namespace(**results["arguments"] | now), results["histories"]
-        _render(run, histories), _csv_rows(histories)
+        run, found = argparse.Namespace(**results["arguments"] | now), results["histories"]
+        histories = {method: found[method] for method in sorted(found, key=METHODS.index)}
+        _headline(run, 1), _render(run, histories), _csv_rows(histories)
     except OSError as error:
         make_parser().error(f"argument --from: cannot read {args.saved}: {error.strerror}")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         make_parser().error(f"argument --from: {args.saved} is no results.json of this demo: {reason}")
     return run, histories
+
+
+def announce(args: argparse.Namespace, seeds: int) -> None:
+    """Print what is trained, before the training."""
+    with contextlib.suppress(BrokenPipeError):  # present() meets it again, when the files are written
+        print(_headline(args, seeds), flush=True)
+
+
+def _headline(args: argparse.Namespace, seeds: int) -> str:
+    split, images = ("validation", VALIDATION_SIZE) if args.validation else ("test", TEST_SIZE)
+    given = ", ".join(f"{name} {value:g}" for name, value in penalty_options(args).items())
+    return (
+        f"digits: {args.train_size} training and {images} {split} images, {args.epochs} epochs, {seeds} seeds\n"
+        f"{given or 'default weight and alpha'}\n"
+    )
 
 
 def present(args: argparse.Namespace, histories: Histories) -> int:
@@ -81,19 +99,14 @@ def present(args: argparse.Namespace, histories: Histories) -> int:
 
 def _render(args: argparse.Namespace, histories: Histories) -> tuple[str, Figure]:
     rows, split = summarise(histories), "validation" if args.validation else "test"
-    images, seeds = VALIDATION_SIZE if args.validation else TEST_SIZE, len(histories["plain"])
-    given = ", ".join(f"{name} {value:g}" for name, value in penalty_options(args).items())
-    lines = [
-        f"digits: {args.train_size} training and {images} {split} images, {args.epochs} epochs, {seeds} seeds",
-        f"{given or 'default weight and alpha'}\n",
-        f"{format_table(rows, split)}\n",
-        *(verdict(row, seeds) for row in rows if row.method != "plain" or row.diverged),
-    ]
-    drawn = {
-        method: [run | {"consistency": [math.nan if c is None else c for c in run["consistency"]]} for run in runs]
-        for method, runs in histories.items()
-    }
-    return "\n".join(lines), training_curves(drawn, title=f"digits, {args.train_size} training images", split=split)
+    seeds, quick = len(histories["plain"]), getattr(args, "quick", False)
+    planned = getattr(args, "seeds", seeds)
+    lines = [f"{format_table(rows, split)}\n"]
+    lines += [f"{seeds} of {planned} seeds were finished.\n"] * (seeds < planned)
+    lines += [verdict(row, seeds) for row in rows if row.diverged or (row.method != "plain" and not quick)]
+    lines += ["--quick checks the installation only: so few steps and seeds compare nothing."] * quick
+    title = f"digits, {args.train_size} training images"
+    return "\n".join(lines), training_curves(histories, title=title, split=split)
 
 
 def _csv_rows(histories: Histories) -> list[list[Any]]:

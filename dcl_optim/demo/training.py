@@ -1,11 +1,13 @@
-"""The demo's training: the same network from the same seed by plain SGD, with DCL and with DCP."""
+"""The demo's training: the same network from the same seed by plain SGD, with DCP and with DCL."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.demo.arguments import penalty_options
 from dcl_optim.demo.digits import CLASSES, Images, load_digits, make_model, stratified_order
-from dcl_optim.metrics import top_non_target_consistency
 
-METHODS = ("plain", "DCL", "DCP")
+METHODS = ("plain", "DCP", "DCL")
+LINE_EVERY = 60.0  # seconds, if no bar can be drawn
 BATCH_SIZE = 64
 
 History = dict[str, Any]
@@ -35,7 +37,7 @@ class Run:
         self.optimizer = self._wrap(method, args)
         self.scheduler = CosineAnnealingLR(self.optimizer, args.epochs)
         self.train, self.evaluation = train, evaluation
-        self.history: History = {"seed": seed, "accuracy": [], "consistency": [], "seconds": []}
+        self.history: History = {"seed": seed, "accuracy": [], "seconds": []}
 
     def _wrap(self, method: str, args: argparse.Namespace) -> Optimizer:
         base = SGD(self.model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
@@ -72,8 +74,6 @@ class Run:
             images, train_labels = self.train
             train_logits = self.model(images)
             finite = _finite(logits, labels) and _finite(train_logits, train_labels)
-            consistency = top_non_target_consistency(train_logits, train_labels).nanmean().item() if finite else None
-        self.history["consistency"].append(consistency)
         self.history["diverged"] = not finite  # that of the last epoch stays
         self.model.train()
 
@@ -106,7 +106,7 @@ def train_seed(seed: int, args: argparse.Namespace, bar: Any) -> dict[str, Histo
     Args:
         seed: of the weights, the training images and the batches.
         args: the command line.
-        bar: a tqdm bar that counts epochs.
+        bar: a tqdm bar or :class:`Lines`, which counts epochs.
 
     Returns:
         Each method's history.
@@ -126,6 +126,24 @@ def train_seed(seed: int, args: argparse.Namespace, bar: Any) -> dict[str, Histo
     return {method: run.finish() for method, run in runs.items()}
 
 
+class Lines:
+    """The progress as a line a minute, where tqdm draws no bar."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._text, self._due = total, 0, "", monotonic() + LINE_EVERY
+
+    def set_postfix_str(self, text: str) -> None:
+        """Note what to print behind the number of epochs."""
+        self._text = text
+
+    def update(self) -> None:
+        """Count an epoch."""
+        self._done += 1
+        if (now := monotonic()) >= self._due:
+            self._due = now + LINE_EVERY
+            print(f"dcl-demo: {self._done} of {self._total} epochs, {self._text}", file=sys.stderr, flush=True)
+
+
 def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
     """Train every seed; after each one yield the histories of all that are finished."""
     from tqdm import tqdm
@@ -134,9 +152,10 @@ def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
     # Shorter than tqdm's own, which leaves no room for the accuracies in 80 columns.
     shape = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
     total = args.seeds * args.epochs
+    lines = Lines(total)
     with tqdm(total=total, bar_format=shape, disable=None, leave=False, dynamic_ncols=True) as bar:
         for seed in range(args.seeds):
-            finished = train_seed(seed, args, bar)
+            finished = train_seed(seed, args, lines if bar.disable else bar)
             # New lists: what was yielded before stays as it was, with equally many runs of each method.
             histories = {method: [*histories[method], finished[method]] for method in METHODS}
             yield histories

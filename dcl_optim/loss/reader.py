@@ -26,7 +26,7 @@ from dcl_optim._torch import current_backward, warn
 from dcl_optim._validation import check_integer, check_positive, is_number
 from dcl_optim.distances import to_rows, wide
 from dcl_optim.forward import Forward
-from dcl_optim.loss import cross_entropy, outputs
+from dcl_optim.loss import cross_entropy, outputs, unread
 from dcl_optim.loss.cross_entropy import Evidence, Form, Reading
 
 Scale = float | Tensor
@@ -34,26 +34,6 @@ Targets = str | Callable[[tuple[Any, ...], dict[str, Any]], Tensor]
 MAX_ROWS = 64  # that are read where only the scale is asked for
 FEW_LOGITS = 2**14  # so few are read faster than selected
 DECIDED = 20  # steps after which labels that cannot be read are no longer an error
-
-UNREADABLE_SCALE = (
-    "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient, so the penalty "
-    "has the factor of torch's GradScaler, or 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there "
-    "is no factor)"
-)
-UNREADABLE_LABELS = (
-    "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy "
-    "over the model's logits"
-)
-FIX_LABELS = (
-    "\n  Fix: call set_targets(labels) before the forward pass, or pass targets=<the model's keyword with the labels>; "
-    "for a loss that raises one logit of each row (focal and similar losses) pass loss_scale=. Models with sigmoid "
-    "outputs (binary, multi-label) and regression: use DCLOptimizer, which needs no labels"
-)
-HIDDEN_LABELS = (
-    "the model computes its own loss and is compiled, so the labels cannot be read from the gradient of its logits.\n"
-    "  Fix: pass targets=<the model's keyword with the labels> (and class_dim=-1 for logits of shape (batch, time, "
-    "classes)), or call set_targets(labels) before the forward pass"
-)
 
 
 class Loss(NamedTuple):
@@ -67,6 +47,7 @@ class Loss(NamedTuple):
         class_dim: the dimension of the logits that holds the classes.
         finite: False if the gradient is known not to be finite.
         says: False if the batch is to be skipped: it is not finite, or labels that are needed are missing.
+        read: s as this gradient shows it, not finite if the gradient is not; None if it was not read.
     """
 
     scale: Scale
@@ -75,6 +56,7 @@ class Loss(NamedTuple):
     class_dim: int
     finite: bool = True
     says: bool = True
+    read: Tensor | None = None
 
 
 class LossReader:
@@ -118,7 +100,8 @@ class LossReader:
         self.source, self._targets, self.reads_labels = scale, targets, reads_labels
         self._given_dim = None if class_dim is None else check_integer("class_dim", class_dim)
         self._needs_class_dim = needs_class_dim
-        self._warned_scale = self._warned_labels = False
+        self._warned: set[str] = set()
+        self.skipped = unread.Skipped()
         self.load_state({})
 
     def state(self) -> dict[str, Any]:
@@ -246,7 +229,7 @@ class LossReader:
         wants_labels = self.reads_labels and forward.targets is None
         if own is not None and forward.hides_gradient:
             if wants_labels:
-                raise RuntimeError(HIDDEN_LABELS)
+                raise RuntimeError(unread.HIDDEN_LABELS)
             given = own if given is None else given
             if dim is None:
                 dim = self._assume_class_dim(gradient)
@@ -254,6 +237,7 @@ class LossReader:
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
             finite = not may_sync or math.isfinite(gradient.sum())
+            self.skipped.fits.append(finite)
             return Loss(given, forward.targets, None, dim, finite, finite)
         form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:
@@ -270,6 +254,10 @@ class LossReader:
         if settles:
             reading, count, dim, total = self._settle(forward, gradient, wants_labels, given is not None)
         says = math.isfinite(total) and not (wants_labels and reading is None)
+        if self.reads_labels:
+            self.skipped.fits.append(says if reading is None or may_sync or not wants_labels else reading.fits)
+            if may_sync and len(self.skipped.fits) >= 2 * unread.WINDOW:
+                self.skipped.total()
         scale = given
         if total == 0:
             scale = 0.0
@@ -281,8 +269,9 @@ class LossReader:
         if reading is None:
             forward.rows = to_rows(forward.logits, dim)
         if not wants_labels or reading is None or count is None:
-            return Loss(scale, forward.targets, None, dim, math.isfinite(total), says)
-        return Loss(scale, reading.labels, count.clamp(min=1), dim, True, says)
+            read = None if reading is None else reading.scale
+            return Loss(scale, forward.targets, None, dim, math.isfinite(total), says, read)
+        return Loss(scale, reading.labels, count.clamp(min=1), dim, True, says, reading.scale)
 
     def _dim_of(self, logits: Tensor) -> int | None:
         """The class dimension, counted from 0; None while it is not known."""
@@ -315,9 +304,8 @@ class LossReader:
         if reading is None or self._form is None or self._form.kind == "negative":
             # The first step of a gradient scaler tells its scale.
             asks = several or (gradient.dtype == torch.float16 and forward.step > 1 and unit is None)
-            if asks and own is None and self._scale is None and self._unread and not self._warned_scale:
-                self._warned_scale = True
-                warn(UNREADABLE_SCALE)
+            if asks and own is None and self._scale is None and self._unread:
+                self._warn(unread.UNREADABLE_SCALE)
             return fallback
         same = fallback.to(reading.scale) if isinstance(fallback, Tensor) else torch.full_like(reading.scale, fallback)
         scale = torch.where(reading.tells_scale, reading.scale, same)
@@ -341,7 +329,9 @@ class LossReader:
         if not len(laid_out[0].g):
             return None, None, known, 0.0
         vectors = [cross_entropy.examine(*one.rows(wants_labels)[:2], one.tolerance) for one in laid_out]
-        found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]
+        softmax = torch.stack([unread.are_probabilities(one.z) for one in laid_out])
+        rows = torch.cat([torch.stack(vectors), softmax[:, None]], 1).tolist()  # one wait for all
+        found = [Evidence(*numbers) for *numbers, _ in rows]
         total = found[0].total
         if not 0 < total < math.inf:
             return None, None, known, total
@@ -357,22 +347,35 @@ class LossReader:
             if bool(reading.fits):
                 self._form, forward.rows, self._read = form, one.z, self._read + 1
                 self.class_dim = dim if known is None else self.class_dim
+                if rows[dims.index(dim)][-1] and form.kind != "log":
+                    self._warn(unread.SOFTMAX_TWICE)
                 return reading, one.count, dim, total
         if all(evidence.says for evidence in found):  # else the one that says nothing yet may be that of the classes
-            self._refuse(forward, wants_labels, known)
+            self._refuse(forward, wants_labels, known, laid_out[0])
         return None, None, known, total
 
-    def _refuse(self, forward: Forward, wants_labels: bool, class_dim: int | None) -> None:
+    def _refuse(self, forward: Forward, wants_labels: bool, class_dim: int | None, seen: _Seen) -> None:
         """A gradient that says something has no known form: an error where that matters, or a warning."""
         self._unread += 1
-        if wants_labels and (self._form is None or (self._unread > self._read and forward.step <= DECIDED)):
-            of = f"; {self._read} of the first {self._read + self._unread} batches could" if self._form else ""
-            raise RuntimeError(UNREADABLE_LABELS + of + FIX_LABELS)
-        if wants_labels and not self._warned_labels:
-            self._warned_labels = True
-            warn(UNREADABLE_LABELS + "; those of former batches could. Such batches get no penalty." + FIX_LABELS)
+        if wants_labels:
+            cause = unread.cause_of(seen.z, seen.g)
+            if self._form is None or (self._unread > self._read and forward.step <= DECIDED):
+                of = f" ({self._read} of the first {self._read + self._unread} could)" if self._form else ""
+                raise RuntimeError(f"{unread.UNREADABLE_LABELS}{of}.{cause}")
+            self.skipped.total()
+            last = [*self.skipped.fits, False][-unread.WINDOW :]
+            number = last.count(False)
+            said = f"{number} of the last {len(last)} batches got no penalty: {unread.UNREADABLE_LABELS}.{cause}"
+            self._warn(said, "labels" if 2 * number <= unread.WINDOW else "most labels")
         if class_dim is None:
             self._assume_class_dim(forward.logits)
+
+    def _warn(self, message: str, about: str = "") -> None:
+        """Warn once about something."""
+        about = about or message
+        if about not in self._warned:
+            self._warned.add(about)
+            warn(message)
 
     def _assume_class_dim(self, gradient: Tensor) -> int:
         """Take dimension 1 for the classes, and say so if that matters."""

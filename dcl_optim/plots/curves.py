@@ -1,4 +1,4 @@
-"""Accuracy and consistency over the epochs of training."""
+"""Accuracy over the epochs of training, and the gain of each seed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from dcl_optim.plots.canvas import finish, new_figure, styles
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-History = Mapping[str, Sequence[float]]
-QUANTITIES = ("accuracy", "consistency")
+History = Mapping[str, Any]
 WIDE = 70  # characters: a longer title gets a second line
 
 
@@ -23,12 +22,14 @@ def training_curves(
     title: str = "Training with and without a companion",
     split: str = "test",
 ) -> Figure:
-    """Draw accuracy and top non-target consistency over the epochs, the mean over runs and its standard error.
+    """Draw the accuracy over the epochs, and below it the gain of each seed in the last epoch.
+
+    The curves are means over the runs, with bands of one standard error. Gains are over the first method.
 
     Args:
-        histories: for each method its runs; a run has ``"accuracy"`` and ``"consistency"``, one value per epoch each,
-            in [0, 1], or nan for an epoch not to be drawn. All runs of all methods have equally many epochs. Other
-            keys are left alone.
+        histories: for each method its runs; a run has ``"accuracy"``, one value per epoch in [0, 1], or nan for an
+            epoch not to be drawn, and may have its ``"seed"``. All runs of all methods have equally many epochs, and
+            run i of each method has the same seed. Other keys are left alone.
         title: the line above both panels. Default: ``"Training with and without a companion"``.
         split: the name of the images that the accuracy is measured on. Default: ``"test"``.
 
@@ -40,29 +41,28 @@ def training_curves(
         ImportError: matplotlib is missing.
 
     Examples:
-        >>> run = {"accuracy": [0.5, 0.9], "consistency": [0.3, 0.4]}
-        >>> figure = training_curves({"plain": [run], "DCL": [run]}, title="digits")
+        >>> run = {"accuracy": [0.5, 0.9]}
+        >>> figure = training_curves({"plain": [run], "DCP": [run]}, title="digits")
         >>> figure.get_suptitle()
         'digits (1 run)'
 
-    Source: Figure 5, right, for the accuracy; Figure 2 for the consistency.
+    Source: Figure 5, right, for the accuracy.
     """
     _check(histories)
     figure = new_figure(7, 6.4)  # one panel above the other: readable in the width of a phone
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    _panel(top, histories, "accuracy", f"{split} accuracy [%]")
-    _panel(bottom, histories, "consistency", "top non-target consistency,\ntraining images [%]")
-    bottom.set_xlabel("epoch")
+    top, bottom = figure.subplots(2, 1, height_ratios=(3, 2))
+    _curves(top, histories, f"{split} accuracy [%]")
+    _gains(bottom, histories)
     runs = len(next(iter(histories.values())))
     band = f"mean of {runs} runs, band: ± 1 standard error" if runs > 1 else "1 run"
     separator = "\n" if len(title) + len(band) > WIDE else " "
     return finish(figure, f"{title}{separator}({band})", *top.get_legend_handles_labels())
 
 
-def _panel(axes: Any, histories: Mapping[str, Sequence[History]], quantity: str, label: str) -> None:
+def _curves(axes: Any, histories: Mapping[str, Sequence[History]], label: str) -> None:
     later: list[float] = []
     for (method, runs), style in zip(histories.items(), styles(histories).values(), strict=True):
-        low, mean, high = _band(runs, quantity)
+        low, mean, high = _band(runs)
         epochs = range(1, len(mean) + 1)
         marks = range(0, len(mean), max(1, len(mean) // 8))
         axes.plot(epochs, mean, **style.of_points(), linestyle=style.line, markevery=marks, markersize=4, label=method)
@@ -72,15 +72,33 @@ def _panel(axes: Any, histories: Mapping[str, Sequence[History]], quantity: str,
     # The first epochs climb from chance: shown in full they would press the rest, which matters, into one line.
     margin = max(0.5, 0.06 * (max(later) - min(later)))
     axes.set_ylim(min(later) - margin, max(later) + margin)
+    _finish(axes, "epoch", label)
+
+
+def _gains(axes: Any, histories: Mapping[str, Sequence[History]]) -> None:
+    """A point for each seed, and a line at the mean."""
+    (first, plain), *others = histories.items()
+    seeds = [float(run.get("seed", index)) for index, run in enumerate(plain)]
+    axes.axhline(0, color=styles(histories)[first].color, linewidth=1)
+    for index, (method, runs) in enumerate(others):
+        style = styles(histories)[method]
+        gains = [100 * (ours["accuracy"][-1] - base["accuracy"][-1]) for ours, base in zip(runs, plain, strict=True)]
+        shift = 0.3 * ((index + 0.5) / len(others) - 0.5)  # equal gains stay visible
+        axes.plot([seed + shift for seed in seeds], gains, **style.of_points(), linestyle="", label=method)
+        axes.axhline(statistics.fmean(gains), color=style.color, linestyle=style.line, linewidth=1)
+    _finish(axes, "seed", f"points above {first},\nlast epoch")
+
+
+def _finish(axes: Any, x: str, y: str) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel(label)
+    axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _band(runs: Sequence[History], quantity: str) -> tuple[list[float], list[float], list[float]]:
+def _band(runs: Sequence[History]) -> tuple[list[float], list[float], list[float]]:
     """Mean minus standard error, mean, mean plus standard error for every epoch, in percent."""
-    columns = [[100 * value for value in column] for column in zip(*(run[quantity] for run in runs), strict=True)]
+    columns = [[100 * value for value in column] for column in zip(*(run["accuracy"] for run in runs), strict=True)]
     means = [statistics.fmean(column) for column in columns]
     # Before Python 3.12 stdev fails on nan.
     known = [len(column) > 1 and math.isfinite(mean) for column, mean in zip(columns, means, strict=True)]
@@ -90,7 +108,7 @@ def _band(runs: Sequence[History], quantity: str) -> tuple[list[float], list[flo
 
 
 def _check(histories: Mapping[str, Sequence[History]]) -> None:
-    lengths = {len(run[quantity]) for runs in histories.values() for run in runs for quantity in QUANTITIES}
+    lengths = {len(run["accuracy"]) for runs in histories.values() for run in runs}
     empty = [method for method, runs in histories.items() if not runs]
     if empty or len(lengths) != 1 or lengths == {0}:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,12 +60,19 @@ class Application:
 
 
 def run(application: Application, options: argparse.Namespace) -> list[Record]:
-    """Make the runs that the results file does not have; give all that the table shows."""
+    """Make the runs that have no results, with ``--fresh`` in the repository's files too; give what the table shows."""
     settings = {name: getattr(options, name) for name in application.settings}
     path, configurations = results_file(application, options.results), _configurations(application, settings)
-    done = {(r["label"], r["seed"]) for r in finished(application, settings, options.results)}
+
+    def known() -> list[Record]:
+        return made(application, settings, path) if options.fresh else finished(application, settings, options.results)
+
+    done = {(r["label"], r["seed"]) for r in known()}
     runs = [(label, seed) for seed in range(options.seeds) for label in options.only or application.rows]
     wanted = [run for run in runs if run not in done]
+    if not wanted:
+        print(records.nothing_to_do(application.name, len(runs), options.results), file=sys.stderr)
+        return known()
     with tqdm(wanted, desc=application.name, unit="run", disable=None) as bar:
         for label, seed in bar:
             begin, device = time.perf_counter(), torch.device(options.device)
@@ -76,7 +84,7 @@ def run(application: Application, options: argparse.Namespace) -> list[Record]:
             record = {"label": label, "seed": seed, "configuration": configurations[label], "score": score}
             record |= {"seconds": time.perf_counter() - begin}
             records.append(record | records.circumstances(options.device, torch.get_num_threads()), path)
-    return finished(application, settings, options.results)
+    return known()
 
 
 def finished(application: Application, settings: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -135,6 +143,7 @@ def parser(application: Application, description: str | None) -> argparse.Argume
     made.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each row (default 3)")
     made.add_argument("--only", nargs="+", metavar="ROW", choices=tuple(application.rows), help="these rows only")
     made.add_argument("--threads", type=number(int, 1), help="of torch (default: torch's own)")
+    made.add_argument("--fresh", action="store_true", help=f"train runs of {records.COMMITTED} too")
     add_device(made)
     own, known = records.RESULTS, records.COMMITTED
     made.add_argument("--results", type=Path, default=own, help=f"their folder, beside {known} (default {own})")

@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> None:
     name, experiment = options.experiment, EXPERIMENTS[options.experiment]
     path = options.results / f"{name}.jsonl"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
-    done = records.finished(options.results, path.name)
-    folders = (records.COMMITTED, options.results)
+    done = records.read(path) if options.fresh else records.finished(options.results, path.name)
+    folders = (options.results,) if options.fresh else (records.COMMITTED, options.results)
     wanted, known = [], records.by_identity(folder / f"{other}.jsonl" for folder in folders for other in EXPERIMENTS)
     for label, configuration, seed in pending(experiment, done, options.seeds or experiment.seeds):
         if options.only and label not in options.only:
@@ -59,6 +59,10 @@ def run(options: argparse.Namespace) -> None:
             wanted.append(
                 Job(label, configuration, seed, experiment.part, options.device, threads, options.checkpoints)
             )
+    if not wanted:
+        count = (options.seeds or experiment.seeds) * len(options.only or experiment.runs)
+        print(records.nothing_to_do(name, count, options.results), file=sys.stderr)
+        return
     with tqdm(total=len(wanted), desc=name, unit="run") as bar:
         for job, record in finished(wanted, options.jobs):
             records.append(record, path)
@@ -105,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     add("run", "--jobs", type=number(int, 1), default=1, help="runs at a time, each in its own process (default 1)")
     add("run", "--threads", type=number(int, 1), help="of a run (default: the cores divided by --jobs)")
     add("figures", "--threads", type=number(int, 1), help="of torch (default: torch's own)")
+    add("run", "--fresh", action="store_true", help=f"train runs of {records.COMMITTED} too")
     for name in ("run", "figures"):
         add_device(found[name])
     own, known = records.RESULTS, records.COMMITTED

@@ -81,6 +81,11 @@ def finished(folder: Path, name: str) -> list[Record]:
     return list({_run(record): record for record in found}.values())
 
 
+def nothing_to_do(name: str, runs: int, folder: Path) -> str:
+    """Say that all runs of an experiment have results, and how to make them again."""
+    return f"{name}: all {runs} runs have results in {COMMITTED} or {folder}; --fresh trains them again"
+
+
 def _run(record: Record) -> str:
     return json.dumps([record["label"], record["seed"], record.get("configuration")], sort_keys=True)
 

@@ -291,6 +291,22 @@ def test_a_run_that_the_repository_has_is_read_from_there_and_not_made_again(sma
     assert records.finished(tmp_path / "committed", "small.jsonl") == committed, "a folder that is both counts once"
 
 
+def test_a_run_that_does_nothing_is_said_and_fresh_trains_what_is_committed(small, tmp_path, monkeypatch, capsys):
+    small("run", "small")
+    (tmp_path / "results").rename(tmp_path / "committed")
+    capsys.readouterr()
+    small("run", "small")
+    assert re.search(
+        r"small: all \d+ runs have results in .*committed or .*; --fresh trains them again", capsys.readouterr().err
+    )
+    assert not (tmp_path / "results").exists()
+    assert len(small("run", "small", "--fresh")) == 4
+    capsys.readouterr()
+    monkeypatch.setattr(jobs, "finish", None)
+    small("run", "small", "--fresh")
+    assert "all 4 runs have results in" in capsys.readouterr().err
+
+
 def test_nothing_is_written_into_the_pages_folders_unless_asked():
     for arguments in ("run baselines", "figures baselines"):
         options = command.parser().parse_args(arguments.split())
@@ -358,7 +374,7 @@ def test_help_has_what_applies_to_the_command_alone(capsys):
         "table": common | {"--results"},
         "plot": common | folders - {"--checkpoints"},
         "figures": common | folders | training,
-        "run": common | folders - {"--images"} | training | {"--jobs"},
+        "run": common | folders - {"--images"} | training | {"--jobs", "--fresh"},
     }
     for name, expected in flags.items():
         with pytest.raises(SystemExit):

@@ -1,0 +1,111 @@
+"""Batches whose loss cannot be read: the cause that their gradient shows, the fix, and how many are skipped."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+UNREADABLE_SCALE = (
+    "the loss scale (gradient scaler, accumulation, weights) cannot be read from this loss's gradient: the penalty "
+    "has the factor of torch's GradScaler, or 1.\n  Fix: pass loss_scale=<number, GradScaler or callable> (1 if there "
+    "is no factor)"
+)
+HIDDEN_LABELS = (
+    "the model computes its own loss and is compiled, so the labels cannot be read from the gradient of its logits.\n"
+    "  Fix: pass targets=<the model's keyword with the labels> (and class_dim=-1 for logits of shape (batch, time, "
+    "classes)), or call set_targets(labels) before the forward pass"
+)
+SOFTMAX_TWICE = (
+    "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
+    "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/losses.md"
+)
+
+UNREADABLE_LABELS = (
+    "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy "
+    "over the model's logits"
+)
+WINDOW = 100  # batches, of which a warning says how many were skipped
+GIVE_LABELS = "call set_targets(labels) before the forward pass, or pass targets=<the model's keyword for them>"
+
+
+class Cause(NamedTuple):
+    """What a gradient shows, and the fix."""
+
+    seen: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"\n  Seen: {self.seen}.\n  Fix: {self.fix}. See docs/losses.md"
+
+
+NO_LABELS = "use DCLOptimizer, which needs no labels"
+ONE_LOGIT = Cause("the model gives one logit a row (binary classification or regression)", NO_LABELS)
+PROBABILITIES = Cause(
+    "the rows of the model's output are probabilities", "remove the softmax layer; use F.cross_entropy"
+)
+ONE_ENTRY = Cause(
+    "the gradient has one entry a row, as of F.nll_loss, but the outputs are not log-probabilities",
+    "use F.cross_entropy, or end the model in log_softmax",
+)
+NO_SOFTMAX = Cause(
+    "the gradient's rows do not sum to 0, as of sigmoid outputs (binary, multi-label) and regression",
+    f"{NO_LABELS}; for another loss {GIVE_LABELS}",
+)
+MIXED = Cause(
+    "the gradient has up to two negative entries a row, as of mixed labels (mixup, CutMix)",
+    "call set_targets(soft_labels) before the forward pass, with the shares of all classes for each row",
+)
+ONE_NEGATIVE = Cause(
+    "the gradient has one negative entry a row, as of focal losses, margins, scaled logits and sums with a small term",
+    f"pass loss_scale=1 if that entry is the label, or {GIVE_LABELS}",
+)
+SUM = Cause("the gradient has more negative entries a row, as of a sum of losses or of other targets", GIVE_LABELS)
+
+
+def are_probabilities(z: Tensor) -> Tensor:
+    """Whether all rows are distributions, as a softmax layer gives them; a scalar, which is not read."""
+    tolerance = 0.02 if z.dtype.itemsize < 4 else 1e-4
+    return (z.amin() >= 0) & ((z.sum(1) - 1).abs().amax() <= tolerance)
+
+
+def cause_of(z: Tensor, g: Tensor) -> Cause:
+    """Find the cause in logits and gradient, rows (N, K). Synchronizes."""
+    if g.shape[1] == 1:
+        return ONE_LOGIT
+    if are_probabilities(z):
+        return PROBABILITIES
+    live = g.abs().sum(1) > 0
+    g = g[live].float()
+    negative, nonzero = (g < 0).sum(1), (g != 0).sum(1)
+    if (nonzero == 1).all():
+        return ONE_ENTRY
+    if (g.sum(1).abs() > 0.02 * g.abs().sum(1)).float().mean() > 0.1:
+        return NO_SOFTMAX
+    if (negative == 1).float().mean() > 0.9:
+        return ONE_NEGATIVE
+    if (negative <= 2).float().mean() > 0.9:
+        return MIXED
+    return SUM
+
+
+class Skipped:
+    """Counts the batches that got no penalty.
+
+    Attributes:
+        fits: whether each of the last batches got one; on a device a tensor, which is read if somebody asks.
+    """
+
+    def __init__(self) -> None:
+        self.fits: list[bool | Tensor] = []
+        self._before = 0  # of earlier batches
+
+    def total(self) -> int:
+        """Count all of them. Synchronizes."""
+        if unknown := [fits for fits in self.fits if isinstance(fits, Tensor)]:
+            known = iter(torch.stack([fits.to(unknown[-1].device) for fits in unknown]).tolist())
+            self.fits = [next(known) if isinstance(fits, Tensor) else fits for fits in self.fits]
+        self._before += self.fits[:-WINDOW].count(False)
+        del self.fits[:-WINDOW]
+        return self._before + self.fits.count(False)
