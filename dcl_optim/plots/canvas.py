@@ -20,7 +20,7 @@ class Style(NamedTuple):
     line: str
     filled: bool = True
 
-    def of_points(self) -> dict[str, str]:
+    def of_points(self) -> dict[str, Any]:
         """Return the keywords for matplotlib's ``plot`` and ``errorbar`` that draw points."""
         return {"color": self.color, "marker": self.marker, "markerfacecolor": self.color if self.filled else "white"}
 
