@@ -1,8 +1,4 @@
-"""The forward hooks on the model: how an optimizer learns of the model's calls in an unchanged script.
-
-Hooks hold their listener weakly, and go when the optimizer is gone. In a copy or pickle of the module (an EMA copy,
-``torch.save(model)``) they do nothing.
-"""
+"""The forward hooks on the model. They hold the optimizer weakly, and do nothing in a copy or pickle of the module."""
 
 from __future__ import annotations
 
@@ -38,8 +34,7 @@ class _Hook:
 class ModuleHooks:
     """The hooks of one optimizer on a model, and on the user's ``own`` module in it, as long as they are ``attached``.
 
-    The listener's ``before_forward``, ``after_forward`` and ``model_loaded`` are called; its ``replaced`` when another
-    optimizer wraps the model. If model and listener are copied or pickled together, the copies have hooks too.
+    Copies of model and listener together have hooks too. If another optimizer wraps the model, ``replaced`` is called.
     """
 
     _handles: list[Any]

@@ -1,7 +1,4 @@
-"""The one answer to "may a value be read here?": reading one makes the host wait for an accelerator.
-
-Apart from the modules that ask, since tests force either answer on a CPU.
-"""
+"""The one answer to "may a value be read here?": reading one makes the host wait for an accelerator."""
 
 from __future__ import annotations
 

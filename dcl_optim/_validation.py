@@ -94,8 +94,7 @@ def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -
     """Raise ValueError unless a saved state has the names, shapes and kinds of dtype of the one that it replaces.
 
     Args:
-        found, expected: the two states, by name. What is no tensor in the second (an extra state) may be anything.
-        owner: whose state it is, for the message.
+        found, expected, owner: both states by name, and whose they are. An extra state may be anything.
 
     Examples:
         >>> check_tensors({"weight": torch.zeros(2)}, {"weight": torch.zeros(3)}, owner="teacher")

@@ -41,8 +41,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         if not isinstance(base, Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=self._name, kind=type(base).__name__))
         if isinstance(base, OptimizerWrapper):
-            name = type(base).__name__
-            raise TypeError(f"base_optimizer is a {name} itself; wrap the plain optimizer inside it, optimizer.base")
+            raise TypeError(f"base_optimizer is a {type(base).__name__} itself; wrap its base, optimizer.base")
         self.base = base
         self._set_up_hooks()
 

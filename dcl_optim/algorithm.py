@@ -1,7 +1,4 @@
-r"""Algorithm 1 for one batch: a prediction at the forward pass, a penalty at the backward pass.
-
-Apart from optimizer.py, since Lightning runs the optimizer's methods on another object: what changes is here.
-"""
+r"""Algorithm 1 for one batch. Not in optimizer.py, since Lightning runs the optimizer's methods on another object."""
 
 from __future__ import annotations
 

@@ -13,15 +13,13 @@ from dcl_optim._optim import gradients_of
 
 BYPASSED = (
     "{name} wraps the optimizer, but the base {base} was stepped twice: prototypes and companion learn nothing.\n"
-    "  Fix: give the wrapper to the loop, scheduler and trainer, and call its step(), as in optimizer = "
-    "{name}(optimizer, model).\n  To step the base on purpose pass strict=False. See docs/get-started.md"
+    "  Fix: call step() of the wrapper, optimizer = {name}(optimizer, model), also in trainers and schedulers. "
+    "strict=False allows such steps. See docs/get-started.md"
 )
 
 
 class StepBatches:
     """What has happened since the last optimizer step; as a context manager, the step of the base optimizer.
-
-    A batch is gone if ``zero_grad`` of the wrapper ran since its backward pass, or if no parameter has a gradient.
 
     Args:
         base: the optimizer whose gradients are meant.
@@ -75,11 +73,7 @@ class StepBatches:
         return not any(map(torch.any, gradients)) if self.cleared else next(gradients, None) is None
 
     def watch(self, name: str) -> Any:
-        """Raise in the second step in a row of the base optimizer alone. Returns the handle of the hook, if any.
-
-        Args:
-            name: the wrapper's, for the message.
-        """
+        """Raise in the second step in a row of the base optimizer alone; return the hook's handle, if it has hooks."""
         batches = weakref.ref(self)
 
         def stepped(base: Optimizer, args: Any, kwargs: Any) -> None:

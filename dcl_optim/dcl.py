@@ -30,50 +30,39 @@ class DCLOptimizer(ForecastOptimizer):
         \omega_{t+1} = \text{companion step with }
         \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
 
-    one forward and backward pass of each network (Algorithm 1, Equations 2 and 4). The companion is a copy of the
-    model, made when its first training forward pass begins (earlier by :attr:`companion` or ``load_state_dict``). It
-    has its own batch-norm statistics, sees the same input in the same mode, replays the same random draws (dropout),
-    and leaves the RNG state as if it had not run.
+    (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training forward pass or
+    by :attr:`companion`. It sees the same input in the same mode with the same random draws, and leaves the RNG state
+    unchanged.
 
     Args:
-        base_optimizer, model: the optimizer that the script used so far, and the model that it trains.
-        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper's value is 1,
-            which lost to plain training in our measurements.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step, for the companion's target. Default 0.6, as in the
-            paper. With mse it scales the companion's gradient by :math:`1-\alpha`, which Adam and similar optimizers
-            divide out: use ``companion_lr_scale`` there.
+        base_optimizer, model: the optimizer to wrap, and the model that it trains.
+        weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper uses 1.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, the paper's. With mse it scales the
+            companion's gradient, which Adam and similar optimizers divide out: use ``companion_lr_scale`` there.
         distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
             scalar that gets rows of shape (N, K), classes last.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
-        companion: None for a copy of the model, which shares its frozen parameters; a module of any architecture with
-            the same output shape, on the device where it is; or a callable that builds one, at once.
-        companion_optimizer: None for a second optimizer of the base's class that follows the base's hyper-parameters
-            at every step; an optimizer over the given companion's parameters, which is not modified; or a callable that
-            builds one from parameters.
+        companion: None for a copy of the model, which shares its frozen parameters; a module with the same output
+            shape; or a callable that builds one.
+        companion_optimizer: None for a second optimizer of the base's class, whose hyper-parameters follow the base; an
+            optimizer over the given companion's parameters, which you schedule; or a callable of parameters.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
-        process_group: the ranks over which the companion's gradients are averaged: ``"auto"`` (default) for those of
-            DistributedDataParallel around the model, all ranks when FSDP shards it, and none otherwise; a
-            ``torch.distributed.ProcessGroup``, for a script that averages the gradients itself; or None for none.
+        process_group: the process group over which the companion's gradients are averaged; ``"auto"`` (default) for
+            that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.loss.reader`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
             :func:`~dcl_optim.loss.outputs.find_logits` says.
         class_dim: the dimension of the logits that holds the classes: 1 as in ``F.cross_entropy``, -1 for (batch, time,
-            classes). None (default) for the one along which the loss's gradient is a softmax cross-entropy's, or else
-            1, with a warning if the distance depends on it (kl, infonce, callables).
-        strict: raise when a step finds gradients that no training forward pass led to. Default True.
-        count_eval: count the model's forward passes in eval mode too, where gradients are on. Default False.
+            classes). None (default) finds it in the gradient, or takes 1.
+        strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
+            optimizer alone. Default True.
+        count_eval: regularize forward passes in eval mode too. Default False.
 
     Raises:
-        ValueError, TypeError: an argument out of range or of the wrong type, a base that does not train the model, or
-            with ``maximize=True``.
-        RuntimeError: the model cannot be copied (mostly at its first training forward pass); in ``step``: see
-            ``strict``.
-
-    Warns:
-        UserWarning: hooks of the model that the companion does not get; a first prediction that is not the model's;
-            several tensors that may be the logits; weights that were loaded in the run; a companion that is not finite.
+        ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
+        RuntimeError: the model cannot be copied (mostly at its first training forward pass).
 
     Examples:
         >>> import torch
@@ -89,8 +78,7 @@ class DCLOptimizer(ForecastOptimizer):
         >>> optimizer.companion(x).shape
         torch.Size([16, 3])
 
-    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. The reduction, which the paper leaves open, is
-    the one its authors ran.
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024.
     """
 
     _name = "DCLOptimizer"
@@ -144,12 +132,12 @@ class DCLOptimizer(ForecastOptimizer):
 
     @property
     def companion(self) -> nn.Module:
-        r"""The companion :math:`\omega` as a module; evaluate it as any other. Made by this, if not before."""
+        r"""The companion :math:`\omega`, a module; made now if not before."""
         return self.forecaster.module
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Give the companion in eval mode inside a ``with`` block, and restore the mode of each module afterwards.
+        """Set the companion to eval mode inside a ``with`` block, and restore all modes afterwards.
 
         Examples:
             >>> import torch
@@ -169,13 +157,7 @@ class DCLOptimizer(ForecastOptimizer):
                 module.training = training
 
     def reset_companion(self) -> None:
-        """Replace the companion by a new copy of the model, made when its next training forward pass begins.
-
-        Call it after loading weights into the model in the middle of a run. The companion's optimizer starts anew too.
-
-        Raises:
-            RuntimeError: ``companion`` was given as a module.
-        """
+        """Copy the model again at its next training forward pass, as after loading weights in the middle of a run."""
         self.forecaster.reset()
 
     @property

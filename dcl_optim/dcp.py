@@ -31,39 +31,31 @@ class DCPOptimizer(ForecastOptimizer):
 
     .. math:: n_k \leftarrow \alpha\,n_k + m_k, \qquad p^k \leftarrow p^k + \tfrac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
 
-    for the classes of the batch, with :math:`m_k` rows of class k in it: the mean of the rows of a class, of which each
-    batch with the class counts :math:`\alpha` times the next one. A class not yet seen gives no penalty, and its first
-    mean becomes its prototype; the paper does not say.
+    for the classes of the batch, with :math:`m_k` rows of class k: a running mean of the rows. A class gives no penalty
+    before its first mean is its prototype.
 
-    **Labels.** If the loss is a softmax cross-entropy, they are read from its gradient of the logits, in the forms of
-    :mod:`dcl_optim.loss.cross_entropy`. For other losses, and for a loss that a compiled model computes itself, pass
-    ``targets=``, or call :meth:`set_targets` before the forward pass; with ``loss_scale=`` the label of a row is its
-    only negative entry. Given labels are class indices, one for each row, or distributions of the logits' shape. For
-    sigmoid outputs (binary, multi-label) and for regression use :class:`~dcl_optim.DCLOptimizer`.
+    **Labels** are read from the gradient of a softmax cross-entropy (:mod:`dcl_optim.loss.cross_entropy`). For other
+    losses pass ``targets=`` or call :meth:`set_targets`; with ``loss_scale=`` the label of a row is its only negative
+    entry. Labels are class indices, or distributions of the logits' shape. For sigmoid outputs (binary, multi-label)
+    and regression use :class:`~dcl_optim.DCLOptimizer`.
 
     Args:
         base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
-        num_classes: K, the number of classes and of logits, at least 1; the prototypes take K² numbers, at most 1 GiB.
-            None (default) for the length of the first logits' class dimension.
-        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"`` (default), with which it grows from 0.1 to
-            1, with fewer than 100 classes to K/100, as the training accuracy grows (:class:`~dcl_optim.AutoWeight`,
-            whose constants may be given). The paper names no value for DCP; its experiments with DCL use 1.
+        num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
+            (default) for that of the first logits.
+        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"`` (default), which grows with the training
+            accuracy; see :class:`~dcl_optim.AutoWeight`.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
         distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
-        update: how the prototypes learn. ``"rows"`` (default) is the formula above. ``"batch"`` is Equation 6,
-            :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, however many rows the mean is of; in
-            long training with few rows of a class in a batch, logits and prototypes can grow without end.
+        update: ``"rows"`` (default) for the formula above, or ``"batch"`` for Equation 6,
+            :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, which can diverge in long training.
         targets: the model's keyword that holds the labels, or a callable ``(args, kwargs) -> labels``.
         ignore_index: the label to leave out. Default -100, as in torch.
         process_group: as in DCLOptimizer; class sums are added up over its ranks.
         loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as DCLOptimizer; in backward also for labels that do not fit (on a GPU not
-            checked in every step) and for labels that were not given and cannot be read.
-
-    Warns:
-        UserWarning: the labels of a later batch cannot be read; such batches get no penalty.
+        ValueError, TypeError, RuntimeError: as in DCLOptimizer; in backward, labels that do not fit or cannot be read.
 
     Examples:
         >>> import torch
@@ -76,9 +68,8 @@ class DCPOptimizer(ForecastOptimizer):
         >>> optimizer.prototypes.shape
         torch.Size([3, 3])
 
-    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix. Where we differ: the weight, alpha,
-    prototypes that count rows and not batches, and a distance that is linear far out (:func:`dcl_optim.distances.mse`).
-    ``weight=1, alpha=0.6, update="batch", distance="squared"`` is the paper's.
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix, with ``weight=1, alpha=0.6,
+    update="batch", distance="squared"``.
     """
 
     _name = "DCPOptimizer"
@@ -134,12 +125,6 @@ class DCPOptimizer(ForecastOptimizer):
         return self.forecaster.values
 
     def set_targets(self, targets: Tensor) -> None:
-        """Give the labels of the model's very next forward pass; with ``step(closure)`` inside the closure.
-
-        A forward pass in eval mode or under ``no_grad`` drops them, and so does ``load_state_dict``.
-
-        Raises:
-            TypeError: no tensor.
-        """
+        """Give the labels of the next forward pass of the model; with ``step(closure)`` inside the closure."""
         check_labels(targets)
         self._algorithm.loss.set_targets(targets)

@@ -31,9 +31,8 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
     r"""Squared distance of logits, linear far out: :math:`\frac{1}{NK}\sum_i m_i\,(2\,\lVert z_i - c_i\rVert - m_i)`
     with :math:`m_i = \min(\lVert z_i - c_i\rVert, K/\sqrt2)`.
 
-    It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row. There the gradient is as long as a
-    cross-entropy's longest, :math:`\sqrt2/N`, and it keeps this length beyond: Huber's loss of the row's distance. For
-    a single output (K = 1), of which there is no cross-entropy, it is :func:`squared`.
+    It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row, where the gradient is as long as a cross-entropy
+    can make it, and for a single output (K = 1).
 
     Args:
         z, c: rows (N, K), as in all distances.
@@ -51,9 +50,8 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
 def squared(z: Tensor, c: Tensor) -> Tensor:
     r"""Squared distance of logits, :math:`\frac{1}{NK}\sum_i\lVert z_i - c_i\rVert^2`, which is the paper's.
 
-    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use the mean over
-    samples and classes without the half, and so does this one. A weight of K/2 makes it the formula as printed. Rows
-    are those of :func:`mse`.
+    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use this mean. Rows are
+    those of :func:`mse`.
 
     Examples:
         >>> squared(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -102,8 +100,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
     .. math:: -\frac1N\sum_i \log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
 
-    The paper's Table 6 names InfoNCE and no temperature. Here negatives are predictions only; the authors' own script
-    also takes the other rows of z. Classes of minus infinity are left out of the similarity.
+    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity.
 
     Args:
         z, c: rows (N, K).
@@ -119,7 +116,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
 
 def difference(z: Tensor, c: Tensor) -> Tensor:
-    """Subtract c from z in float32 or wider; 0 where the difference is not finite. Rows are those of :func:`mse`.
+    """Subtract c from z in float32 or wider; 0 where that is not finite. Rows are those of :func:`mse`.
 
     Examples:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
@@ -134,11 +131,10 @@ def difference(z: Tensor, c: Tensor) -> Tensor:
 def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     r"""The logits that the companion learns, :math:`\alpha c + (1-\alpha) z` (Equation 4, Algorithm 1 line 7).
 
-    Exactly c where the two agree: under l1 the sign of a rounding error would otherwise be the whole gradient.
+    Exactly c where the two agree: under l1 a rounding error would otherwise be the whole gradient.
 
     Args:
-        z, c: the model's and the companion's logits, of one shape.
-        alpha: the share of the past, in [0, 1].
+        z, c, alpha: both networks' logits, and the share of c.
 
     Examples:
         >>> companion_target(torch.tensor([8.0]), torch.tensor([0.0]), alpha=0.75)
@@ -154,8 +150,7 @@ class Rows(NamedTuple):
     Attributes:
         values: the distances, (N,).
         slope, factor: the gradients are their product; (N, K) in float32 or wider, and a number.
-        are_norms: whether ``values`` are the norms of the rows of ``slope`` instead. The distances are Huber's loss of
-            them times ``factor``, which only a step that logs has to compute.
+        are_norms: whether ``values`` are the norms of the rows of ``slope``, whose Huber loss is the distance.
         radius: with ``are_norms``, the norm that a row of the gradient is cut to.
     """
 
@@ -186,10 +181,7 @@ class Distance(ABC):
         return self.name or repr(self)
 
     def towards_target(self, z: Tensor, c: Tensor, found: Rows, alpha: float) -> Rows:
-        r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` with respect to c, whatever its values say.
-
-        ``found`` is what :meth:`rows` gave for the same z and c; its slope may be overwritten.
-        """
+        r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` for c; may overwrite ``found``, the rows."""
         return self.rows(c, companion_target(z, c, alpha))
 
 
@@ -284,10 +276,6 @@ def resolve_distance(distance: DistanceName | Distance | Function, temperature: 
         distance: one of ``DISTANCES``, or any callable ``(z, c) -> scalar`` that is a mean over rows.
         temperature: for kl and infonce only; None takes 4 and 0.1.
 
-    Raises:
-        ValueError: an unknown name, or an option that the distance does not have.
-        TypeError: a distance that is neither a name nor callable, a temperature that is not a number.
-
     Examples:
         >>> resolve_distance("l1").rows(torch.zeros(1, 2), torch.ones(1, 2)).distances
         tensor([1.])
@@ -333,7 +321,7 @@ def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tensor:
-    """Lay rows out in the shape that :func:`to_rows` flattened.
+    """Undo :func:`to_rows`.
 
     Args:
         rows, shape: (N, K), and the shape to give back.

@@ -52,10 +52,9 @@ def _fully_sharded() -> tuple[type[nn.Module], ...]:
 
 
 class DataParallelGroup:
-    """The ranks whose models are one: those of a process group, or of none; then every collective does nothing.
+    """The ranks that train one model; without a group every collective does nothing.
 
-    The model is the one that the script calls. Its own group (``"auto"``) is that of the DistributedDataParallel around
-    it, also of one that wraps it after the optimizer was built, and all ranks if it is sharded.
+    ``"auto"`` is the group of a DistributedDataParallel around the model, now or later, or all ranks if it is sharded.
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:

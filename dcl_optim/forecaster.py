@@ -81,8 +81,7 @@ class Forecaster(ABC):
     3. :meth:`penalty` at each backward pass through its logits;
     4. :meth:`observe` at the first of them, or :meth:`skip`.
 
-    :meth:`step` follows each step of the base optimizer. If gradients were cleared without a step (a gradient scaler
-    skipped it), :meth:`forget` comes instead.
+    :meth:`step` follows each step of the base optimizer; :meth:`forget` a step that a gradient scaler skipped.
 
     Attributes:
         replays_draws: whether the RNG state is to be captured before the forward pass, so that it can be replayed.
@@ -103,12 +102,10 @@ class Forecaster(ABC):
 
     @abstractmethod
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: RngState) -> None:
-        """Predict the logits of a training forward pass that has returned.
+        """Put into ``forward.prediction`` what :meth:`penalty` needs, by default a tensor of the logits' shape.
 
         Args:
-            args, kwargs, rng_state: as in :meth:`before_forward`.
-            forward: the forward pass; put into ``forward.prediction`` what :meth:`penalty` needs. The default penalty
-                takes a tensor of the logits' shape.
+            args, kwargs, rng_state, forward: as in :meth:`before_forward`, and the forward pass that has returned.
         """
 
     def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
@@ -124,19 +121,15 @@ class Forecaster(ABC):
 
     @abstractmethod
     def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
-        """Take note of a forward pass at its first backward pass.
+        """Learn from a forward pass at its first backward pass, now or in :meth:`step`.
 
         Args:
-            forward, loss, distance: as in :meth:`penalty`.
-            penalty: what :meth:`penalty` gave; it was added to the gradient already, and may be overwritten.
-            alpha: the value of this step, in [0, 1].
+            forward, loss, distance, alpha: as in :meth:`penalty`, and the value of this step, in [0, 1].
+            penalty: what :meth:`penalty` returned; it was added to the gradient already, and may be overwritten.
         """
 
     def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
-        """Take note of a forward pass that is not observed, since its gradient is zero, not finite or has no labels.
-
-        Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then.
-        """
+        """Note a forward pass that is not observed: its gradient is zero, not finite or has no labels."""
 
     def figures(self) -> dict[str, Any]:
         """Numbers or scalar tensors for the optimizer's ``logs``, always the same keys. Default: none."""
@@ -150,8 +143,7 @@ class Forecaster(ABC):
         """Prepare before the base optimizer steps. Default: nothing.
 
         Args:
-            creates_state: whether this is no training step, but torch.distributed.checkpoint creates the state that it
-                loads into; the forecaster creates its own too.
+            creates_state: whether torch.distributed.checkpoint creates the state to load into; create yours too.
         """
 
     @abstractmethod
@@ -167,10 +159,7 @@ class Forecaster(ABC):
 
         Args:
             change: ``"loaded"``: a state was loaded into the model; ``"added"``: parameters were added to the base
-                optimizer; ``"train"`` or ``"eval"``: the base optimizer, if it has modes, was switched to this one.
-
-        Raises:
-            RuntimeError: the forecaster cannot follow parameters that were added; they are taken out again.
+                optimizer, and are removed if this raises; ``"train"`` or ``"eval"``: the base optimizer's mode.
         """
 
     @abstractmethod

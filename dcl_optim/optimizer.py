@@ -39,22 +39,16 @@ FIGURES = ("penalty", "weight", "alpha", "loss_scale")  # of each backward pass,
 class ForecastOptimizer(OptimizerWrapper):
     r"""Wraps an optimizer so that the model it trains is pulled towards a forecaster's predictions.
 
-    For each training forward pass of ``model`` (training mode or ``count_eval``; gradients on) the forecaster predicts
-    c. In the backward pass :math:`s\lambda\,\partial\Delta(z, c)/\partial z` is added to the gradient of the logits z,
-    where s is what the loss was multiplied by. ``step`` steps the base optimizer and lets the forecaster learn.
-
-    Subclasses choose the forecaster and define a ``_name``, under which ``state_dict`` keeps their part; the page
-    "Custom methods" builds one. One optimizer regularizes a model at a time: if another one wraps it, ``step`` of the
-    first raises. As a context manager it leaves the model as it was.
+    For each training forward pass of ``model`` the forecaster predicts c. The backward pass adds
+    :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits z, where s is what the loss was
+    multiplied by. ``step`` steps the base optimizer, and the forecaster learns. Subclasses choose the forecaster and a
+    ``_name``, the key of their part in ``state_dict``. As a context manager it detaches at the end.
 
     Args:
         base_optimizer, model, weight, alpha, distance, logits, strict, count_eval: as in
             :class:`~dcl_optim.DCLOptimizer`; weight and alpha without a default.
         forecaster: builds the forecaster, once the other arguments have been checked.
         loss: reads loss scale and labels. None (default) for one that reads the scale.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as DCLOptimizer.
     """
 
     _name = "ForecastOptimizer"
@@ -111,16 +105,14 @@ class ForecastOptimizer(OptimizerWrapper):
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
 
         Args:
-            closure: as in torch.optim. It may leave ``backward()`` to ``step``. A base optimizer that evaluates it
-                several times (LBFGS) minimizes loss plus penalty; the forecaster learns from the first evaluation.
+            closure: as in torch.optim; if it does not call ``backward()``, ``step`` does. LBFGS minimizes loss plus
+                penalty.
 
         Returns:
-            The loss of the first evaluation, without the penalty; what the base optimizer returns without a closure.
+            The loss of the first evaluation, without the penalty; without a closure, what the base optimizer returns.
 
         Raises:
-            RuntimeError: there are gradients, but the model was not run in training mode since the last step; or
-                another optimizer has wrapped the model since.
-            TypeError: a closure that is not callable.
+            RuntimeError: there are gradients, but no backward pass through a training forward pass of the model.
         """
         if closure is not None:
             return self._step_with(closure)
@@ -227,11 +219,7 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.follow(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the base optimizer; the forecaster follows.
-
-        Raises:
-            RuntimeError, ValueError: the forecaster cannot; nothing is added then.
-        """
+        """Add parameters to the base optimizer and the forecaster, or to none of them."""
         self.base.add_param_group(param_group)
         try:
             self.forecaster.follow("added")
@@ -259,15 +247,15 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @property
     def penalty(self) -> float:
-        r"""The last :math:`\Delta(z, c)`, without :math:`\lambda`; nan before the first. Synchronizes."""
+        r"""The last :math:`\Delta(z, c)`, without :math:`\lambda`; nan if it is not known. Synchronizes."""
         return self.logs()["penalty"]
 
     def logs(self, prefix: str = "") -> dict[str, float]:
         """Return the current values as floats, nan for what is not known yet. The keys never change. Synchronizes.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; with an automatic weight ``train_accuracy``; with DCP ``prototype_norm`` and
-        ``prototype_margin`` (the page "Logging").
+        the last backward pass; with DCP ``skipped`` (batches without a penalty since the optimizer was made),
+        ``prototype_norm`` and ``prototype_margin``; with an automatic weight ``train_accuracy``.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.

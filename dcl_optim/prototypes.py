@@ -19,8 +19,8 @@ NO_ROWS, SOME_ROWS = 1e-30, 1e-20  # a number that counts as none but can be div
 MAX_BYTES = 2**30  # of the (K, K) prototypes
 IN_BATCH_STEPS = 16  # after which labels that were always the rows' places are no classes; values may be read in it
 IN_BATCH = (
-    "scores of the rows of a batch against each other (in-batch negatives, CLIP) are not of classes, and have no "
-    "prototypes.\n  Fix: use DCLOptimizer"
+    "scores of the rows of a batch against each other (in-batch negatives, CLIP) have no classes.\n"
+    "  Fix: use DCLOptimizer"
 )
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
 
@@ -29,21 +29,13 @@ class Prototypes(Forecaster):
     r"""The prototypes :math:`p^k` of Deep Companion Prototype (the paper's appendix, Equations 5 and 6).
 
     Prediction: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
-    weigh :math:`t_{ik}` in the mean of class k, which for one-hot labels is the same. The penalty is
-    :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the n rows with a label; :math:`w_i = 0` for a class that no
-    step has seen. :class:`~dcl_optim.DCPOptimizer` says how prototypes learn. The code has Equation 6 in the form
-
-    .. math:: p^k \leftarrow p^k + \tfrac{1-\alpha}{m_k}\sum_{i:\,y_i=k}(z_i - p^k),
-
-    in which a step of one process touches only the rows of the batch's classes.
+    weigh :math:`t_{ik}` in the mean of class k. The penalty is :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the
+    n rows with a label; :math:`w_i = 0` for a class that no step has seen.
 
     Args:
         num_classes, ignore_index, update: as in DCPOptimizer.
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
         group: the ranks that train the model together.
-
-    Raises:
-        ValueError: the prototypes of all classes would take more than 1 GiB.
 
     Examples:
         >>> group = DataParallelGroup(torch.nn.Linear(4, 3), process_group=None)
@@ -107,10 +99,7 @@ class Prototypes(Forecaster):
         return self._rows[:-1].clone()
 
     def figures(self) -> dict[str, Any]:
-        """``prototype_norm``, and ``prototype_margin``: a prototype's logit of its class less the mean of the others.
-
-        The mean, and the root mean square, over the classes seen; nan without any.
-        """
+        """Mean norm, and root mean square margin: the logit of the own class less the mean of the others."""
         rows, number = self._rows[:-1], self.seen.sum()
         own = rows.diagonal()
         margins = own - (rows.sum(1) - own) / max(len(rows) - 1, 1)  # 0 for classes not seen
@@ -201,8 +190,7 @@ class Prototypes(Forecaster):
             )
 
     def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """The classes that soft labels are about, (M,), and each row's shares in them, (N, M); all where that is not
-        known without a synchronization."""
+        """The classes of soft labels, (M,), and the shares in them, (N, M); all if values may not be read."""
         if not _sync.may_sync(forward.step, shares):
             return torch.arange(self.num_classes, device=shares.device), shares
         classes = (shares != 0).any(0).nonzero().flatten()
@@ -320,11 +308,7 @@ def refuse_width(forward: Forward, num_classes: int, is_given: bool) -> None:
 def to_labels(
     targets: Any, forward: Forward, z: Tensor, class_dim: int, num_classes: int, ignore_index: int, look: bool
 ) -> Tensor:
-    """Check labels that the script gave: the class of each row (N,), K where ignored, or shares (N, K).
-
-    Values are checked if ``look``, since that synchronizes a GPU, whose own index kernels assert that hard labels are
-    in their range.
-    """
+    """Check labels: the class of each row (N,), K if ignored, or shares (N, K); values if ``look``."""
     check_labels(targets)
     if targets.dtype.is_floating_point and targets.shape == forward.logits.shape:
         shares = to_rows(targets.detach(), class_dim)
@@ -334,8 +318,8 @@ def to_labels(
         if not ((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
             raise ValueError(
                 f"targets has soft labels that are not distributions over {num_classes} classes (the least share is "
-                f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}): models with "
-                "sigmoid outputs (binary, multi-label) and regression take DCLOptimizer, which needs no labels"
+                f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}).\n"
+                "  Fix: with sigmoid outputs (binary, multi-label) and regression use DCLOptimizer"
             )
         return shares
     if targets.dtype.is_floating_point or targets.dtype == torch.bool:

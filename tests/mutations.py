@@ -839,11 +839,11 @@ FAULTS = [
         "demo",
     ),
     Fault(
-        "one-standard-error",
+        "degrees-of-freedom",
         "demo/report.py",
-        "abs(row.minus_plain) <= 2 * row.minus_plain_error",
-        "abs(row.minus_plain) <= row.minus_plain_error",
-        "the demo calls a win what is within two standard errors",
+        "degrees, points = runs - 1,",
+        "degrees, points = runs + 1,",
+        "the demo's t-test has too many degrees of freedom",
         "demo",
     ),
 ]

@@ -262,11 +262,7 @@ def test_without_a_terminal_there_is_a_line_a_minute(
     monkeypatch.setattr(training, "monotonic", lambda: next(clock))
     run(tmp_path, "--epochs", "4")
     lines = capsys.readouterr().err.splitlines()[1:]
-    assert [line.partition(" epochs")[0] for line in lines] == [
-        "dcl-demo: 3 of 8",
-        "dcl-demo: 5 of 8",
-        "dcl-demo: 8 of 8",
-    ]
+    assert [line.partition(" epochs")[0] for line in lines] == ["dcl-demo: 3 of 8", "dcl-demo: 6 of 8"]
     assert re.fullmatch(r"dcl-demo: 6 of 8 epochs, seed 1, plain [\d.]+, DCP [\d.]+, DCL [\d.]+ %", lines[-1])
 
 

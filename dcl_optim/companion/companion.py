@@ -68,20 +68,13 @@ class Companion(Forecaster):
 
     Prediction: its logits c on the same batch. Learning: one step of its optimizer on
     :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward
-    passes since the last step on their mean, weighted by the size of what each loss was multiplied by. Its backward
-    pass runs when that of the model has ended. ``module``, ``optimizer`` and :meth:`load_state_dict` make it if the
-    first training forward pass has not.
+    passes on their mean, weighted by the loss scales. Its backward pass runs when that of the model has ended.
 
     Args:
         model: the model.
         base: its optimizer.
         find_logits: function of a module's output that gives the logits.
         options: see :class:`CompanionOptions`.
-
-    Raises:
-        ValueError: the companion shares trained parameters with the model, or has none.
-        TypeError: a companion, an optimizer or a group of another type.
-        RuntimeError: the model cannot be copied; most such models are found at the first forward pass only.
 
     Examples:
         >>> from dcl_optim.loss.outputs import find_logits

@@ -30,12 +30,9 @@ def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | Non
     if isinstance(companion, type):
         try:
             inspect.signature(companion).bind()
-        except TypeError as error:
+        except TypeError:
             name = companion.__name__
-            raise TypeError(
-                f"companion={name} is a class that cannot be called without arguments ({error}); pass a module, or "
-                f"companion=lambda: {name}(...)"
-            ) from None
+            raise TypeError(f"companion={name} cannot be called without arguments; pass lambda: {name}(...)") from None
     built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
     if not isinstance(built, nn.Module):
         raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
@@ -46,10 +43,9 @@ def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | Non
 
 
 def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
-    """Copy a model with the hooks that libraries and the model's objects have; a warning names the others.
+    """Copy a model with the hooks of libraries and of the model's objects; a warning names the others.
 
-    ``is_called`` says that the script calls the model itself and no module around it: the copy then gets the inputs
-    that its pre-hooks have made.
+    ``is_called``: the script calls the model itself, so the copy gets the inputs that its pre-hooks have made.
     """
     modules = list(model.named_modules())
     hooks = [(name, key, hook) for name, module in modules for _, key, hook in hooks_of(module, ALL_HOOKS)]

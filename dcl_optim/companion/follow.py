@@ -1,7 +1,4 @@
-"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, trained parameters.
-
-Apart from companion.py, which is Algorithm 1: this is what scripts and libraries do to a model meanwhile.
-"""
+"""Keeping the companion as the model is: mode, device, dtype, patched forward, compilation, trained parameters."""
 
 from __future__ import annotations
 

@@ -20,11 +20,7 @@ PLAIN = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})  # 
 
 
 class InputCapture:
-    """Keeps the model's arguments for the companion as the model gets them.
-
-    Out of their graph, and in containers that the model's forward pass cannot change. In the first forward pass tensors
-    are cloned, and later if that one has written to them.
-    """
+    """Keeps the model's arguments, detached, in other containers; clones if the first forward writes to them."""
 
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
@@ -79,11 +75,7 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def outside_checkpoints() -> AbstractContextManager[Any]:
-    """Keep what the companion saves for its backward apart from a checkpoint that the model is called in.
-
-    A non-reentrant checkpoint counts what is saved inside it, and the recomputation, which is the model's alone, has to
-    save the same again.
-    """
+    """Keep what the companion saves out of a non-reentrant checkpoint, whose recomputation does not save it again."""
     if saved_tensors_hooks() is not None and any(frames_of("torch.utils.checkpoint")):
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     return nullcontext()

@@ -27,8 +27,8 @@ PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer
 NO_OPTIMIZER = "companion_optimizer must be an optimizer, a callable that builds one, or None, got {!r}"
 MOVED_GROUPS = "parameter groups were removed or changed places, which the companion cannot do: wrap the model again"
 NOTHING_TO_TRAIN = (
-    "companion has no parameter to train: none has requires_grad=True and is in the optimizer. If the model's first "
-    "training forward pass has other parameters (functional_call), ask for optimizer.companion before it"
+    "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
+    "  Fix: unfreeze one, or ask for optimizer.companion before a forward pass with other parameters (functional_call)"
 )
 
 

@@ -1,7 +1,4 @@
-"""The mean of the companion's gradients over the forward passes of a step: how much each one counts.
-
-Not in companion.py, since it is arithmetic that the tests compare with written-out means.
-"""
+"""The mean of the companion's gradients over the forward passes of a step: how much each one counts."""
 
 from __future__ import annotations
 
@@ -19,13 +16,12 @@ from dcl_optim.loss.reader import Scale
 class WeightedMean:
     r"""Makes :math:`\sum_i|s_i|\,g_i / \sum_i|s_i|`, where :math:`s_i` is what the loss was multiplied by.
 
-    A factor of 0, or a batch without rows, counts for nothing; the mean of nothing is zero. Nothing synchronizes, and
-    one gradient alone costs a comparison.
+    A factor of 0, or a batch without rows, counts for nothing. Nothing synchronizes.
 
     Attributes:
         count: how many gradients there are so far.
-        half: whether they are in float16, as logits are under autocast. That has no room for their size: they are
-            divided by a power of two at the logits, and multiplied by it again in the parameters' dtype.
+        half: whether they are in float16: they are divided by a power of two at the logits, and multiplied by it in the
+            parameters' dtype.
     """
 
     def __init__(self) -> None:
@@ -83,10 +79,6 @@ def _or(value: Any, other: Any) -> Any:
 
 
 def _room_for(gradient: Tensor) -> Tensor:
-    """The power of two that a gradient is divided by to fit in float16: its largest sum over rows becomes 8 to 16.
-
-    The sum and not the peak, since biases add up all rows, of which dense predictions have millions. The loss's scale
-    would not do: a gradient scaler raises it until the model's gradients overflow, and the companion's may be larger.
-    """
+    """The power of two that a gradient is divided by in float16: its largest sum over rows (a bias) is 8 to 16 then."""
     exponent = torch.frexp(gradient.abs().sum(0).amax()).exponent
     return torch.ldexp(torch.ones_like(gradient[0, 0]), exponent - 4)

@@ -22,9 +22,6 @@ def find_logits(output: Any) -> Tensor:
     Args:
         output: what the model's forward returned.
 
-    Raises:
-        TypeError: none of these is a floating-point tensor with a batch dimension.
-
     Examples:
         >>> find_logits({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
         torch.Size([2, 3])
@@ -55,9 +52,8 @@ class LogitsFinder:
             )
         if not found.is_floating_point() or not found.ndim:
             raise TypeError(
-                f"the tensor that the model returned as its logits is of {found.dtype} and shape {tuple(found.shape)}; "
-                "logits are real floating-point numbers with a batch dimension. Let the model return them too, as "
-                "(logits, loss), or pass logits="
+                f"the tensor that the model returned as its logits has {found.dtype} and shape {tuple(found.shape)}.\n"
+                "  Fix: return floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
             )
         return found
 
@@ -117,10 +113,9 @@ def _is_loss(item: Any) -> bool:
 
 
 def through_logits(z: Tensor, loss: Tensor, output: Any) -> tuple[Tensor, Any]:
-    """Make the backward of a model's own loss pass through its logits, where one node gives both (a compiled model).
+    """Make the backward of a compiled model's own loss pass through its logits, whose hook autograd would not call.
 
-    Autograd calls no hook with a gradient for an output of a node that the loss does not come through. The output then
-    gets a loss of the same value that sends zeros to the logits; a tuple is replaced by another one.
+    The output gets a loss of the same value that sends zeros to the logits; a tuple is replaced by another one.
     """
     if loss.grad_fn is not z.grad_fn:
         return loss, output

@@ -6,8 +6,8 @@ r"""The one place that knows losses: loss scale, labels and class dimension of e
 | labels | ``set_targets``; ``targets=``; the gradient of the logits; with ``loss_scale=`` a row's only negative entry |
 | class dimension | ``class_dim=``; the dimension along which the gradient has a known form; 1 |
 
-Which form the gradient has is a property of the script. It is chosen at the first gradient that tells it, and chosen
-again where a batch does not fit: at once where values may be read, else in the next step in which they may.
+The form of the gradient is chosen at the first gradient that tells it, and again when a batch does not fit, in the next
+step in which values may be read.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Loss(NamedTuple):
 
     Attributes:
         scale: s, what the loss was multiplied by.
-        labels: as they were given; read ones as a label for each row (N,), K for none, or as soft labels (N, K); None
-            if nobody needs them, or the gradient says nothing.
+        labels: as given; read ones as a label for each row (N,), K for none, or soft labels (N, K); None without any.
         number: the number of rows that the loss is the mean of, if the labels were read; else None.
         class_dim: the dimension of the logits that holds the classes.
         finite: False if the gradient is known not to be finite.
@@ -63,16 +62,9 @@ class LossReader:
     """Reads one backward pass after another.
 
     Args:
-        scale: ``"auto"``, a positive number, an object with a ``scale(tensor)`` method (``torch.amp.GradScaler``), or a
-            callable without arguments that returns a finite number or a scalar tensor.
-        targets: the keyword of the model's forward that holds the labels, or a callable ``(args, kwargs) -> labels``.
+        scale, targets: ``loss_scale`` and ``targets`` of :class:`~dcl_optim.DCPOptimizer`.
         reads_labels: whether labels are needed.
-        class_dim: the dimension of the logits that holds the classes; None to find it.
-        needs_class_dim: whether the penalty is another if a wrong dimension is taken.
-
-    Raises:
-        ValueError: an unknown name, or a number that is not positive and finite.
-        TypeError: anything else.
+        class_dim, needs_class_dim: the class dimension, None to find it; whether the penalty depends on it.
 
     Examples:
         >>> LossReader(scale="half")
@@ -215,13 +207,7 @@ class LossReader:
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
     def read(self, forward: Forward, gradient: Tensor, several: bool) -> Loss:
-        """Read the gradient that the script's loss sends to the logits, and lay the logits out as rows.
-
-        ``several`` says that this is not the first backward pass of the step.
-
-        Raises:
-            RuntimeError: labels are needed, were not given and cannot be read.
-        """
+        """Read the gradient of the logits, and lay them out as rows; ``several``: it is not the first of the step."""
         given = None if self.source == "auto" else self._given_scale(gradient, self.source)
         dim = 1 if gradient.ndim <= 2 and self._given_dim is None else self._dim_of(gradient)
         arrived = forward.own_loss is not None and forward.own_loss[0] == current_backward()
@@ -319,10 +305,7 @@ class LossReader:
     def _settle(
         self, forward: Forward, gradient: Tensor, wants_labels: bool, has_scale: bool
     ) -> tuple[Reading | None, Tensor | None, int | None, float]:
-        """Choose the form, and the class dimension if it is not known, by a gradient that tells; then read it.
-
-        The reading comes with the number of live rows, the class dimension and the sum of absolute values.
-        """
+        """Choose form and class dimension, and read. Returns also the number of live rows, the dimension, the sum."""
         known = self._dim_of(gradient)
         dims = [known] if known is not None else [d for d in range(1, gradient.ndim) if gradient.shape[d] > 1] or [1]
         laid_out = [_Seen(forward, gradient, dim, None) for dim in dims]
@@ -390,11 +373,7 @@ class LossReader:
 
 
 class _Seen:
-    """A gradient laid out as rows, with what every form needs.
-
-    A row is live if its gradient is not zero. Each row sums to zero, so it has a positive entry then, except in the
-    gradient of ``NLLLoss`` alone. A norm would do for all, but its squares underflow where a row is certain.
-    """
+    """A gradient laid out as rows. A live row has a positive entry, since it sums to 0, except of ``NLLLoss``."""
 
     __slots__ = ("count", "g", "size", "tolerance", "z")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ SOFTMAX_TWICE = (
     "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
     "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/losses.md"
 )
-
 UNREADABLE_LABELS = (
     "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy "
     "over the model's logits"
@@ -30,38 +27,27 @@ WINDOW = 100  # batches, of which a warning says how many were skipped
 GIVE_LABELS = "call set_targets(labels) before the forward pass, or pass targets=<the model's keyword for them>"
 
 
-class Cause(NamedTuple):
-    """What a gradient shows, and the fix."""
-
-    seen: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"\n  Seen: {self.seen}.\n  Fix: {self.fix}. See docs/losses.md"
-
-
 NO_LABELS = "use DCLOptimizer, which needs no labels"
-ONE_LOGIT = Cause("the model gives one logit a row (binary classification or regression)", NO_LABELS)
-PROBABILITIES = Cause(
-    "the rows of the model's output are probabilities", "remove the softmax layer; use F.cross_entropy"
-)
-ONE_ENTRY = Cause(
+# What a gradient shows, and the fix.
+ONE_LOGIT = "the model gives one logit a row (binary classification or regression)", NO_LABELS
+PROBABILITIES = "the rows of the model's output are probabilities", "remove the softmax layer; use F.cross_entropy"
+ONE_ENTRY = (
     "the gradient has one entry a row, as of F.nll_loss, but the outputs are not log-probabilities",
     "use F.cross_entropy, or end the model in log_softmax",
 )
-NO_SOFTMAX = Cause(
+NO_SOFTMAX = (
     "the gradient's rows do not sum to 0, as of sigmoid outputs (binary, multi-label) and regression",
     f"{NO_LABELS}; for another loss {GIVE_LABELS}",
 )
-MIXED = Cause(
+MIXED = (
     "the gradient has up to two negative entries a row, as of mixed labels (mixup, CutMix)",
     "call set_targets(soft_labels) before the forward pass, with the shares of all classes for each row",
 )
-ONE_NEGATIVE = Cause(
+ONE_NEGATIVE = (
     "the gradient has one negative entry a row, as of focal losses, margins, scaled logits and sums with a small term",
     f"pass loss_scale=1 if that entry is the label, or {GIVE_LABELS}",
 )
-SUM = Cause("the gradient has more negative entries a row, as of a sum of losses or of other targets", GIVE_LABELS)
+SUM = "the gradient has more negative entries a row, as of a sum of losses or of other targets", GIVE_LABELS
 
 
 def are_probabilities(z: Tensor) -> Tensor:
@@ -70,32 +56,29 @@ def are_probabilities(z: Tensor) -> Tensor:
     return (z.amin() >= 0) & ((z.sum(1) - 1).abs().amax() <= tolerance)
 
 
-def cause_of(z: Tensor, g: Tensor) -> Cause:
-    """Find the cause in logits and gradient, rows (N, K). Synchronizes."""
+def cause_of(z: Tensor, g: Tensor) -> str:
+    """Say in two lines what logits and gradient, rows (N, K), show, and the fix. Synchronizes."""
+    seen, fix = _cause_of(z, g[g.abs().amax(1) > 0].float())
+    return f"\n  Seen: {seen}.\n  Fix: {fix}. See docs/losses.md"
+
+
+def _cause_of(z: Tensor, g: Tensor) -> tuple[str, str]:
     if g.shape[1] == 1:
         return ONE_LOGIT
     if are_probabilities(z):
         return PROBABILITIES
-    live = g.abs().sum(1) > 0
-    g = g[live].float()
-    negative, nonzero = (g < 0).sum(1), (g != 0).sum(1)
-    if (nonzero == 1).all():
+    if ((g != 0).sum(1) == 1).all():
         return ONE_ENTRY
     if (g.sum(1).abs() > 0.02 * g.abs().sum(1)).float().mean() > 0.1:
         return NO_SOFTMAX
+    negative = (g < 0).sum(1)
     if (negative == 1).float().mean() > 0.9:
         return ONE_NEGATIVE
-    if (negative <= 2).float().mean() > 0.9:
-        return MIXED
-    return SUM
+    return MIXED if (negative <= 2).float().mean() > 0.9 else SUM
 
 
 class Skipped:
-    """Counts the batches that got no penalty.
-
-    Attributes:
-        fits: whether each of the last batches got one; on a device a tensor, which is read if somebody asks.
-    """
+    """Counts the batches without a penalty; ``fits``: whether the last ones got one, tensors where values wait."""
 
     def __init__(self) -> None:
         self.fits: list[bool | Tensor] = []
