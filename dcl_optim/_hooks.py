@@ -47,7 +47,7 @@ class ModuleHooks:
         self._handles += [] if handle is None else [handle]
 
     def remove(self) -> None:
-        """Take the hooks off; the model is as it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self.attached = [], False

@@ -172,7 +172,7 @@ class Algorithm:
     # ---- hooks, copies and state -------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Take the hooks off; the model is as it was."""
+        """Remove the hooks."""
         self.hooks.remove()
         self.superseded = False
 

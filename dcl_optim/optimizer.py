@@ -229,7 +229,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @property
     def weight(self) -> float | Schedule | AutoWeight:
-        r""":math:`\lambda` as it was given; may be set at any time. Not in ``state_dict``; what auto has counted is."""
+        r"""The given :math:`\lambda`; may be set at any time. Not in ``state_dict``; what auto has counted is."""
         return self._algorithm.weight.given
 
     @weight.setter
@@ -238,7 +238,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @property
     def alpha(self) -> float | Schedule:
-        r""":math:`\alpha` as it was given; may be set at any time. Not in ``state_dict``."""
+        r"""The given :math:`\alpha`; may be set at any time. Not in ``state_dict``."""
         return self._algorithm.alpha.given
 
     @alpha.setter

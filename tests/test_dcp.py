@@ -48,7 +48,7 @@ def test_defaults_are_those_of_the_documentation():
             checked.append(name)
         else:
             assert default in (inspect.Parameter.empty, None), name
-    assert checked == ["num_classes", "weight", "alpha", "reduction", "update", "ignore_index"]
+    assert checked == ["num_classes", "weight", "alpha", "update", "ignore_index"]
 
 
 # ---- the classes -----------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def counted(labels: Tensor, z: Tensor, steps: int = 3, **options: Any) -> float:
 
 
 def test_rows_without_a_label_do_not_count():
-    z = torch.eye(4, dtype=torch.float64)
+    z = 2 * torch.eye(4, dtype=torch.float64)
     assert counted(torch.tensor([0, 1, 3, -100]), z) == pytest.approx(2 / 3)
 
 

@@ -121,7 +121,7 @@ def _check_saved(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     if without := sorted(given - {"saved", "out", "csv"}):
         flag = without[0].replace("_", "-")
-        parser.error(f"argument --from: shows a run as it was saved; leave --{flag} out")
+        parser.error(f"argument --from: shows a saved run; leave --{flag} out")
     if not args.saved.exists():
         parser.error(f"argument --from: there is no file {args.saved}")
 
