@@ -223,7 +223,8 @@ class LossReader:
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
             finite = not may_sync or math.isfinite(gradient.sum())
-            self.skipped.fits.append(finite)
+            if not finite:
+                self.skipped.fits.append(False)
             return Loss(given, forward.targets, None, dim, finite, finite)
         form, reading, count, total = self._form, None, None, 1.0
         if form is not None and dim is not None:

@@ -26,7 +26,6 @@ UNREADABLE_LABELS = (
 WINDOW = 100  # batches, of which a warning says how many were skipped
 GIVE_LABELS = "call set_targets(labels) before the forward pass, or pass targets=<the model's keyword for them>"
 
-
 NO_LABELS = "use DCLOptimizer, which needs no labels"
 # What a gradient shows, and the fix.
 ONE_LOGIT = "the model gives one logit a row (binary classification or regression)", NO_LABELS
