@@ -217,7 +217,9 @@ def test_a_first_forward_with_other_parameters_names_the_fix_which_works(detache
 
     model = mlp()
     optimizer = wrap(model)
-    with pytest.raises(ValueError, match=r"(?s)no parameter to train.*ask for optimizer.companion before .*functional_call"):
+    with pytest.raises(
+        ValueError, match=r"(?s)no parameter to train.*ask for optimizer.companion before .*functional_call"
+    ):
         loss_of(model)
     assert_same(optimizer.companion, model)
     loss_of(model)

@@ -52,8 +52,8 @@ class LogitsFinder:
             )
         if not found.is_floating_point() or not found.ndim:
             raise TypeError(
-                f"the tensor that the model returned as its logits has {found.dtype} and shape {tuple(found.shape)}.\n"
-                "  Fix: return floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
+                f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
+                "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
             )
         return found
 
