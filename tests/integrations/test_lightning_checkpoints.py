@@ -69,7 +69,7 @@ def test_a_plain_runs_checkpoint_is_refused_before_anything_is_trained(tmp_path)
     plain = Classifier("plain", still())
     fit(plain)
     plain.trainer.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(ValueError, match=r"load it into optimizer\.base"):
+    with pytest.raises(ValueError, match=r"load the state of a plain optimizer into optimizer\.base"):
         quiet_trainer(max_epochs=4).fit(Classifier("dcl", still()), loader(), ckpt_path=tmp_path / "plain.ckpt")
 
 
