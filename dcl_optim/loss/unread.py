@@ -53,7 +53,7 @@ SUM = "the gradient has more negative entries a row, as of a sum of losses or of
 def are_probabilities(z: Tensor) -> Tensor:
     """Whether all rows are distributions, as a softmax layer gives them; a scalar, which is not read."""
     tolerance = 0.02 if z.dtype.itemsize < 4 else 1e-4
-    return (z.amin() >= 0) & ((z.sum(1) - 1).abs().amax() <= tolerance)
+    return (z.amin() > 0) & ((z.sum(1) - 1).abs().amax() <= tolerance)
 
 
 def cause_of(z: Tensor, g: Tensor) -> str:
