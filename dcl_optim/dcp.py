@@ -108,7 +108,7 @@ class DCPOptimizer(ForecastOptimizer):
             base_optimizer,
             model,
             lambda: self._prototypes(
-                classes, ignored, update, next(model.parameters()), DataParallelGroup(model, process_group)
+                classes, ignored, update, next(iter(model.parameters())), DataParallelGroup(model, process_group)
             ),
             resolve_distance(distance, temperature),
             weight=weight,

@@ -19,7 +19,7 @@ NO_ROWS, SOME_ROWS = 1e-30, 1e-20  # a number that counts as none but can be div
 MAX_BYTES = 2**30  # of the (K, K) prototypes
 IN_BATCH_STEPS = 16  # after which labels that were always the rows' places are no classes; values may be read in it
 IN_BATCH = (
-    "scores of the rows of a batch against each other (in-batch negatives, CLIP) have no classes.\n"
+    "scores against the rows of a batch or a queue (in-batch negatives, CLIP, MoCo) have no classes.\n"
     "  Fix: use DCLOptimizer"
 )
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
@@ -180,13 +180,14 @@ class Prototypes(Forecaster):
         return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
 
     def _refuse_in_batch(self, step: int, labels: Tensor) -> None:
-        # Of two classes a script's labels are often in order.
-        square = self.num_classes == len(labels) > 2
-        self._may_be_in_batch = square and torch.equal(labels.cpu(), torch.arange(len(labels)))
+        # Of two classes a script's labels are often in order, or all 0.
+        labels, square = labels.cpu(), self.num_classes == len(labels)
+        found = (square and torch.equal(labels, torch.arange(len(labels)))) or not labels.any()
+        self._may_be_in_batch = found and self.num_classes > 2
         if self._may_be_in_batch and step >= IN_BATCH_STEPS:
             raise ValueError(
-                f"in {step} steps each batch had {len(labels)} rows of as many logits, and its rows' places as labels: "
-                f"{IN_BATCH}. If these are classes, pass num_classes={len(labels)}"
+                f"in {step} steps the labels of each batch were 0 for all rows, or 0, 1, 2, ... up to its last logit: "
+                f"{IN_BATCH}. If these are classes, pass num_classes={self.num_classes}"
             )
 
     def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ class FollowsFit:
         """The batches that are pending were stepped with; read the accuracy if it is time to."""
         if group is not None and group.size > 1 and _is_counted(step):
             # Each time, and not where they are read: a state that one rank saves serves all of them.
-            counts = torch.zeros(2, dtype=torch.int64, device=next(model.parameters()).device)
+            counts = torch.zeros(2, dtype=torch.int64, device=next(iter(model.parameters())).device)
             for found, number in self._pending:
                 counts += found
                 counts[1] -= number

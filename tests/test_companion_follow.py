@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import CLASSES, FEATURES, MODELS, assert_same, batch_norm_net, batches, mlp, sgd, train, wrap
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -247,10 +247,10 @@ def test_a_state_from_before_a_layer_was_unfrozen_is_refused_with_the_fix() -> N
 class Queue(nn.Module):
     """As MoCo: logits against a queue of keys, and a key encoder that follows the encoder."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.keys = mlp(), mlp()
+        self.net, self.keys, self.in_place = mlp(), mlp(), in_place
         self.keys.requires_grad_(False)
         self.queue = nn.Parameter(torch.randn(CLASSES, 8, dtype=torch.float64), requires_grad=False)
         self.still = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64), requires_grad=False)
@@ -259,14 +259,18 @@ class Queue(nn.Module):
         z = self.net(x)
         with torch.no_grad():
             for slow, fast in zip(self.keys.parameters(), self.net.parameters(), strict=True):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
+                if self.in_place:
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+                else:
+                    slow.data = 0.9 * slow.data + 0.1 * fast.data
             keys, queue = self.keys(x), self.queue.clone()
             self.queue.copy_(keys[:8].T)
         return z + (z @ queue).mean(1, keepdim=True) + keys * self.still
 
 
-def test_frozen_parameters_that_the_forward_writes_to_are_named_and_refused() -> None:
-    model = Queue()
+@pytest.mark.parametrize("in_place", [True, False])
+def test_frozen_parameters_that_the_forward_writes_to_are_named_and_refused(in_place: bool) -> None:
+    model = Queue(in_place)
     optimizer = wrap(model)
     with pytest.raises(RuntimeError, match=r"frozen parameters \['queue', 'keys.0.weight'.*pass companion="):
         train(model, optimizer, DATA)
@@ -300,3 +304,26 @@ def test_a_teacher_that_the_script_updates_after_its_step_stays_shared() -> None
         with torch.no_grad():
             model.queue.add_(1)
     assert optimizer.companion.queue is model.queue
+
+
+class Listed(nn.Module):
+    """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vars = nn.ParameterList([nn.Parameter(torch.eye(CLASSES, FEATURES).double())])
+        self.statistics = nn.ParameterList([nn.Parameter(torch.zeros(CLASSES).double(), requires_grad=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.vars[0]) + self.statistics[0]
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.vars
+
+
+@pytest.mark.parametrize("wrapper", [DCPOptimizer, DCLOptimizer])
+def test_a_model_whose_parameters_are_another_list_trains(wrapper: Any) -> None:
+    model = Listed()
+    optimizer = wrapper(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    train(model, optimizer, batches(3))
+    assert optimizer.logs()["penalty"] > 0

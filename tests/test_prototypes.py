@@ -623,9 +623,18 @@ def train_in_batch(sizes: list[int], **options: Any) -> DCPOptimizer:
 def test_negatives_in_the_batch_are_refused_with_the_reason(sizes, reads, monkeypatch):
     if not reads:
         monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
-    with pytest.raises(ValueError, match=r"(?s)rows of a batch against each other.*in-batch negatives.*DCLOptimizer"):
+    with pytest.raises(ValueError, match=r"(?s)scores against the rows of a batch.*in-batch negatives.*DCLOptimizer"):
         train_in_batch(sizes)
     train_in_batch(sizes[:-1])  # which no earlier step has shown
+
+
+def test_negatives_in_a_queue_are_refused_with_the_reason():
+    """As in MoCo: the first logit of a row is that of the other view, the others are those of the queue."""
+    model = network()
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.raises(ValueError, match=r"(?s)were 0 for all rows.*MoCo.*DCLOptimizer"):
+        train(model, optimizer, [(x, torch.zeros_like(y)) for x, y in batches(16)])
+    assert optimizer.logs()["step"] == 15
 
 
 def places(number: int) -> list[Tensor]:
@@ -640,11 +649,21 @@ def places(number: int) -> list[Tensor]:
     [
         (places(CLASSES), {}),
         ([torch.arange(CLASSES)] * 20, {"num_classes": CLASSES}),
+        ([torch.zeros(4).long()] * 20, {"num_classes": CLASSES}),
+        ([torch.zeros(4).long()] * 15 + [torch.arange(4)] * 5, {}),
         ([torch.arange(CLASSES - 1)] * 20, {}),
         ([torch.arange(CLASSES + 1) % CLASSES] * 20, {}),
         ([torch.arange(CLASSES).flip(0)] * 20, {}),
     ],
-    ids=["one batch in another order", "classes by the script's word", "fewer rows", "more rows", "another order"],
+    ids=[
+        "one batch in another order",
+        "classes by the script's word",
+        "one class by its word",
+        "one class first",
+        "fewer rows",
+        "more rows",
+        "another order",
+    ],
 )
 def test_a_small_batch_whose_labels_happen_to_be_its_rows_is_not(labels, options):
     model = network()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dcl_optim import _rng, _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._rng import RngState, replayed
-from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
+from dcl_optim._torch import call_after_backward, current_backward, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying, inputs
 from dcl_optim.companion.follow import ModelFollower
@@ -47,7 +47,7 @@ class Network:
     module: nn.Module
     optimizer: CompanionOptimizer
     follower: ModelFollower
-    versions: list[int]  # of its parameters, as it was made or before its first forward pass
+    versions: list[Any]  # of its parameters, as it was made or before its first forward pass
     starts_equal: bool  # whether its first prediction has to be the model's logits
     has_predicted: bool = False
     has_learned: bool = False
@@ -120,7 +120,7 @@ class Companion(Forecaster):
             module = copying.build(own, options.companion, is_called=own is self._model)
             optimizer = CompanionOptimizer(self._base, own, module, options)
         follower = ModelFollower(self._model, module, optimizer, self.group)
-        self._network = Network(module, optimizer, follower, versions_of(follower.parameters), starts_equal=is_copy)
+        self._network = Network(module, optimizer, follower, follower.versions(), starts_equal=is_copy)
         if self._mode is not None:
             self.follow(self._mode)
         return self._network
@@ -151,7 +151,7 @@ class Companion(Forecaster):
             warn(WEIGHTS_LOADED)
         network.follower.follow()
         if not network.has_predicted:
-            versions = versions_of(network.follower.parameters)
+            versions = network.follower.versions()
             network.starts_equal &= versions == network.versions  # as the script left it
             network.versions = versions
         self._captured.before_forward(args, kwargs)

@@ -98,7 +98,7 @@ class ModelFollower:
 
     def _note_parameters(self) -> None:
         theirs = set(map(id, self._model.parameters()))
-        self.parameters = list(self._companion.parameters())
+        self.parameters = [parameter for _, parameter in self._companion.named_parameters()]
         self._shared = [parameter for parameter in self.parameters if id(parameter) in theirs]
         if not self._is_copy:
             return
@@ -114,9 +114,14 @@ class ModelFollower:
         shared = set(map(id, self._shared))
         return {name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in shared}
 
-    def require_unwritten(self, before: list[int]) -> None:
+    def versions(self) -> list[Any]:
+        """Of each parameter: how often it was written to, and where its values are, which ``.data =`` changes."""
+        places = [parameter.data_ptr() if self._is_copy else 0 for parameter in self.parameters]
+        return list(zip(versions_of(self.parameters), places, strict=True))
+
+    def require_unwritten(self, before: list[Any]) -> None:
         """Raise RuntimeError if the model's forward has written to them since the companion's had these versions."""
-        named = zip(self._companion.named_parameters(), before, versions_of(self.parameters), strict=True)
+        named = zip(self._companion.named_parameters(), before, self.versions(), strict=True)
         written = [name for (name, parameter), one, other in named if one != other and not parameter.requires_grad]
         if self._is_copy and written:
             raise RuntimeError(

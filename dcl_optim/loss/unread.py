@@ -25,7 +25,6 @@ UNREADABLE_LABELS = (
 )
 WINDOW = 100  # batches, of which a warning says how many were skipped
 GIVE_LABELS = "call set_targets(labels) before the forward pass, or pass targets=<the model's keyword for them>"
-
 NO_LABELS = "use DCLOptimizer, which needs no labels"
 # What a gradient shows, and the fix.
 ONE_LOGIT = "the model gives one logit a row (binary classification or regression)", NO_LABELS
@@ -34,6 +33,7 @@ ONE_ENTRY = (
     "the gradient has one entry a row, as of F.nll_loss, but the outputs are not log-probabilities",
     "use F.cross_entropy, or end the model in log_softmax",
 )
+TWO_CLASSES = "two classes, with mixed labels or a factor for each row (weights, focal)", GIVE_LABELS
 NO_SOFTMAX = (
     "the gradient's rows do not sum to 0, as of sigmoid outputs (binary, multi-label) and regression",
     f"{NO_LABELS}; for another loss {GIVE_LABELS}",
@@ -70,6 +70,8 @@ def _cause_of(z: Tensor, g: Tensor) -> tuple[str, str]:
         return ONE_ENTRY
     if (g.sum(1).abs() > 0.02 * g.abs().sum(1)).float().mean() > 0.1:
         return NO_SOFTMAX
+    if g.shape[1] == 2:
+        return TWO_CLASSES
     negative = (g < 0).sum(1)
     if (negative == 1).float().mean() > 0.9:
         return ONE_NEGATIVE
