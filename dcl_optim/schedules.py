@@ -51,7 +51,7 @@ class LinearWarmup:
         for name, given, least in (("value", self.value, 0), ("steps", self.steps, 1)):
             check_number(name, given)
             if not least <= given < math.inf:
-                raise ValueError(f"{name}={given!r} must be a finite number of at least {least}")
+                raise ValueError(f"{name}={given!r} must be finite and >= {least}")
 
     def __call__(self, step: int) -> float:
         return self.value * min(1.0, step / self.steps)
@@ -70,7 +70,7 @@ class Checked:
             if not is_number(self.given):
                 kind = type(self.given).__name__
                 raise TypeError(f"{self.name}={self.given!r} must be a number or a callable of the step, got {kind}")
-            self.check(self.given, 1)
+            self.check(self.given)
             return
         try:
             inspect.signature(self.given).bind(1)
@@ -87,14 +87,15 @@ class Checked:
     def __call__(self, step: int) -> float:
         return self.check(self.given(step), step) if callable(self.given) else float(self.given)
 
-    def check(self, given: float, step: int) -> float:
-        """Give a step's value as a float; raise if it is no number or out of range."""
+    def check(self, given: float, step: int | None = None) -> float:
+        """Return a value as a float; raise if it is not a number or out of range."""
+        at = "" if step is None else f" at step {step}"
         if not hasattr(given, "__float__"):
-            raise TypeError(f"{self.name} at step {step} must be a number, got {type(given).__name__}")
+            raise TypeError(f"{self.name}{at} must be a number, got {type(given).__name__}")
         value = float(given)
         if not 0 <= value <= self.upper or value == math.inf:
-            allowed = f"in [0, {self.upper:g}]" if self.upper < math.inf else "a finite number of at least 0"
-            raise ValueError(f"{self.name}={value!r} at step {step} must be {allowed}")
+            allowed = f"in [0, {self.upper:g}]" if self.upper < math.inf else "finite and >= 0"
+            raise ValueError(f"{self.name}={value!r}{at} must be {allowed}")
         return value
 
     def __str__(self) -> str:

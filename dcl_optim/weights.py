@@ -51,7 +51,7 @@ class AutoWeight:
     def __post_init__(self) -> None:
         check_number("floor", self.floor)
         if not 0 <= self.floor < math.inf:
-            raise ValueError(f"floor={self.floor!r} must be a finite number of at least 0")
+            raise ValueError(f"floor={self.floor!r} must be finite and >= 0")
         check_positive("power", self.power)
         check_positive("classes", self.classes)
 

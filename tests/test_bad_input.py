@@ -25,11 +25,11 @@ def build_no_optimizer(parameters):
 
 
 SHARED = [
-    ({"alpha": 1.5}, ValueError, r"alpha=1.5 at step 1 must be in \[0, 1\]"),
+    ({"alpha": 1.5}, ValueError, r"alpha=1.5 must be in \[0, 1\]"),
     ({"alpha": -0.1}, ValueError, r"alpha=-0.1"),
     ({"alpha": NAN}, ValueError, r"alpha=nan"),
     ({"alpha": "0.6"}, TypeError, r"alpha='0.6' must be a number or a callable of the step, got str"),
-    ({"weight": -1}, ValueError, r"weight=-1.0 at step 1 must be a finite number of at least 0"),
+    ({"weight": -1}, ValueError, r"weight=-1.0 must be finite and >= 0"),
     ({"weight": NAN}, ValueError, r"weight=nan"),
     ({"weight": float("inf")}, ValueError, r"weight=inf"),
     ({"weight": True}, TypeError, r"weight=True must be a number"),

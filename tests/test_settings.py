@@ -68,11 +68,11 @@ def test_what_is_set_is_what_a_schedule_would_have_given():
 @pytest.mark.parametrize(
     ("name", "value", "kind", "message"),
     [
-        ("weight", -1.0, ValueError, r"weight=-1.0 at step 1"),
+        ("weight", -1.0, ValueError, r"weight=-1.0 must be"),
         ("weight", None, TypeError, r"weight=None must be a number"),
         ("weight", "1", ValueError, r"weight='1' is unknown; pass 'auto', a number or a callable of the step"),
         ("weight", [1], TypeError, r"weight=\[1\] must be a number"),
-        ("alpha", 1.5, ValueError, r"alpha=1.5 at step 1 must be in \[0, 1\]"),
+        ("alpha", 1.5, ValueError, r"alpha=1.5 must be in \[0, 1\]"),
         ("alpha", lambda: 0.5, TypeError, r"alpha=.*cannot be called with the step alone"),
     ],
 )

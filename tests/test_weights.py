@@ -261,8 +261,8 @@ def test_it_may_be_set_in_the_middle_of_a_run():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"floor": -0.1}, ValueError, r"floor=-0.1 must be a finite number of at least 0"),
-        ({"floor": math.inf}, ValueError, r"floor=inf must be a finite number"),
+        ({"floor": -0.1}, ValueError, r"floor=-0.1 must be finite and >= 0"),
+        ({"floor": math.inf}, ValueError, r"floor=inf must be finite and >= 0"),
         ({"floor": "0"}, TypeError, r"floor='0' must be a number"),
         ({"power": 0}, ValueError, r"power=0 must be a positive finite number"),
         ({"classes": 0}, ValueError, r"classes=0 must be a positive finite number"),
