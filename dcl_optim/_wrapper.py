@@ -72,7 +72,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         base = self.__dict__.get("base")
         if name in ("train", "eval") and hasattr(base, name):
             return functools.partial(self._switch, name)
-        hint = "" if name.startswith("_") else self._hint(name, base)
+        hint = "" if base is None or name.startswith("_") else self._hint(name, base)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _hint(self, name: str, base: Any) -> str:

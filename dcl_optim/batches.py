@@ -85,7 +85,7 @@ class StepBatches:
                 raise RuntimeError(BYPASSED.format(name=name, base=type(base).__name__))
 
         try:
-            return self._base.register_step_post_hook(stepped)
+            return self._base.register_step_pre_hook(stepped)
         except AttributeError:  # of a class that leaves out the constructor of torch.optim.Optimizer
             return None
 

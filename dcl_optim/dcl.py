@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -132,32 +131,17 @@ class DCLOptimizer(ForecastOptimizer):
 
     @property
     def companion(self) -> nn.Module:
-        r"""The companion :math:`\omega`, a module; made now if not before."""
+        r"""The companion :math:`\omega`, a module; made now if not before.
+
+        Evaluate it after ``optimizer.companion.eval()``; it takes the model's mode in the next training forward pass.
+        """
         return self.forecaster.module
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        """Set the companion to eval mode inside a ``with`` block, and restore all modes afterwards.
-
-        Examples:
-            >>> import torch
-            >>> model = torch.nn.Linear(4, 3)
-            >>> optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-            >>> with torch.no_grad(), optimizer.evaluating() as companion:
-            ...     companion(torch.ones(2, 4)).shape
-            torch.Size([2, 3])
-        """
-        companion = self.companion
-        modes = {module: module.training for module in companion.modules()}
-        companion.eval()
-        try:
-            yield companion
-        finally:
-            for module, training in modes.items():
-                module.training = training
-
     def reset_companion(self) -> None:
-        """Copy the model again at its next training forward pass, as after loading weights in the middle of a run."""
+        """Copy the model again at its next training forward pass, as after loading weights in the middle of a run.
+
+        The companion's optimizer starts again too. RuntimeError: the companion was given as a module.
+        """
         self.forecaster.reset()
 
     @property

@@ -43,8 +43,8 @@ class DCPOptimizer(ForecastOptimizer):
         base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
         num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
             (default) for that of the first logits.
-        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"`` (default), which grows with the training
-            accuracy; see :class:`~dcl_optim.AutoWeight`.
+        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"`` (default), which grows from 0.1 to 1, with
+            fewer than 100 classes to K/100, as the training accuracy grows (:class:`~dcl_optim.AutoWeight`).
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
         distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
         update: ``"rows"`` (default) for the formula above, or ``"batch"`` for Equation 6,
@@ -55,7 +55,11 @@ class DCPOptimizer(ForecastOptimizer):
         loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as in DCLOptimizer; in backward, labels that do not fit or cannot be read.
+        ValueError, TypeError, RuntimeError: as in DCLOptimizer; in backward, labels that do not fit (on a GPU not
+            checked in each step) or cannot be read.
+
+    Warns:
+        UserWarning: the labels of a later batch cannot be read; it gets no penalty.
 
     Examples:
         >>> import torch
@@ -68,13 +72,14 @@ class DCPOptimizer(ForecastOptimizer):
         >>> optimizer.prototypes.shape
         torch.Size([3, 3])
 
-    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix, with ``weight=1, alpha=0.6,
-    update="batch", distance="squared"``.
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix. Where we differ: the weight, alpha,
+    prototypes that count rows and not batches, and a distance that is linear far out. The paper's DCP is ``weight=1,
+    alpha=0.6, update="batch", distance="squared"``.
     """
 
     _name = "DCPOptimizer"
     _elsewhere = dict.fromkeys(
-        ("companion", "companion_optimizer", "evaluating", "reset_companion"),
+        ("companion", "companion_optimizer", "reset_companion"),
         "DCLOptimizer has a companion, DCPOptimizer has prototypes; use optimizer.prototypes",
     )
     _prototypes = Prototypes

@@ -129,7 +129,10 @@ class Forecaster(ABC):
         """
 
     def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
-        """Note a forward pass that is not observed: its gradient is zero, not finite or has no labels."""
+        """Note a forward pass that is not observed: its gradient is zero, not finite or has no labels.
+
+        Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then.
+        """
 
     def figures(self) -> dict[str, Any]:
         """Numbers or scalar tensors for the optimizer's ``logs``, always the same keys. Default: none."""

@@ -262,7 +262,7 @@ class ForecastOptimizer(OptimizerWrapper):
         """
         last = dict.fromkeys(FIGURES, math.nan) | self._algorithm.last
         read, last["penalty"] = last.pop("read", None), getattr(last["penalty"], "value", last["penalty"])
-        if read is not None and not math.isfinite(read):  # where values are not read in each step
+        if read is not None and not math.isfinite(read) and last["loss_scale"] != 0:  # which the step did not wait for
             last["penalty"] = math.nan
         if self._algorithm.loss.reads_labels:
             last["skipped"] = self._algorithm.loss.skipped.total()

@@ -61,8 +61,8 @@ def train(kind: Any, settings: dict[str, Any], epochs: int) -> dict[str, list[tu
                 continue
             if isinstance(optimizer, DCLOptimizer):
                 model.eval()
-                with torch.no_grad(), optimizer.evaluating() as companion:
-                    same = model(x_test).argmax(1) == companion(x_test).argmax(1)
+                with torch.no_grad():
+                    same = model(x_test).argmax(1) == optimizer.companion.eval()(x_test).argmax(1)
                 model.train()
                 figures["dcl/agreement"] = same.float().mean().item()
             for key in PANELS.keys() & figures.keys():

@@ -40,8 +40,10 @@ def test_the_second_step_of_the_base_itself_is_an_error(wrapper: Any, to_none: b
         base.step()
 
     step()
+    before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=rf"{wrapper.__name__}.*SGD.*stepped.*\n  Fix: .*step\(\)") as caught:
         step()
+    assert_same(model.state_dict(), before)
     assert is_short(str(caught.value))
     assert optimizer.logs()["step"] == 0
 
@@ -290,7 +292,6 @@ def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper: Any, 
     ("wrapper", "name", "hint"),
     [
         (DCPOptimizer, "companion", "DCLOptimizer has.*optimizer.prototypes"),
-        (DCPOptimizer, "evaluating", "DCLOptimizer has"),
         (DCLOptimizer, "prototypes", "DCPOptimizer has.*optimizer.companion"),
         (DCLOptimizer, "set_targets", "DCPOptimizer has.*needs no labels"),
         (DCPOptimizer, "log", "did you mean 'logs'"),
@@ -337,3 +338,38 @@ def test_weights_in_float16_train_as_those_in_float32_do(wrapper: Any) -> None:
     train(plain, sgd(plain, momentum=0.0), batches(10, dtype=torch.float32))
     assert_same(*found, rtol=0.0, atol=5e-3)
     assert max((a - b).abs().max() for a, b in zip(found[0], plain.parameters(), strict=False)) > 1e-2
+
+
+def test_a_name_may_be_asked_for_before_the_constructor() -> None:
+    class Flagged(DCPOptimizer):
+        def __init__(self, *arguments: Any) -> None:
+            self.had_flag = hasattr(self, "flag")
+            super().__init__(*arguments)
+
+    model = mlp()
+    assert not Flagged(sgd(model), model).had_flag
+
+
+# ---- labels that are given too late, or no longer --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 1.0}])
+def test_labels_that_are_given_after_the_forward_pass_are_an_error(options: dict[str, Any]) -> None:
+    """They would be those of the next batch, silently."""
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model, **options)
+    x, y = one()
+    z = model(x)
+    optimizer.set_targets(y)
+    with pytest.raises(RuntimeError, match="set_targets was called after the forward pass of this batch"):
+        F.cross_entropy(z, y).backward()
+
+
+def test_labels_that_are_given_for_the_first_batch_alone_are_missed_in_the_second() -> None:
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model)
+    (x, y), other = batches(2)
+    optimizer.set_targets(y)
+    train(model, optimizer, [(x, y)], scaled)
+    with pytest.raises(RuntimeError, match="labels of this batch cannot be read"):
+        train(model, optimizer, [other], scaled)

@@ -860,7 +860,7 @@ def test_with_a_scale_that_is_given_a_label_is_the_only_negative_entry():
         return nn.Linear(FEATURES, 2)
 
     model, expected = model_of_two(), model_of_two()
-    with pytest.raises(RuntimeError, match=r"(?s)one negative entry a row, as of focal losses.* pass loss_scale="):
+    with pytest.raises(RuntimeError, match=r"two classes, .*focal rows \(pass loss_scale=1 then\)"):
         train(model, make("dcp", model), data, focal)
     model.zero_grad()
     reading, given = make("dcp", model, loss_scale=1.0), make("dcp", expected, num_classes=2, loss_scale=1.0)
@@ -1260,3 +1260,20 @@ def test_class_weights_of_rows_that_are_certain_count_in_the_scale(classes, marg
     optimizer = DCLOptimizer(sgd(model), model)
     F.cross_entropy(model(z), y, torch.where(learned, 0.2, 2.0)).backward()
     assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("classes", "factor"), [(100, 64.0), (1000, 1.0), (1000, 64.0)])
+def test_certain_rows_with_class_weights_are_read_in_float16_too(classes, factor):
+    """Their small entries are rounded more than the label's."""
+    generator = torch.Generator().manual_seed(0)
+    z, y = torch.randn(32, classes, generator=generator), torch.arange(32)
+    z[range(32), y] += torch.tensor([14.0] * 16 + [4.0] * 16)
+    model = Same(classes).half()
+    model.forward = lambda z: z * model.weight[0, 0]
+    optimizer = DCPOptimizer(sgd(model), model)
+    found = readings(optimizer)
+    weights = 0.1 + 2 * torch.rand(classes, generator=generator)
+    (factor * F.cross_entropy(model(z.half()).float(), y, weights)).backward()
+    labels = found[0].labels
+    assert torch.equal(labels[labels < classes], y[labels < classes])
+    assert float(found[0].scale) == pytest.approx(factor, rel=0.15)

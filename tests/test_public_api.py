@@ -35,7 +35,6 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance
         loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
     .companion
     .companion_optimizer
-    .evaluating(self)
     .reset_companion(self)
 dcl_optim.AutoWeight(floor=0.1, power=6.0, classes=100.0)
     .at(self, accuracy, num_classes)

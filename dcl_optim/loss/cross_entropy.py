@@ -13,7 +13,8 @@ do, which is close to a and not above it. Then :math:`r = p - q` is known, and i
 mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero.
 
 *Weighted.* Class weights, sample weights and focal losses give each row its own :math:`a_i = \lVert g_i\rVert / \lVert
-r_i\rVert`, and :math:`s = \sum_i a_i`. Two classes put every row on some line, so there all rows of a label need one a.
+r_i\rVert` (of a certain row without the label's entry), and :math:`s = \sum_i a_i`. Two classes put every row on some
+line, so there all rows of a label need one a.
 
 *Soft.* Mixup and CutMix: q has two large entries. Away from these, the two lowest entries of :math:`g - a\,p`,
 :math:`g = a\,(p - f)` is a straight line, f being the floor :math:`\epsilon/K` that label smoothing adds; a is its
@@ -143,14 +144,15 @@ def _read_weighted(
 ) -> Reading:
     p = torch.softmax(z, 1)
     y = torch.addcmul(g, p, g.amax(1, keepdim=True), value=-ROUNDING).argmin(1, keepdim=True)  # as for hard labels
-    # In p - 1 of a certain row rounding is all that is left; its other entries are exact.
-    exact = torch.ones_like(p).scatter_(1, y, (p.gather(1, y) < CERTAIN).to(p))
+    order, least, keeps = 2, SATURATED, torch.ones_like(p)  # float16 rounds small entries more than large ones
+    if tolerance < HALF_TOLERANCE:  # in p - 1 of a certain row rounding is all that is left; the others are exact
+        order, least, keeps = 1, 0.0, keeps.scatter_(1, y, (p.gather(1, y) < CERTAIN).to(p))
     r = p.scatter_(1, y, -1.0, reduce="add").mul_(live[:, None])
-    r, g = r.mul_(exact), g * exact
-    whole, lengths = g.abs().sum(1), r.abs().sum(1)
+    r, g = r.mul_(keeps), g * keeps
+    whole, lengths = torch.linalg.vector_norm(g, order, dim=1), torch.linalg.vector_norm(r, order, dim=1)
     slopes = whole / (lengths + TINY)
-    rest = torch.addcmul(g, r, slopes[:, None], value=-1.0).abs().sum(1)
-    clear = live & (rest <= tolerance * whole)
+    rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), order, dim=1)
+    clear = live & (lengths > least) & (rest <= tolerance * whole)
     number, y = clear.sum(), y[:, 0]
     mean = torch.where(clear, slopes, 0.0).sum() / number
     # A certain row has a label if its gradient is as small as rounding.
@@ -224,7 +226,7 @@ def _read_soft(
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     whole = torch.linalg.vector_norm(g * others)
     bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
-    is_cross_entropy = g.sum(1).abs().sum() <= tolerance * g.abs().sum()  # over these classes
+    is_cross_entropy = g.sum(1).abs().sum() <= 5.0 * tolerance * g.abs().sum()  # over these classes
     fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope) & is_cross_entropy
     return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
@@ -294,7 +296,7 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
         says = says & (torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD)
     # What tells class weights from none may be the rows that are certain.
     hard, rows = (read(Form(kind), z, g, size > 0, (size > 0).sum(), tolerance).scale for kind in ("hard", "weighted"))
-    differ = (hard - rows).abs() > 5.0 * tolerance * rows
+    differ = ((hard - rows).abs() > 5.0 * tolerance * rows) & (tolerance < HALF_TOLERANCE)
     unlikely = live & (p.gather(1, g.argmin(1, keepdim=True))[:, 0] < 0.1 * p.amax(1))
     z, g, p, count = z * live[:, None], g * live[:, None], p * live[:, None], live.sum()
     smoothing, mixed_smoothing = (_fit_smoothing(p, g, live, labels) for labels in (1, min(2, classes)))

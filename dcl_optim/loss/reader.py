@@ -213,6 +213,8 @@ class LossReader:
         arrived = forward.own_loss is not None and forward.own_loss[0] == current_backward()
         own = forward.own_loss[1] if forward.own_loss is not None and arrived else None
         wants_labels = self.reads_labels and forward.targets is None
+        if wants_labels and self.ahead is not None and self.ahead[0] is not None:
+            raise RuntimeError(unread.LATE_LABELS)
         if own is not None and forward.hides_gradient:
             if wants_labels:
                 raise RuntimeError(unread.HIDDEN_LABELS)
@@ -223,7 +225,7 @@ class LossReader:
         if given is not None and not wants_labels and dim is not None:
             forward.rows = to_rows(forward.logits, dim)
             finite = not may_sync or math.isfinite(gradient.sum())
-            if not finite:
+            if not finite and self.reads_labels:
                 self.skipped.fits.append(False)
             return Loss(given, forward.targets, None, dim, finite, finite)
         form, reading, count, total = self._form, None, None, 1.0
@@ -234,7 +236,8 @@ class LossReader:
             settles = may_sync and not bool(reading.fits)
             self._read += may_sync and not settles
         else:
-            settles = forward.step % _sync.SYNC_INTERVAL == 0 or not self._unread
+            decides = forward.step % _sync.SYNC_INTERVAL == 0 or (wants_labels and may_sync and forward.step <= DECIDED)
+            settles = decides or not self._unread
             if not settles:
                 count = torch.linalg.vector_norm(wide(gradient), 1)
                 total = float(count) if may_sync else total

@@ -23,6 +23,7 @@ UNREADABLE_LABELS = (
     "the labels of this batch cannot be read from the loss's gradient, which is not that of a softmax cross-entropy "
     "over the model's logits"
 )
+LATE_LABELS = "set_targets was called after the forward pass of this batch.\n  Fix: call it before, for the next one"
 WINDOW = 100  # batches, of which a warning says how many were skipped
 GIVE_LABELS = "call set_targets(labels) before the forward pass, or pass targets=<the model's keyword for them>"
 NO_LABELS = "use DCLOptimizer, which needs no labels"
@@ -33,9 +34,9 @@ ONE_ENTRY = (
     "the gradient has one entry a row, as of F.nll_loss, but the outputs are not log-probabilities",
     "use F.cross_entropy, or end the model in log_softmax",
 )
-TWO_CLASSES = "two classes, with mixed labels or a factor for each row (weights, focal)", GIVE_LABELS
+TWO_CLASSES = "two classes, with mixed labels, or with weighted or focal rows (pass loss_scale=1 then)", GIVE_LABELS
 NO_SOFTMAX = (
-    "the gradient's rows do not sum to 0, as of sigmoid outputs (binary, multi-label) and regression",
+    "the gradient's rows do not sum to 0, as of sigmoid outputs, regression, another term, or features (pass logits=)",
     f"{NO_LABELS}; for another loss {GIVE_LABELS}",
 )
 MIXED = (

@@ -79,12 +79,13 @@ class Kind:
     def tells_scale(self, b: Batch, half: bool) -> bool:
         """Whether the gradient of a batch does.
 
-        It does not if entries may underflow, since a row without gradient looks like one that is ignored; nor if the
+        It does not if entries may underflow, since a row without gradient looks like one that is ignored; nor, in half
+        precision, if rows have factors and the model is certain of one, since rounding is all that is left; nor if the
         predictions are so uniform that it is about that of a loss without smoothing or weights.
         """
         classes, e = b.z.shape[1], one_hot(b)
         p = b.z.softmax(1)
-        if (b.z.amax(1) - b.z.amin(1)).max() > UNDERFLOW:
+        if (b.z.amax(1) - b.z.amin(1)).max() > UNDERFLOW or (half and self.weighs and (p * e).max() > 1 - 1e-4):
             return False
         if self.smooths:
             r, added = p - e, p - 1 / classes
