@@ -79,7 +79,7 @@ def test_a_wrapper_that_is_gone_leaves_the_base_alone(wrapper: Any) -> None:
     base = sgd(model)
     wrapper(base, model)
     train(model, base, batches(3))
-    assert not base._optimizer_step_post_hooks
+    assert not base._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

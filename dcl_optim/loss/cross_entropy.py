@@ -143,7 +143,7 @@ def _read_weighted(
     form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
 ) -> Reading:
     p = torch.softmax(z, 1)
-    y = torch.addcmul(g, p, g.amax(1, keepdim=True), value=-ROUNDING).argmin(1, keepdim=True)  # as for hard labels
+    y = torch.addcmul(g, p, g.amax(1, keepdim=True), value=-ROUNDING).argmin(1, keepdim=True)  # on the row's scale
     order, least, keeps = 2, SATURATED, torch.ones_like(p)  # float16 rounds small entries more than large ones
     if tolerance < HALF_TOLERANCE:  # in p - 1 of a certain row rounding is all that is left; the others are exact
         order, least, keeps = 1, 0.0, keeps.scatter_(1, y, (p.gather(1, y) < CERTAIN).to(p))

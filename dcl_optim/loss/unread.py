@@ -1,4 +1,4 @@
-"""Batches whose loss cannot be read: the cause that their gradient shows, the fix, and how many are skipped."""
+"""Batches whose loss cannot be read. Not in reader.py, which runs in every step: this is for errors and warnings."""
 
 from __future__ import annotations
 

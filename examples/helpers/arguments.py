@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-
-class Parser(argparse.ArgumentParser):
-    """Argparse's, but an error is one line, without the usage, which ``--help`` has."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+from dcl_optim.demo.arguments import Parser as Parser
 
 
 def number(kind: type[int] | type[float], lowest: float, highest: float = float("inf")) -> Any:
