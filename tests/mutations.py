@@ -841,8 +841,8 @@ FAULTS = [
     Fault(
         "degrees-of-freedom",
         "demo/report.py",
-        "degrees, points = runs - 1,",
-        "degrees, points = runs + 1,",
+        "stdtr(runs - 1, ",
+        "stdtr(runs + 1, ",
         "the demo's t-test has too many degrees of freedom",
         "demo",
     ),
