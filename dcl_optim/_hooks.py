@@ -1,12 +1,14 @@
-"""The forward hooks on the model. They hold the optimizer weakly, and do nothing in a copy or pickle of the module."""
+"""The hooks on model and base optimizer. They hold our optimizer weakly, and do nothing in copies without it."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from dcl_optim import _torch
 
@@ -28,23 +30,28 @@ class _Hook:
         )
 
     def __reduce__(self) -> Any:  # in copies and pickles
-        return _Hook, (type(None), self._method)
+        return type(self), (type(None), self._method)
+
+
+class _StepHook(_Hook):
+    """The hook on the base optimizer: one Python call for a step that the listener takes itself."""
+
+    def __call__(self, *arguments: Any) -> None:
+        listener = self.listener()
+        if listener is not None and not listener.batches.inside:
+            getattr(listener.batches, self._method)()
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model, and on the user's ``own`` module in it, as long as they are ``attached``.
+    """The hooks of one optimizer on a model, the user's ``own`` module in it and a ``base``, while ``attached``.
 
     Copies of model and listener together have hooks too. If another optimizer wraps the model, ``replaced`` is called.
     """
 
-    _handles: list[Any]
-
-    def __init__(self, listener: Any, model: nn.Module, own: nn.Module) -> None:
-        self.__setstate__({"listener": listener, "model": model, "own": own, "attached": True})
-
-    def add(self, handle: Any) -> None:
-        """Remove another hook along with these."""
-        self._handles += [] if handle is None else [handle]
+    def __init__(self, listener: Any, model: nn.Module, own: nn.Module, base: Optimizer | None) -> None:
+        self._model, self._own, self._base, self.attached = model, own, base, True
+        self._handles: list[Any] = []
+        self.__setstate__(self.__dict__ | {"_listener": listener})
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -53,12 +60,11 @@ class ModuleHooks:
         self._handles, self.attached = [], False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"listener": self._listener(), "model": self._model, "own": self._own, "attached": self.attached}
+        return self.__dict__ | {"_listener": self._listener(), "_handles": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._listener = weakref.ref(state["listener"], lambda _: self.remove())
-        self._model, self._own, self.attached = state["model"], state["own"], state["attached"]
-        self._handles = []
+        self.__dict__.update(state)
+        self._listener, self._handles = weakref.ref(state["_listener"], lambda _: self.remove()), []
         if self.attached and vars(self._model):  # empty in the copy of a model that holds its optimizer
             _replace_others(self._model)
             self._handles = [
@@ -66,6 +72,9 @@ class ModuleHooks:
                 self._model.register_forward_hook(_Hook(self._listener, "after_forward"), with_kwargs=True),
                 self._own.register_load_state_dict_post_hook(_Hook(self._listener, "model_loaded")),
             ]
+            with contextlib.suppress(AttributeError):  # of a base that leaves out torch.optim.Optimizer's constructor
+                if self._base is not None:
+                    self._handles.append(self._base.register_step_pre_hook(_StepHook(self._listener, "refuse_bypass")))
 
 
 def is_ours(hook: Any) -> bool:

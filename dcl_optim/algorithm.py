@@ -32,7 +32,8 @@ class Algorithm:
     r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass.
 
     Args:
-        model, base, forecaster, loss, distance, weight, alpha, find_logits, count_eval: ForecastOptimizer's, checked.
+        model, base, forecaster, loss, distance, weight, alpha, find_logits, count_eval, strict, name:
+            ForecastOptimizer's, checked.
     """
 
     def __init__(
@@ -47,16 +48,18 @@ class Algorithm:
         alpha: Checked,
         find_logits: LogitsFinder,
         count_eval: bool,
+        strict: bool,
+        name: str,
     ) -> None:
         self.model, self._base, self.forecaster, self.loss = model, base, forecaster, loss
         self.distance, self.weight, self.alpha = distance, weight, alpha
         self._find_logits, self._count_eval = find_logits, count_eval
-        self.batches = StepBatches(base)
+        self.batches = StepBatches(base, name)
         self.steps = 0  # of the optimizer so far
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = self._warned_not_finite = False
         self._rng_state: RngState | None = None  # before the training forward pass that runs
-        self.hooks = ModuleHooks(self, model, unwrapped(model))
+        self.hooks = ModuleHooks(self, model, unwrapped(model), base if strict else None)
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 

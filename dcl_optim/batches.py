@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ class StepBatches:
     """What has happened since the last optimizer step; as a context manager, the step of the base optimizer.
 
     Args:
-        base: the optimizer whose gradients are meant.
+        base, name: the optimizer whose gradients are meant, and the name of its wrapper.
 
     Attributes:
         count: backward passes through the logits of training forward passes.
@@ -37,8 +36,8 @@ class StepBatches:
         inside: whether the wrapper steps the base optimizer.
     """
 
-    def __init__(self, base: Optimizer) -> None:
-        self._base = base
+    def __init__(self, base: Optimizer, name: str) -> None:
+        self._base, self._name = base, name
         self.forwards = self.backwards = 0
         self.penalties: list[Tensor] | None = None
         self.inside, self._bypassed = False, 0
@@ -72,22 +71,11 @@ class StepBatches:
         gradients = gradients_of(self._base)
         return not any(map(torch.any, gradients)) if self.cleared else next(gradients, None) is None
 
-    def watch(self, name: str) -> Any:
-        """Raise in the second step in a row of the base optimizer alone; return the hook's handle, if it has hooks."""
-        batches = weakref.ref(self)
-
-        def stepped(base: Optimizer, args: Any, kwargs: Any) -> None:
-            found = batches()
-            if found is None or found.inside or not found.count:
-                return
-            found._bypassed += 1
-            if found._bypassed > 1:
-                raise RuntimeError(BYPASSED.format(name=name, base=type(base).__name__))
-
-        try:
-            return self._base.register_step_pre_hook(stepped)
-        except AttributeError:  # of a class that leaves out the constructor of torch.optim.Optimizer
-            return None
+    def refuse_bypass(self) -> None:
+        """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
+        self._bypassed += self.count > 0
+        if self._bypassed > 1:
+            raise RuntimeError(BYPASSED.format(name=self._name, base=type(self._base).__name__))
 
     def __enter__(self) -> None:
         """The base optimizer steps. If there is no batch, its first evaluation (GSAM) is observed."""

@@ -42,13 +42,13 @@ class DCLOptimizer(ForecastOptimizer):
             scalar that gets rows of shape (N, K), classes last.
         temperature: for kl (default 4) and infonce (default 0.1), > 0.
         companion: None for a copy of the model, which shares its frozen parameters; a module with the same output
-            shape; or a callable that builds one.
+            shape, which stays on its device and in its dtype; or a callable that builds one.
         companion_optimizer: None for a second optimizer of the base's class, whose hyper-parameters follow the base; an
             optimizer over the given companion's parameters, which you schedule; or a callable of parameters.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
-        process_group: the process group over which the companion's gradients are averaged; ``"auto"`` (default) for
-            that of DistributedDataParallel, or all ranks with FSDP2; None for none.
+        process_group: the ``torch.distributed.ProcessGroup`` over which the companion's gradients are averaged;
+            ``"auto"`` (default) for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
             :mod:`dcl_optim.loss.reader`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
         logits: function of the model's output that returns the logits tensor; None looks for them as
@@ -62,6 +62,9 @@ class DCLOptimizer(ForecastOptimizer):
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
         RuntimeError: the model cannot be copied (mostly at its first training forward pass).
+
+    Warns:
+        UserWarning: loss scale or class dimension cannot be read where they matter, or a batch is not finite.
 
     Examples:
         >>> import torch

@@ -87,9 +87,9 @@ class ForecastOptimizer(OptimizerWrapper):
             alpha=checked_alpha,
             find_logits=LogitsFinder(logits),
             count_eval=count_eval,
+            strict=strict,
+            name=self._name,
         )
-        if strict:
-            self._algorithm.hooks.add(self._algorithm.batches.watch(self._name))
 
     def detach(self) -> None:
         """Take the hooks off the model; further steps are those of the base optimizer alone."""

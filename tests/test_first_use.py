@@ -102,6 +102,37 @@ def test_closures_schedulers_scalers_and_copies_step_the_base_as_they_do(wrapper
         assert copied.logs()["step"] == 9
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_copies_refuse_steps_of_their_base_too(wrapper: Any) -> None:
+    model = mlp()
+    optimizer = wrapper(sgd(model), model)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        with pytest.raises(RuntimeError, match="was stepped twice"):
+            train(copied.model, copied.base, batches(3))
+    train(model, optimizer.base, batches(1))  # the steps of the copies' bases are not this one's
+
+
+class PicklesAllOfIt(torch.optim.SGD):
+    """Saves its hooks too, unlike torch.optim.Optimizer."""
+
+    def __getstate__(self) -> Any:
+        return self.__dict__
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_base_that_pickles_its_hooks_can_be_copied(wrapper: Any) -> None:
+    model = mlp()
+    base = PicklesAllOfIt(model.parameters(), lr=0.1)
+    optimizer = wrapper(base, model)
+    for copied in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):
+        backward(model, *one())
+        copied.step()
+        copied.step()  # nobody wraps the copy
+    copied = copy.deepcopy(optimizer)
+    with pytest.raises(RuntimeError, match="was stepped twice"):
+        train(copied.model, copied.base, batches(3))
+
+
 # ---- batches that are skipped ----------------------------------------------------------------------------------------
 
 

@@ -100,8 +100,7 @@ class LossReader:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
         form = None if self._form is None else f"{self._form.kind} {self._form.smoothing!r}"
         scale = self.__getstate__()["_scale"]
-        scale = None if scale is None else float(scale)
-        return {"form": form, "scale": scale, "class_dim": self.class_dim}
+        return {"form": form, "scale": None if scale is None else float(scale), "class_dim": self.class_dim}
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError if a state does not fit, before anything is changed."""
