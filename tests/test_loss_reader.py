@@ -1249,6 +1249,17 @@ def test_a_binary_loss_of_uniform_predictions_is_not_taken_for_mixed_labels(spre
     assert optimizer.prototypes.numel() == 0
 
 
+def test_labels_with_a_penalty_on_their_logits_are_not_taken_for_mixed_labels_in_bfloat16():
+    """Their shares would sum to about 0.95, which is more than rounding."""
+    model, y = Same(12).bfloat16(), torch.arange(36) % 12
+    optimizer = DCPOptimizer(sgd(model), model)
+    z = (0.1 * torch.randn(36, 12, generator=torch.Generator().manual_seed(0)) + 0.05).bfloat16()
+    with pytest.raises(RuntimeError, match="labels of this batch cannot be read"):
+        logits = model(z).float()
+        (F.cross_entropy(logits, y) + 0.5 * logits[torch.arange(36), y].square().mean()).backward()
+    assert optimizer.prototypes.numel() == 0
+
+
 @pytest.mark.parametrize("classes", [2, 4])
 @pytest.mark.parametrize("margin", [9.0, 12.0, 40.0])
 def test_class_weights_of_rows_that_are_certain_count_in_the_scale(classes, margin):

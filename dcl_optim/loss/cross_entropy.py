@@ -226,7 +226,7 @@ def _read_soft(
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     whole = torch.linalg.vector_norm(g * others)
     bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
-    is_cross_entropy = g.sum(1).abs().sum() <= 5.0 * tolerance * g.abs().sum()  # over these classes
+    is_cross_entropy = g.sum(1).abs().sum() <= tolerance * g.abs().sum()  # over these classes
     fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope) & is_cross_entropy
     return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
