@@ -150,7 +150,7 @@ def _read_weighted(
     r = p.scatter_(1, y, -1.0, reduce="add").mul_(live[:, None])
     r, g = r.mul_(keeps), g * keeps
     whole, lengths = torch.linalg.vector_norm(g, order, dim=1), torch.linalg.vector_norm(r, order, dim=1)
-    slopes = whole / (lengths + TINY)
+    slopes = whole / lengths.clamp(min=TINY)
     rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), order, dim=1)
     clear = live & (lengths > least) & (rest <= tolerance * whole)
     number, y = clear.sum(), y[:, 0]

@@ -26,6 +26,7 @@ IGNORED = -100
 UNDERFLOW = 80  # the range of logits in a row from which on probabilities may be zero in float32
 GAIN = 25  # the largest spread of logits
 SCALE_TOLERANCE = 0.02
+FACTORS = {torch.float16: (64, 8_192)}  # of the loss; those of a gradient scaler
 SHARE_TOLERANCE = {2: 0.11, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
 COUNTS = ("cases", "refused", "rows", "unread", "wrong", "scales", "off")
 
@@ -332,6 +333,7 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
             _compare(found[0].labels if found else None, meant, case, counts)
         if found and kind.readable:
             scale, told = float(found[0].scale), kind.tells_scale(batch, case.dtype.itemsize < 4)
+            told = told and (case.dtype != torch.float16 or _arrives(kind, batch, case))
             right = abs(scale / factor - 1) <= SCALE_TOLERANCE
             ever = ever or (told and (right or scale != 1.0))  # which it is before any was read
             # Where no value may be read, the last s stays for the one batch that shows another form.
@@ -339,8 +341,17 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
             last = scale
             counts["scales"] += told
             counts["off"] += told and ever and not (right or stale)
-        if number % case.parts == case.parts - 1:
+        if number % case.parts == case.parts - 1 and model.one.grad.isfinite():  # as a gradient scaler skips steps
             optimizer.step()
+
+
+def _arrives(kind: Kind, batch: Batch, case: Case) -> bool:
+    """Whether no row's gradient is too small or too large for float16: without one a row looks like one ignored."""
+    z = batch.z.to(case.dtype).requires_grad_()
+    loss, meant, _ = kind.loss(batch._replace(z=z.float()))
+    (g,) = torch.autograd.grad(loss * case.factor / case.parts, z)
+    size = torch.where(meant.reshape(len(g), -1).amax(1) < 0, 1.0, g.abs().amax(1))
+    return bool(((size > torch.finfo(case.dtype).tiny) & (size < math.inf)).all())
 
 
 def _compare(labels: Tensor | None, meant: Tensor, case: Case, counts: Counter[str]) -> None:
@@ -369,7 +380,7 @@ def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
         return math.exp(rng.uniform(math.log(least), math.log(most)))
 
     for _ in range(number):
-        dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+        dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16])
         layout = "(N, K)" if KINDS[kind].logs else rng.choice(LAYOUTS)
         yield Case(
             kind=kind,
@@ -377,7 +388,7 @@ def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
             rows=6 * rng.randint(2, 8) if layout != "(N, K)" else rng.randint(8, 48),
             layout=layout,
             dtype=dtype,
-            factor=spread(1 / 64, 65_536),
+            factor=spread(*FACTORS.get(dtype, (1 / 64, 65_536))),
             parts=rng.choice([1, 1, 2, 4]),
             gain=spread(0.1, GAIN),
             fit=rng.uniform(0, 2),
