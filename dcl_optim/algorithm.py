@@ -32,8 +32,7 @@ class Algorithm:
     r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass.
 
     Args:
-        model, base, forecaster, loss, distance, weight, alpha, find_logits, count_eval, strict, name:
-            ForecastOptimizer's, checked.
+        model, base, ..., strict, name: those of ForecastOptimizer, checked.
     """
 
     def __init__(

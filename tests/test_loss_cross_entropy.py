@@ -472,6 +472,21 @@ def test_a_prior_bias_and_tiny_batches_pass_for_no_cross_entropy(classes, bias, 
 # ---- label smoothing, half precision, two classes --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_classes_in_half_precision_are_read_once_predictions_differ_by_more_than_rounding(dtype):
+    """The negated loss is that of the other class with other factors, which are too close to tell before."""
+    y = torch.arange(32) % 2
+    for spread, is_read in ((0.03, False), (1.0, True)):
+        z = (spread * torch.randn(32, 2, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+        for sign in (1, -1):
+            g = gradient(sign * 64 * F.cross_entropy(z.float(), y), z)
+            if is_read:
+                assert (settle(z.detach(), g)[0] is not None) == (sign == 1)
+            else:
+                with pytest.raises(Uncertain):
+                    settle(z.detach(), g)
+
+
 @pytest.mark.parametrize(
     ("classes", "learned"),
     cells(itertools.product([3, 10, 1000], [0.0, 3.0, 6.0]), (3, 6.0), (10, 0.0), (1000, 3.0)),

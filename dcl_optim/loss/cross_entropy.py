@@ -226,7 +226,7 @@ def _read_soft(
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     whole = torch.linalg.vector_norm(g * others)
     bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
-    is_cross_entropy = g.sum(1).abs().sum() <= tolerance * g.abs().sum()  # over these classes
+    is_cross_entropy = g.sum(1).abs().sum() <= slope * (tolerance * len(z))  # over these classes: shares sum to 1
     fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope) & is_cross_entropy
     return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
 
@@ -293,7 +293,8 @@ def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     live = (size > 0) & (top < (CERTAIN if classes > 2 else CERTAIN_OF_TWO))
     says = live.any()
     if classes == 2:
-        says = says & (torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin() > MIN_SPREAD)
+        spread = torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin()
+        says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
     # What tells class weights from none may be the rows that are certain.
     hard, rows = (read(Form(kind), z, g, size > 0, (size > 0).sum(), tolerance).scale for kind in ("hard", "weighted"))
     differ = ((hard - rows).abs() > 5.0 * tolerance * rows) & (tolerance < HALF_TOLERANCE)
