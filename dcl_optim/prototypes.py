@@ -180,9 +180,10 @@ class Prototypes(Forecaster):
         return labels, (labels < self.num_classes).sum(dtype=z.dtype).clamp(min=1)
 
     def _refuse_in_batch(self, step: int, labels: Tensor) -> None:
-        labels = labels.cpu()
-        found = torch.equal(labels, torch.arange(self.num_classes)) or not labels.any()
-        self._may_be_in_batch = found and self.num_classes > 2  # of two classes labels are often in order, or all 0
+        hard = labels if labels.ndim == 1 else torch.where(labels.sum(1) > 0.5, labels.argmax(1), self.num_classes)
+        labels, places = hard.cpu(), torch.arange(self.num_classes)  # rows of certain predictions may have no label
+        found = labels.shape == places.shape and bool(((labels == places) | (labels == len(places))).all())
+        self._may_be_in_batch = (found or not labels.any()) and self.num_classes > 2  # two are often in order, or all 0
         if self._may_be_in_batch and step >= IN_BATCH_STEPS:
             raise ValueError(
                 f"in {step} steps the labels of each batch were 0 for all rows, or 0, 1, 2, ... up to its last logit: "

@@ -601,18 +601,18 @@ def test_a_margin_beyond_twenty_tells_prototypes_that_run_away():
 class Retrieval(nn.Module):
     """As CLIP: row i of the scores is x's row i against each row of w."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4)
+        self.first, self.second, self.scale = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4), scale
 
     def forward(self, x: Tensor) -> Tensor:
         w = x + 0.1 * x.roll(1, 1)
-        return F.normalize(self.first(x), dim=1) @ F.normalize(self.second(w), dim=1).T
+        return self.scale * F.normalize(self.first(x), dim=1) @ F.normalize(self.second(w), dim=1).T
 
 
-def train_in_batch(sizes: list[int], **options: Any) -> DCPOptimizer:
-    model, generator = Retrieval(), torch.Generator().manual_seed(0)
+def train_in_batch(sizes: list[int], scale: float = 1.0, **options: Any) -> DCPOptimizer:
+    model, generator = Retrieval(scale), torch.Generator().manual_seed(0)
     optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
     train(model, optimizer, [(torch.randn(n, FEATURES, generator=generator), torch.arange(n)) for n in sizes])
     return optimizer
@@ -626,6 +626,13 @@ def test_negatives_in_the_batch_are_refused_with_the_reason(sizes, reads, monkey
     with pytest.raises(ValueError, match=r"(?s)scores against the rows of a batch.*in-batch negatives.*DCLOptimizer"):
         train_in_batch(sizes)
     train_in_batch(sizes[:-1])  # which no earlier step has shown
+
+
+@pytest.mark.parametrize("scale", [5.0, 14.0, 50.0])
+def test_negatives_in_the_batch_are_refused_at_clips_temperature(scale):
+    """The labels are read as soft ones then, and rows of which the model is certain may have none."""
+    with pytest.raises(ValueError, match="in-batch negatives"):
+        train_in_batch([32] * 16, scale)
 
 
 def test_negatives_in_a_queue_are_refused_with_the_reason():

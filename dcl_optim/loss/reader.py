@@ -358,9 +358,8 @@ class LossReader:
 
     def _warn(self, message: str, about: str = "") -> None:
         """Warn once about something."""
-        about = about or message
-        if about not in self._warned:
-            self._warned.add(about)
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
             warn(message)
 
     def _assume_class_dim(self, gradient: Tensor) -> int:
