@@ -313,7 +313,7 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
     model = Given(kind.logs, case.dtype)
     options = {"loss_scale": case.factor / case.parts} if kind.given else {}
     optimizer = method(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
-    found, ever, last, stale = readings(optimizer), False, 0.0, False
+    found, ever, last = readings(optimizer), False, 0.0
     for number, batch in enumerate(case):
         if number % case.parts == 0:
             optimizer.zero_grad()
@@ -336,8 +336,8 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
             told = told and (case.dtype != torch.float16 or _arrives(kind, batch, case))
             right = abs(scale / factor - 1) <= SCALE_TOLERANCE
             ever = ever or (told and (right or scale != 1.0))  # which it is before any was read
-            # Where no value may be read, the last s stays for the one batch that shows another form.
-            stale = not (right or stale or case.reads) and scale == last
+            # In a step that may not read values, the last s stays if a batch shows another form.
+            stale = scale == last and not case.reads and not _sync.is_sync_step(number // case.parts + 1)
             last = scale
             counts["scales"] += told
             counts["off"] += told and ever and not (right or stale)
