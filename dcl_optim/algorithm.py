@@ -32,7 +32,7 @@ class Algorithm:
     r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass.
 
     Args:
-        model, base, ..., strict, name: those of ForecastOptimizer, checked.
+        model, base, ..., strict: those of ForecastOptimizer, checked; and the wrapper's name.
     """
 
     def __init__(
