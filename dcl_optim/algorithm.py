@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
-from dcl_optim import _rng
+from dcl_optim import _rng, _sync
 from dcl_optim._hooks import ModuleHooks
 from dcl_optim._optim import parameters_of
 from dcl_optim._rng import RngState
 from dcl_optim._torch import REPLICA, current_backward, fills_all_leaves, is_recorded, reaches_parameters, warn
 from dcl_optim._validation import refuse_forward
 from dcl_optim.batches import StepBatches
-from dcl_optim.distances import Distance
+from dcl_optim.distances import Distance, to_rows
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.forward import Forward
 from dcl_optim.loss.outputs import LogitsFinder, conversion_source
-from dcl_optim.loss.reader import LossReader
+from dcl_optim.loss.reader import Loss, LossReader
 from dcl_optim.schedules import Checked
 from dcl_optim.weights import FollowsFit
+
+
+class _Term(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, value: Tensor, on_backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.on_backward = on_backward
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, s: Tensor) -> Any:
+        return ctx.on_backward(s), None, None
 
 
 class Algorithm:
@@ -102,6 +117,8 @@ class Algorithm:
                 node.register_prehook(functools.partial(self._at_source, forward, index))
         z.register_hook(functools.partial(self.on_gradient, forward))
         self.batches.forwards += 1
+        self.batches.open = [reference for reference in self.batches.open if reference() is not None]
+        self.batches.open.append(weakref.ref(forward))
         return output
 
     # ---- the backward pass: grad z + s λ ∂Δ(z, c)/∂z -----------------------------------------------------------------
@@ -119,6 +136,8 @@ class Algorithm:
             return None
         if batches.count and not forward.counted and batches.are_gone(backward):
             self.forget()
+        if batches.terms:  # the loss has the penalty already
+            return None
         forward.added_in = backward
         weight = self.weight(self.steps + 1) if self.weight.constant is None else self.weight.constant
         alpha = self.alpha(self.steps + 1) if self.alpha.constant is None else self.alpha.constant
@@ -145,6 +164,62 @@ class Algorithm:
     def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         gradient = self.on_gradient(forward, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
+
+    # ---- the penalty as a term of the loss ---------------------------------------------------------------------------
+
+    def penalty(self, z: Tensor, labels: Tensor | None) -> Tensor:
+        """The weighted penalty of logits, whose backward pass lets the forecaster learn."""
+        if not (torch.is_grad_enabled() and z.requires_grad):
+            return torch.zeros((), dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
+        forward = self._forward_of(z) if labels is None else Forward(z, self.steps + 1)
+        batches, weight, alpha = self.batches, self.weight(self.steps + 1), self.alpha(self.steps + 1)
+        batches.terms += 1
+        forward.rows = to_rows(z.detach(), 1)
+        loss = Loss(1.0, labels, None, 1)
+        found = self.forecaster.penalty(forward, loss, self.distance)
+        value = found.value * weight
+        state = {"seen": False}
+        zeros = torch.zeros((), dtype=z.dtype, device=z.device).expand_as(z)
+        slope = found.added_to(zeros, 1.0, weight, 1) if weight else None
+
+        def backward(s: Tensor) -> Tensor | None:
+            number = current_backward()
+            gradient = None if slope is None else slope * s.to(slope.dtype)
+            if not (fills_all_leaves() or reaches_parameters(forward.nodes, self._base)):
+                return gradient
+            if batches.count and not state["seen"] and batches.are_gone(number):
+                terms = batches.terms
+                self.forget()
+                batches.terms = terms
+            batches.count, batches.backward, batches.cleared = batches.count + 1, number, False
+            batches.terms_used += 1
+            first, state["seen"], forward.counted = batches.observing and not state["seen"], True, True
+            self.last = {"penalty": found.value, "weight": weight, "alpha": alpha, "loss_scale": s, "read": None}
+            finite = not _sync.may_sync(forward.step, s) or bool(torch.isfinite(s) & ~z.detach().sum().isnan())
+            batches.not_finite |= not finite
+            if first and finite:
+                if isinstance(self.weight, FollowsFit):
+                    self.weight.count(forward.step, forward.rows, found.labels)
+                self.forecaster.observe(forward, loss._replace(scale=s), found, self.distance, alpha)
+            elif first:
+                self.forecaster.skip(forward, alpha)
+            return gradient
+
+        term: Tensor = _Term.apply(z, value, backward)
+        return term
+
+    def _forward_of(self, z: Tensor) -> Forward:
+        forwards = [forward for reference in self.batches.open if (forward := reference()) is not None]
+        for forward in forwards:
+            if forward.output() is z:
+                return forward
+        fitting = [forward for forward in forwards if forward.logits.shape == z.shape and not forward.counted]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"penalty got logits of shape {tuple(z.shape)} that no training forward pass of the wrapped model "
+                "returned since the last step: pass what the model returned"
+            )
+        return fitting[0]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class StepBatches:
         self.count, self.backward = 0, -1
         self.observing, self.stepping = True, False
         self.cleared = self.not_finite = False
+        self.terms = self.terms_used = 0
+        self.open: list[Any] = []
         self.before = self.forwards, self.backwards
 
     def have_gradients(self) -> bool:

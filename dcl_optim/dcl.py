@@ -132,6 +132,23 @@ class DCLOptimizer(ForecastOptimizer):
             count_eval=count_eval,
         )
 
+    def penalty(self, logits: Tensor) -> Tensor:
+        r"""The weighted penalty :math:`\lambda\,\Delta(z, c)` as a term of the loss, for any loss.
+
+        Args:
+            logits: what the model's training forward pass returned, of any shape.
+
+        Examples:
+            >>> import torch
+            >>> model = torch.nn.Linear(4, 3)
+            >>> optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            >>> z = model(torch.randn(16, 4))
+            >>> loss = torch.nn.functional.mse_loss(z, torch.randn(16, 3)) + optimizer.penalty(z)
+            >>> loss.backward()
+            >>> optimizer.step()
+        """
+        return self._algorithm.penalty(logits, None)
+
     @property
     def companion(self) -> nn.Module:
         r"""The companion :math:`\omega`, a module; made now if not before.

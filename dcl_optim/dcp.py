@@ -124,6 +124,27 @@ class DCPOptimizer(ForecastOptimizer):
             count_eval=count_eval,
         )
 
+    def penalty(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+        r"""The weighted penalty :math:`\frac{\lambda}{N}\sum_i\Delta(z_i, p^{y_i})` as a term of the loss.
+
+        Args:
+            logits: (N, K) or (N, K, d1, ...), any tensor of logits: the prototypes live in what is given.
+            labels: class indices (N,) or (N, d1, ...), or soft labels of the logits' shape.
+            ignore_index: the label to leave out. Default -100, as in torch.
+
+        Examples:
+            >>> import torch
+            >>> model = torch.nn.Linear(4, 3)
+            >>> optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            >>> z, y = model(torch.randn(16, 4)), torch.arange(16) % 3
+            >>> loss = torch.nn.functional.multi_margin_loss(z, y) + optimizer.penalty(z, y)
+            >>> loss.backward()
+            >>> optimizer.step()
+        """
+        if not labels.dtype.is_floating_point and ignore_index != self.forecaster._ignore_index:
+            labels = labels.masked_fill(labels == ignore_index, self.forecaster._ignore_index)
+        return self._algorithm.penalty(logits, labels)
+
     @property
     def prototypes(self) -> Tensor:
         """A copy of all prototypes, (K, K); zero for a class not yet seen, (0, 0) before K is known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,7 @@ class Forward:
 
     def __init__(self, logits: Tensor, step: int) -> None:
         self.logits, self.step = logits.detach().clone(), step
+        self.output = weakref.ref(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.counted = self.hides_gradient = False
         self.added_in = -1

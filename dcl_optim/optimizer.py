@@ -188,6 +188,11 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _require_forward(self) -> None:
         batches = self._algorithm.batches
+        if batches.terms and not batches.terms_used:
+            raise RuntimeError(
+                f"{self._name}.penalty was called since the last step, but no backward pass went through what it "
+                "returned.\n  Fix: add it to the loss, as in loss + optimizer.penalty(...)"
+            )
         if batches.count or not batches.have_gradients() or not (self._strict and self._algorithm.hooks.attached):
             return
         raise RuntimeError(NOT_REGULARIZED.format(self._name, *self._cause()))
@@ -244,11 +249,6 @@ class ForecastOptimizer(OptimizerWrapper):
     @alpha.setter
     def alpha(self, value: float | Schedule) -> None:
         self._algorithm.alpha = Checked(value, "alpha", upper=1.0)
-
-    @property
-    def penalty(self) -> float:
-        r"""The last :math:`\Delta(z, c)`, without :math:`\lambda`; nan if it is not known. Synchronizes."""
-        return self.logs()["penalty"]
 
     def logs(self, prefix: str = "") -> dict[str, float]:
         """Return the current values as floats, nan for what is not known yet. The keys never change. Synchronizes.
