@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,78 +18,95 @@ class _Hook:
     """A hook that calls a method of a listener, as long as there is one."""
 
     def __init__(self, listener: Callable[[], Any], method: str) -> None:
-        self.listener, self._method = listener, method
+        self.listener = listener
+        self._method = method
 
     @_torch.outside_compiled_graphs
     def __call__(self, *arguments: Any) -> Any:
         listener = self.listener()
         return None if listener is None else getattr(listener, self._method)(*arguments)
 
-    def __getattr__(self, name: str) -> Any:  # torch.jit.script asks for one of a function
-        raise AttributeError(
-            f"dcl_optim's hook has no {name!r}; before torch.jit.script(model) call optimizer.detach()"
-        )
-
-    def __reduce__(self) -> Any:  # in copies and pickles
-        return type(self), (type(None), self._method)
+    def __reduce__(self) -> Any:  # in copies and pickles, which torch.load reads by default
+        return _no_hook, ()
 
 
 class _StepHook(_Hook):
-    """The hook on the base optimizer: one Python call for a step that the listener takes itself."""
+    """The hook on the base optimizer, whose arguments nobody needs."""
 
     def __call__(self, *arguments: Any) -> None:
         listener = self.listener()
-        if listener is not None and not listener.batches.inside:
-            getattr(listener.batches, self._method)()
+        if listener is not None:
+            getattr(listener, self._method)()
+
+
+def _no_hook() -> Callable[..., None]:
+    """Stand for our hooks in copies and pickles of a model, where there is no optimizer."""
+    return _do_nothing
+
+
+def _do_nothing(*arguments: Any) -> None:
+    """Do nothing."""
+
+
+torch.serialization.add_safe_globals([_no_hook])
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model, the user's ``own`` module in it and a ``base``, while ``attached``.
+    """The hooks of one optimizer on a model, the user's own module in it and a base optimizer, while ``attached``.
 
     Copies of model and listener together have hooks too. If another optimizer wraps the model, ``replaced`` is called.
     """
 
     def __init__(self, listener: Any, model: nn.Module, own: nn.Module, base: Optimizer | None) -> None:
-        self._model, self._own, self._base, self.attached = model, own, base, True
+        self._model = model
+        self._own = own
+        self._base = base
+        self.attached = True
+        self._attach(listener)
+
+    def _attach(self, listener: Any) -> None:
+        self._listener = weakref.ref(listener, lambda _: self.remove())
         self._handles: list[Any] = []
-        self.__setstate__(self.__dict__ | {"_listener": listener})
+        if not self.attached or not vars(self._model):  # empty in the copy of a model that holds its optimizer
+            return
+        _replace_others(self._model)
+        self._handles = [
+            self._model.register_forward_pre_hook(_Hook(self._listener, "before_forward"), with_kwargs=True),
+            self._model.register_forward_hook(_Hook(self._listener, "after_forward"), with_kwargs=True),
+            self._own.register_load_state_dict_post_hook(_Hook(self._listener, "model_loaded")),
+        ]
+        if self._base is not None:
+            with contextlib.suppress(AttributeError):  # of a base that leaves out torch.optim.Optimizer's constructor
+                self._handles.append(self._base.register_step_pre_hook(_StepHook(self._listener, "refuse_bypass")))
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self.attached = [], False
+        self._handles = []
+        self.attached = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_listener": self._listener(), "_handles": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._listener, self._handles = weakref.ref(state["_listener"], lambda _: self.remove()), []
-        if self.attached and vars(self._model):  # empty in the copy of a model that holds its optimizer
-            _replace_others(self._model)
-            self._handles = [
-                self._model.register_forward_pre_hook(_Hook(self._listener, "before_forward"), with_kwargs=True),
-                self._model.register_forward_hook(_Hook(self._listener, "after_forward"), with_kwargs=True),
-                self._own.register_load_state_dict_post_hook(_Hook(self._listener, "model_loaded")),
-            ]
-            with contextlib.suppress(AttributeError):  # of a base that leaves out torch.optim.Optimizer's constructor
-                if self._base is not None:
-                    self._handles.append(self._base.register_step_pre_hook(_StepHook(self._listener, "refuse_bypass")))
+        self._attach(state["_listener"])
 
 
 def is_ours(hook: Any) -> bool:
     """Whether a hook is one of this module's."""
-    return isinstance(hook, _Hook)
+    return isinstance(hook, _Hook) or hook is _do_nothing
 
 
 def _replace_others(model: nn.Module) -> None:
     """Call ``replaced`` of the optimizers that have hooks on the model or on a module inside it."""
     for module in model.modules():
         for table, key, hook in list(_torch.hooks_of(module, _torch.OUR_HOOKS)):
-            if is_ours(hook):
-                listener = hook.listener()
-                if listener is not None:
-                    listener.replaced()
-                elif key in table:  # the module is a copy
-                    _torch.remove_hook(module, table, key)
+            if not is_ours(hook):
+                continue
+            listener = hook.listener() if isinstance(hook, _Hook) else None
+            if listener is not None:
+                listener.replaced()
+            elif key in table:  # the module is a copy
+                _torch.remove_hook(module, table, key)

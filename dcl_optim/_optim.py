@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,6 +29,13 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The gradients of the parameters that have one."""
     return filter(_exists, map(_gradient, chain.from_iterable(map(_parameters, optimizer.param_groups))))
+
+
+def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:
+    """Whether any parameter has a gradient; if asked for, one that is not all zero, which synchronizes."""
+    if other_than_zero:
+        return any(map(torch.any, gradients_of(optimizer)))
+    return next(gradients_of(optimizer), None) is not None
 
 
 def without_gradient(optimizer: Optimizer) -> list[Tensor]:

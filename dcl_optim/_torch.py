@@ -20,10 +20,6 @@ from torch.optim import Optimizer
 # and a forward hook that it runs inside a backward pass (activation checkpointing recomputes there).
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-# Whether the node that runs now may run another backward pass: no `inputs` were named for this one, and none is asked
-# for by `autograd.grad`. Torch's reentrant checkpoints ask the same.
-fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
-
 # Whether a node is going to run in the backward pass that runs in this thread. Raises for a leaf that `autograd.grad`
 # was asked for, which has a gradient then.
 _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
@@ -88,7 +84,7 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 
-    The only way to know that torch.utils.checkpoint, torch.distributed.checkpoint or a compiled call is calling.
+    The only way to know that torch.utils.checkpoint or torch.distributed.checkpoint is calling.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -133,47 +129,6 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
         notes.pop(key, None)
 
 
-Context = Callable[[Callable[..., Any]], Callable[..., Any]]  # what torch.compile applies: backend, mode, options
-
-
-def compile_context(layers: Iterable[nn.Module]) -> Context | None:
-    """The compile context that a model carries or that the call running now came through; None if it is not compiled.
-
-    A module that is compiled from outside does not know it. But its hooks run below the compiled call, whose context is
-    on the stack. ``layers`` are the model and the modules that it wraps.
-    """
-    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # imported once something is compiled
-    if compiler is None:
-        return None
-    for module in layers:
-        if isinstance(module, compiler.OptimizedModule):
-            return module.dynamo_ctx
-        cells = getattr(module._compiled_call_impl, "__closure__", None) or ()
-        for content in [cell.cell_contents for cell in cells]:
-            if isinstance(content, compiler.OptimizeContext):
-                return content
-    for frame in frames_of(compiler.__name__):
-        found = frame.f_locals.get("self")
-        if isinstance(found, compiler.OptimizeContext):
-            return found
-    return None
-
-
-def compile_with(module: nn.Module, context: Context, guard_hooks: bool) -> None:
-    """Compile a module's call in place, as ``module.compile`` does, with the context of the model.
-
-    torch tells two graphs apart by their hooks only when it is asked to: where the two modules' differ.
-    """
-    compiled = context(module._call_impl)
-
-    def guarding_hooks(*args: Any, **kwargs: Any) -> Any:
-        config: Any = sys.modules["torch._dynamo.config"]
-        with config.patch(skip_nnmodule_hook_guards=False):
-            return compiled(*args, **kwargs)
-
-    module._compiled_call_impl = guarding_hooks if guard_hooks else compiled
-
-
 def running_ddp() -> nn.Module | None:
     """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
@@ -187,15 +142,7 @@ unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils
 class OptimizerInternals(Optimizer):
     """The parts of torch.optim's contract with its own tools that have no public name."""
 
-    _note_scaler: Callable[[Any], None]
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """False: a gradient scaler unscales the gradients itself. It asks in each step, and that it did is noted."""
-        scaler = sys._getframe(1).f_locals.get("self")
-        if isinstance(scaler, torch.amp.GradScaler):
-            self._note_scaler(scaler)
-        return False
+    _step_supports_amp_scaling = False  # a gradient scaler unscales the gradients itself
 
     def _set_up_hooks(self) -> None:
         """Create the hook tables and patch ``step``, as torch.optim does, without groups of our own."""

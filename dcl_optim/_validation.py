@@ -52,12 +52,6 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be True or False")
 
 
-def check_labels(targets: Any) -> None:
-    """Raise TypeError unless labels are a tensor."""
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"targets must be a tensor of labels, got {type(targets).__name__}")
-
-
 def refuse_differential_privacy(base: Optimizer) -> None:
     """Raise ValueError for an optimizer that trains with differential privacy, as opacus marks the parameters for."""
     if any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
@@ -67,13 +61,12 @@ def refuse_differential_privacy(base: Optimizer) -> None:
         )
 
 
-def refuse_forward(base: Optimizer, module: nn.Module) -> None:
-    """Raise for what is known when the model is called: differential privacy, a replica for one of several GPUs."""
-    refuse_differential_privacy(base)
+def refuse_replica(module: nn.Module) -> None:
+    """Raise RuntimeError for a replica of the model, which nn.DataParallel makes for each of several GPUs."""
     if REPLICA in vars(module):
         raise RuntimeError(
             "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once "
-            "for each part of the batch.\n  Fix: DCLOptimizer(optimizer, nn.DataParallel(model)), or DCPOptimizer"
+            "for each part of the batch.\n  Fix: wrap the optimizer with nn.DataParallel(model)"
         )
 
 

@@ -1,12 +1,12 @@
-r"""Algorithm 1 for one batch. Not in optimizer.py, since Lightning runs the optimizer's methods on another object."""
+r"""Algorithm 1 for one batch, by both ways: the gradient of the logits (the line), and the penalty term.
+
+Not in optimizer.py, since Lightning runs the optimizer's methods on another object.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
-import weakref
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,33 +14,28 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
-from dcl_optim import _rng, _sync
+from dcl_optim import _sync
 from dcl_optim._hooks import ModuleHooks
-from dcl_optim._optim import parameters_of
-from dcl_optim._rng import RngState
-from dcl_optim._torch import REPLICA, current_backward, fills_all_leaves, is_recorded, reaches_parameters, warn
-from dcl_optim._validation import refuse_forward
-from dcl_optim.batches import StepBatches
-from dcl_optim.distances import Distance, to_rows
+from dcl_optim._optim import have_gradients, parameters_of
+from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn
+from dcl_optim._validation import refuse_replica
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster
-from dcl_optim.forward import Forward
+from dcl_optim.forecaster import Forecaster, Labels, Pull, Scale
 from dcl_optim.loss.outputs import LogitsFinder, conversion_source
-from dcl_optim.loss.reader import Loss, LossReader
+from dcl_optim.loss.reader import LossReader
 from dcl_optim.schedules import Checked
-from dcl_optim.weights import FollowsFit
+from dcl_optim.step import Forward, Step
+from dcl_optim.weights import FollowingFit
 
-
-class _Term(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, value: Tensor, on_backward: Callable[[Tensor], Tensor | None]) -> Tensor:
-        ctx.on_backward = on_backward
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, s: Tensor) -> Any:
-        return ctx.on_backward(s), None, None
+NOT_FINITE = (
+    "non-finite logits or loss: a batch whose gradient of the logits is not finite gets no penalty, and neither the "
+    "companion nor the prototypes learn from it"
+)
+BYPASSED = (
+    "{name} wraps the optimizer, but the base {base} was stepped twice: prototypes and companion learn nothing.\n"
+    "  Fix: call step() of the wrapper, optimizer = {name}(optimizer, model), also in trainers and schedulers. "
+    "strict=False allows such steps. See docs/get-started.md"
+)
 
 
 class Algorithm:
@@ -55,196 +50,240 @@ class Algorithm:
         model: nn.Module,
         base: Optimizer,
         forecaster: Forecaster,
-        loss: LossReader,
-        distance: Distance,
         *,
-        weight: Checked | FollowsFit,
+        weight: Checked | FollowingFit,
         alpha: Checked,
         find_logits: LogitsFinder,
-        count_eval: bool,
         strict: bool,
         name: str,
     ) -> None:
-        self.model, self._base, self.forecaster, self.loss = model, base, forecaster, loss
-        self.distance, self.weight, self.alpha = distance, weight, alpha
-        self._find_logits, self._count_eval = find_logits, count_eval
-        self.batches = StepBatches(base, name)
-        self.steps = 0  # of the optimizer so far
+        self.model = model
+        self.forecaster = forecaster
+        self.reader = LossReader(name, forecaster.reads_labels)
+        self.weight = weight
+        self.alpha = alpha
+        self.num_steps = 0  # of the optimizer so far
+        self.step = Step(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
-        self.superseded = self._warned_not_finite = False
-        self._rng_state: RngState | None = None  # before the training forward pass that runs
+        self.superseded = False
+        self.is_stepping = False  # whether the wrapper steps the base optimizer
+        self._base = base
+        self._find_logits = find_logits
+        self._name = name
+        self._is_training_forward = False  # whether the forward pass that runs is one
+        self._num_bypassed = 0
+        self._warned_not_finite = False
         self.hooks = ModuleHooks(self, model, unwrapped(model), base if strict else None)
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called with the model: forget a step that was skipped; note the RNG state that the model draws from."""
-        self._rng_state = None
-        if self.loss.ahead is not None:
-            self.loss.before_forward()
-        if not (module.training or self._count_eval) or not torch.is_grad_enabled() or is_recorded():
+        """Called with the model: forget a step that was skipped, and prepare the forecaster."""
+        self._is_training_forward = self._is_training(module)
+        if not self._is_training_forward:
             return
-        backward = current_backward()  # in which activation checkpointing recomputes a counted forward pass
-        trained = next(filter(attrgetter("requires_grad"), parameters_of(self._base)), None)
-        if trained is None or (backward != -1 and backward == self.batches.backward):
-            return
-        if not self.batches.forwards or REPLICA in vars(module):
-            refuse_forward(self._base, module)
-        if self.batches.count and self.batches.are_gone():
+        refuse_replica(module)
+        if self._are_gradients_gone():
             self.forget()
-        self.batches.cleared = False
-        self._rng_state = _rng.capture(trained.device) if self.forecaster.replays_draws else {}
-        self.forecaster.before_forward(args, kwargs, self._rng_state, self.steps + 1)
+        self.step.is_cleared = False
+        self.forecaster.before_forward(args, kwargs, self.step.number)
 
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _is_training(self, module: nn.Module) -> bool:
+        if not module.training or not torch.is_grad_enabled() or is_recorded():
+            return False
+        backward = current_backward()  # in which activation checkpointing recomputes a forward pass that is noted
+        if backward != -1 and backward == self.step.last_backward:
+            return False
+        return any(parameter.requires_grad for parameter in parameters_of(self._base))
+
+    def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""
-        rng_state, self._rng_state = self._rng_state, None
-        if rng_state is None:
-            return None
+        if not self._is_training_forward:
+            return
+        self._is_training_forward = False
         z = self._find_logits(output)
         if not z.requires_grad:
-            return None
-        forward = Forward(z, self.steps + 1)
-        self.loss.after_forward(forward, args, kwargs)
-        self.forecaster.predict(args, kwargs, forward, rng_state)
+            return
+        forward = Forward(z, self.step.number)
+        self.forecaster.predict(forward, args, kwargs)
         if output is not z:
             self._find_logits.warn_of_choice(output, z)
-            output = self.loss.watch_own_loss(forward, z, output, kwargs)
             source = conversion_source(z)
             if source is not None:  # the loss may be that of the logits before they were converted
                 node, index = source
                 forward.nodes = node.next_functions
                 node.register_prehook(functools.partial(self._at_source, forward, index))
         z.register_hook(functools.partial(self.on_gradient, forward))
-        self.batches.forwards += 1
-        self.batches.open = [reference for reference in self.batches.open if reference() is not None]
-        self.batches.open.append(weakref.ref(forward))
-        return output
+        self.step.add(forward)
 
-    # ---- the backward pass: grad z + s λ ∂Δ(z, c)/∂z -----------------------------------------------------------------
+    # ---- the line: grad z + s λ ∂Δ(z, c)/∂z --------------------------------------------------------------------------
 
+    @outside_compiled_graphs
     def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
-        backward, batches = current_backward(), self.batches
-        if gradient is None or not self.hooks.attached or forward.added_in == backward:
+        if gradient is None or not self._begin_batch(forward) or self.step.num_terms:
             return None
-        if not (fills_all_leaves() or reaches_parameters(forward.nodes, self._base)):  # an attack asks for its inputs
-            batches.backward = backward
+        weight = self.weight(self.step.number)
+        alpha = self.alpha(self.step.number)
+        loss = self.reader.read(forward, gradient, is_first=self.step.num_batches == 1)
+        self.last = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "shown": loss.shown}
+        is_read = loss.is_finite and (loss.labels is not None or not self.forecaster.reads_labels)
+        if not is_read:
+            self._skip(forward, alpha, loss.is_finite)
             return None
-        batches.backwards += 1
-        if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
-            return None
-        if batches.count and not forward.counted and batches.are_gone(backward):
-            self.forget()
-        if batches.terms:  # the loss has the penalty already
-            return None
-        forward.added_in = backward
-        weight = self.weight(self.steps + 1) if self.weight.constant is None else self.weight.constant
-        alpha = self.alpha(self.steps + 1) if self.alpha.constant is None else self.alpha.constant
-        loss = self.loss.read(forward, gradient, several=batches.count > 0)
-        batches.count, batches.backward, batches.cleared = batches.count + 1, backward, False
-        first, forward.counted = batches.observing and not forward.counted, True
-        self.last = {"penalty": math.nan, "weight": weight, "alpha": alpha, "loss_scale": loss.scale, "read": loss.read}
-        if not loss.says:
-            batches.not_finite |= not loss.finite
-            if first:
-                self.forecaster.skip(forward, alpha)
-            return None
-        penalty = self.forecaster.penalty(forward, loss, self.distance)
-        self.last["penalty"] = figure = penalty._replace(rows=penalty.rows._replace(slope=penalty.rows.values))
-        if batches.penalties is not None:
-            batches.penalties.append(figure.value * (loss.scale * weight))
-        regularized = penalty.added_to(gradient, loss.scale, weight, loss.class_dim) if weight else None
-        if first:
-            if isinstance(self.weight, FollowsFit):
-                self.weight.count(forward.step, forward.rows, penalty.labels)
-            self.forecaster.observe(forward, loss, penalty, self.distance, alpha)
+        pull = self.forecaster.pull(forward, loss.labels)
+        self.last["penalty"] = pull.without_slope()
+        regularized = None
+        if self.weight.constant != 0:
+            regularized = pull.added_to(gradient, forward.class_dim, loss.scale, weight)
+        self._observe(forward, pull, loss.labels, loss.scale, alpha)
         return regularized
 
+    @outside_compiled_graphs
     def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         gradient = self.on_gradient(forward, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
 
-    # ---- the penalty as a term of the loss ---------------------------------------------------------------------------
+    def _begin_batch(self, forward: Forward) -> bool:
+        """Whether the backward pass that runs brings gradients of these logits to the trained parameters; count it."""
+        step = self.step
+        backward = current_backward()
+        if not self.hooks.attached or (forward.last_backward == backward and backward != -1):
+            return False
+        if not reaches_parameters(forward.nodes, self._base):  # as an attack asks for the gradient of its inputs
+            step.last_backward = backward
+            return False
+        step.num_backwards += 1
+        if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
+            return False
+        if not forward.observed and self._are_gradients_gone(backward):
+            self.forget()
+            step = self.step
+        forward.last_backward = backward
+        step.last_backward = backward
+        step.num_batches += 1
+        step.is_cleared = False
+        return True
 
-    def penalty(self, z: Tensor, labels: Tensor | None) -> Tensor:
-        """The weighted penalty of logits, whose backward pass lets the forecaster learn."""
-        if not (torch.is_grad_enabled() and z.requires_grad):
-            return torch.zeros((), dtype=torch.promote_types(z.dtype, torch.float32), device=z.device)
-        forward = self._forward_of(z) if labels is None else Forward(z, self.steps + 1)
-        batches, weight, alpha = self.batches, self.weight(self.steps + 1), self.alpha(self.steps + 1)
-        batches.terms += 1
-        forward.rows = to_rows(z.detach(), 1)
-        loss = Loss(1.0, labels, None, 1)
-        found = self.forecaster.penalty(forward, loss, self.distance)
-        value = found.value * weight
-        state = {"seen": False}
-        zeros = torch.zeros((), dtype=z.dtype, device=z.device).expand_as(z)
-        slope = found.added_to(zeros, 1.0, weight, 1) if weight else None
+    # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
+
+    def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
+        """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""
+        self.step.num_terms += 1
+        weight = self.weight(self.step.number)
+        alpha = self.alpha(self.step.number)
+        first_pull = self.forecaster.pull(forward, labels)
+        shape = z.shape
+        dtype = z.dtype
 
         def backward(s: Tensor) -> Tensor | None:
-            number = current_backward()
-            gradient = None if slope is None else slope * s.to(slope.dtype)
-            if not (fills_all_leaves() or reaches_parameters(forward.nodes, self._base)):
-                return gradient
-            if batches.count and not state["seen"] and batches.are_gone(number):
-                terms = batches.terms
-                self.forget()
-                batches.terms = terms
-            batches.count, batches.backward, batches.cleared = batches.count + 1, number, False
-            batches.terms_used += 1
-            first, state["seen"], forward.counted = batches.observing and not state["seen"], True, True
-            self.last = {"penalty": found.value, "weight": weight, "alpha": alpha, "loss_scale": s, "read": None}
-            finite = not _sync.may_sync(forward.step, s) or bool(torch.isfinite(s) & ~z.detach().sum().isnan())
-            batches.not_finite |= not finite
-            if first and finite:
-                if isinstance(self.weight, FollowsFit):
-                    self.weight.count(forward.step, forward.rows, found.labels)
-                self.forecaster.observe(forward, loss._replace(scale=s), found, self.distance, alpha)
-            elif first:
-                self.forecaster.skip(forward, alpha)
+            # What has learned from the first pull may have overwritten it.
+            pull = self.forecaster.pull(forward, labels) if forward.observed else first_pull
+            gradient = None
+            if self.weight.constant != 0:
+                gradient = pull.gradient(shape, dtype, forward.class_dim, s, weight)
+            self._learn_from_term(forward, pull, labels, s, alpha, weight)
             return gradient
 
+        value = first_pull.value * weight if self.weight.constant != 0 else first_pull.value.new_zeros(())
         term: Tensor = _Term.apply(z, value, backward)
         return term
 
-    def _forward_of(self, z: Tensor) -> Forward:
-        forwards = [forward for reference in self.batches.open if (forward := reference()) is not None]
-        for forward in forwards:
-            if forward.output() is z:
-                return forward
-        fitting = [forward for forward in forwards if forward.logits.shape == z.shape and not forward.counted]
-        if len(fitting) != 1:
-            raise ValueError(
-                f"penalty got logits of shape {tuple(z.shape)} that no training forward pass of the wrapped model "
-                "returned since the last step: pass what the model returned"
-            )
-        return fitting[0]
+    def _learn_from_term(
+        self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float, weight: Scale
+    ) -> None:
+        num_terms = self.step.num_terms
+        if not self._begin_batch(forward):
+            return
+        self.step.num_terms = num_terms  # also if an earlier step was forgotten
+        self.step.num_terms_used += 1
+        self.last = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.without_slope()}
+        if _sync.may_sync(forward.step, s) and not bool(s.isfinite() & ~forward.logits.sum().isnan()):
+            self._skip(forward, alpha, is_finite=False)
+        else:
+            self._observe(forward, pull, labels, s, alpha)
+
+    # ---- learning ----------------------------------------------------------------------------------------------------
+
+    def _observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
+        if self.step.is_observing and not forward.observed:
+            forward.observed = True
+            self.forecaster.observe(forward, pull, labels, scale, alpha)
+
+    def _skip(self, forward: Forward, alpha: float, is_finite: bool) -> None:
+        self.step.not_finite = self.step.not_finite or not is_finite
+        if self.step.is_observing and not forward.observed:
+            forward.observed = True
+            self.forecaster.skip(forward, alpha)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """The wrapper steps the base optimizer."""
+        self.is_stepping = True
+        self._num_bypassed = 0
+
     def end_step(self) -> None:
         """Both networks have stepped."""
-        self.steps += 1
-        self.loss.end_step()
-        if isinstance(self.weight, FollowsFit):
-            self.weight.end_step(self.steps, self.forecaster.group, self.model)
-        if self.batches.not_finite and not self._warned_not_finite:
+        not_finite = self.step.not_finite
+        if _sync.is_sync_step(self.step.number):
+            _sync.read_together([*self.reader.questions(), *self.forecaster.questions()])
+        self.num_steps += 1
+        self.step = Step(self.num_steps + 1)
+        if not_finite and not self._warned_not_finite:
             self._warned_not_finite = True
-            warn(
-                "non-finite logits or loss: a batch whose gradient of the logits is not finite gets no penalty, and "
-                "neither the companion nor the prototypes learn from it"
-            )
+            warn(NOT_FINITE)
+
+    def leave_step(self) -> None:
+        """The base optimizer has stepped, or its step has raised: then the step goes on as before."""
+        self.is_stepping = False
+        self.step.is_observing = True
+
+    def observe_no_more(self) -> None:
+        """Further evaluations of a closure are elsewhere, or were observed already."""
+        self.step.is_observing = False
+
+    def note_zero_grad(self) -> None:
+        """The script clears the gradients."""
+        self.step.is_cleared = True
+
+    def _are_gradients_gone(self, backward: int = -1) -> bool:
+        """Whether gradients were cleared without a step, as where a gradient scaler skips it.
+
+        Args:
+            backward: the backward pass that runs; batches that it has brought have no gradients yet.
+        """
+        step = self.step
+        if not step.num_batches or not step.is_observing or step.last_backward == backward:
+            return False
+        return step.is_cleared or not have_gradients(self._base)
+
+    def forget_cleared(self) -> bool:
+        """Before a step: forget the batches whose gradients are gone; say whether they are.
+
+        Gradients that are there after ``zero_grad`` the script has put there, as gradient surgery does.
+        """
+        step = self.step
+        if not step.num_batches:
+            return False
+        if have_gradients(self._base, other_than_zero=step.is_cleared):
+            return False
+        self.forget()
+        return True
 
     def forget(self) -> None:
-        """Drop the batches of the step; if the base optimizer evaluates the model in it, they were learned from."""
-        if self.batches.stepping and self.batches.observing:
-            self.batches.observing = False  # the gradients of its first evaluation: the next one is elsewhere
-        else:
-            self.forecaster.forget()
-            self.batches.start()
-            if isinstance(self.weight, FollowsFit):
-                self.weight.forget()
+        """Drop the batches of the step."""
+        self.forecaster.forget()
+        self.step = Step(self.step.number)
+
+    def refuse_bypass(self) -> None:
+        """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
+        if self.is_stepping:
+            return
+        if self.step.num_batches:
+            self._num_bypassed += 1
+        if self._num_bypassed > 1:
+            raise RuntimeError(BYPASSED.format(name=self._name, base=type(self._base).__name__))
 
     # ---- hooks, copies and state -------------------------------------------------------------------------------------
 
@@ -255,20 +294,34 @@ class Algorithm:
 
     def model_loaded(self, module: nn.Module, keys: Any) -> None:
         """Called when a state was loaded into the model."""
-        self.forecaster.follow("loaded")
+        self.forecaster.model_loaded()
 
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
         self.hooks.remove()
-        self.forecaster.forget()
-        self.batches.start()
+        self.forget()
         self.superseded = True
 
-    def load_state(self, steps: int, loss: dict[str, Any]) -> None:
+    def load_state(self, num_steps: int, loss: dict[str, Any]) -> None:
         """Go on from a number of steps, as after loading a state."""
-        self.loss.load_state(loss)
-        self.batches.start()
-        self.steps, self.last = steps, {}
+        self.reader.load_state(loss)
+        self.num_steps = num_steps
+        self.step = Step(num_steps + 1)
+        self.last = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"last": {}}
+        return self.__dict__ | {"last": {}, "step": self.step.without_forwards()}
+
+
+class _Term(torch.autograd.Function):
+    """A value whose gradient is written out."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, value: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.of_z = backward
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, s: Tensor) -> Any:
+        return ctx.of_z(s), None, None

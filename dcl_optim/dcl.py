@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim import _sync
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
-from dcl_optim.companion.optimizer import CompanionOptions, MakeOptimizer
-from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
+from dcl_optim.companion.companion import CompanionOptions
+from dcl_optim.companion.optimizer import MakeOptimizer
+from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.loss.outputs import LogitsFinder
-from dcl_optim.loss.reader import LossReader
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.schedules import Schedule
+from dcl_optim.step import Forward
 
 
 class DCLOptimizer(ForecastOptimizer):
@@ -31,40 +33,41 @@ class DCLOptimizer(ForecastOptimizer):
 
     (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training forward pass or
     by :attr:`companion`. It sees the same input in the same mode with the same random draws, and leaves the RNG state
-    unchanged.
+    unchanged. It is copied again when the base optimizer trains other parameters than before.
+
+    **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
+    cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.
 
     Args:
-        base_optimizer, model: the optimizer to wrap, and the model that it trains.
+        base_optimizer: the ``torch.optim`` optimizer to wrap.
+        model: the model that it trains.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper uses 1.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, the paper's. With mse it scales the
-            companion's gradient, which Adam and similar optimizers divide out: use ``companion_lr_scale`` there.
-        distance: :math:`\Delta`: ``"mse"`` (default), ``"l1"``, ``"kl"``, ``"infonce"``, or a callable (z, c) ->
-            scalar that gets rows of shape (N, K), classes last.
-        temperature: for kl (default 4) and infonce (default 0.1), > 0.
-        companion: None for a copy of the model, which shares its frozen parameters; a module with the same output
-            shape, which stays on its device and in its dtype; or a callable that builds one.
-        companion_optimizer: None for a second optimizer of the base's class, whose hyper-parameters follow the base; an
-            optimizer over the given companion's parameters, which you schedule; or a callable of parameters.
-        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
-        companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
+        logits: function of the model's output that returns the logits tensor; None (default) looks for them as
+            :func:`~dcl_optim.loss.outputs.find_logits` says.
         process_group: the ``torch.distributed.ProcessGroup`` over which the companion's gradients are averaged;
             ``"auto"`` (default) for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
-        loss_scale: what the loss is multiplied by before backward: ``"auto"`` (default; see
-            :mod:`dcl_optim.loss.reader`), a number, a ``torch.amp.GradScaler``, or a callable without arguments.
-        logits: function of the model's output that returns the logits tensor; None looks for them as
-            :func:`~dcl_optim.loss.outputs.find_logits` says.
-        class_dim: the dimension of the logits that holds the classes: 1 as in ``F.cross_entropy``, -1 for (batch, time,
-            classes). None (default) finds it in the gradient, or takes 1.
+        companion: None (default) for a copy of the model, which shares the parameters that the base optimizer does not
+            train; or a module with the same output shape, which stays on its device and in its dtype.
+        companion_optimizer: None (default) for a second optimizer of the base's class, whose options follow the base;
+            or a callable that builds one from the companion's parameters, whose options you schedule.
+        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
+        companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
+        companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
+            drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, the paper's. With mse it scales the
+            companion's gradient, which Adam and similar optimizers divide out: use ``companion_lr_scale`` there.
+        distance: :math:`\Delta`: ``"mse"`` (default; linear far out), ``"squared"`` (the paper's), ``"l1"``, ``"kl"``,
+            ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
         strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
             optimizer alone. Default True.
-        count_eval: regularize forward passes in eval mode too. Default False.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
-        RuntimeError: the model cannot be copied (mostly at its first training forward pass).
+        RuntimeError: the model cannot be copied, or its copy would train the model's own parameters (at the first
+            training forward pass); the loss scale cannot be read where 1 is likely wrong (in backward).
 
     Warns:
-        UserWarning: loss scale or class dimension cannot be read where they matter, or a batch is not finite.
+        UserWarning: the copy's first prediction differs from the model's logits, or a batch is not finite.
 
     Examples:
         >>> import torch
@@ -80,13 +83,15 @@ class DCLOptimizer(ForecastOptimizer):
         >>> optimizer.companion(x).shape
         torch.Size([16, 3])
 
-    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024.
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. Where we differ: the weight, and a distance
+    that is linear far out. The paper's DCL is ``DCLOptimizer(optimizer, model, weight=1, distance="squared")``.
+    ``companion_fraction`` is its Table 10.
     """
 
     _name = "DCLOptimizer"
     _elsewhere: ClassVar[dict[str, str]] = {
         "prototypes": "DCPOptimizer has prototypes, DCLOptimizer has a companion; use optimizer.companion",
-        "set_targets": "DCPOptimizer has it; DCLOptimizer needs no labels",
+        "set_targets": "DCLOptimizer needs no labels; add optimizer.penalty(logits) to a loss that cannot be read",
     }
     forecaster: Companion
 
@@ -96,47 +101,57 @@ class DCLOptimizer(ForecastOptimizer):
         model: nn.Module,
         *,
         weight: float | Schedule = 0.1,
-        alpha: float | Schedule = 0.6,
-        distance: DistanceName | Distance | Function = "mse",
-        temperature: float | None = None,
-        companion: nn.Module | Callable[[], nn.Module] | None = None,
-        companion_optimizer: Optimizer | MakeOptimizer | None = None,
+        logits: Callable[[Any], Tensor] | None = None,
+        process_group: Any = "auto",
+        companion: nn.Module | None = None,
+        companion_optimizer: MakeOptimizer | None = None,
         companion_lr_scale: float = 1.0,
         companion_every: int = 1,
-        process_group: Any = "auto",
-        loss_scale: Any = "auto",
-        logits: Callable[[Any], Tensor] | None = None,
-        class_dim: int | None = None,
+        companion_fraction: float = 1.0,
+        alpha: float | Schedule = 0.6,
+        distance: DistanceName | Distance = "mse",
         strict: bool = True,
-        count_eval: bool = False,
     ) -> None:
         check_positive("companion_lr_scale", companion_lr_scale)
+        check_positive("companion_fraction", companion_fraction)
+        if companion_fraction > 1:
+            raise ValueError(f"companion_fraction={companion_fraction!r} must be in (0, 1]")
         options = CompanionOptions(
-            companion,
-            companion_optimizer,
-            companion_lr_scale,
-            check_integer("companion_every", companion_every, minimum=1),
-            process_group,
+            companion=companion,
+            make_optimizer=companion_optimizer,
+            lr_scale=companion_lr_scale,
+            every=check_integer("companion_every", companion_every, minimum=1),
+            fraction=companion_fraction,
+            process_group=process_group,
         )
-        chosen = resolve_distance(distance, temperature)
+        chosen = resolve_distance(distance)
         super().__init__(
             base_optimizer,
             model,
-            lambda: Companion(model, base_optimizer, LogitsFinder(logits), options),
-            chosen,
+            lambda: Companion(model, base_optimizer, chosen, LogitsFinder(logits), options),
             weight=weight,
             alpha=alpha,
-            loss=LossReader(loss_scale, class_dim=class_dim, needs_class_dim=chosen.depends_on_class_dim),
             logits=logits,
             strict=strict,
-            count_eval=count_eval,
         )
 
     def penalty(self, logits: Tensor) -> Tensor:
-        r"""The weighted penalty :math:`\lambda\,\Delta(z, c)` as a term of the loss, for any loss.
+        r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss.
+
+        Autograd carries every factor of the loss. In a step in which it is called, the hooks add nothing. The companion
+        learns in its backward pass. With gradients off it is 0 and nothing is learned.
 
         Args:
-            logits: what the model's training forward pass returned, of any shape.
+            logits: z, what the model's training forward pass returned, or the tensor that ``logits=`` made of it. The
+                rows of the distance lie along dimension 1, as in ``F.cross_entropy``, or along the dimension of the
+                classes that an earlier cross-entropy showed.
+
+        Returns:
+            A scalar in float32 or wider, differentiable once with respect to the logits.
+
+        Raises:
+            TypeError, ValueError: the logits are no floating-point tensor, or no training forward pass since the last
+                step returned them.
 
         Examples:
             >>> import torch
@@ -146,14 +161,30 @@ class DCLOptimizer(ForecastOptimizer):
             >>> loss = torch.nn.functional.mse_loss(z, torch.randn(16, 3)) + optimizer.penalty(z)
             >>> loss.backward()
             >>> optimizer.step()
+
+        Source: Equation 2.
         """
-        return self._algorithm.penalty(logits, None)
+
+        def make() -> tuple[Forward, None]:
+            step = self._algorithm.step
+            forward = step.forward_of(logits, _sync.may_sync(step.number, logits))
+            if forward is None:
+                mode = "" if self.model.training else " (in eval mode the companion does not run)"
+                raise ValueError(
+                    f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped "
+                    f"model returned since the last step{mode}: pass the tensor that the model returned"
+                )
+            forward.lay_out(min(self._algorithm.reader.class_dim or 1, max(logits.ndim - 1, 1)))
+            return forward, None
+
+        return self._term(logits, make)
 
     @property
     def companion(self) -> nn.Module:
         r"""The companion :math:`\omega`, a module; made now if not before.
 
         Evaluate it after ``optimizer.companion.eval()``; it takes the model's mode in the next training forward pass.
+        It is not compiled with the model: call ``optimizer.companion.compile()``.
         """
         return self.forecaster.module
 

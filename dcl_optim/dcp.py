@@ -8,13 +8,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import check_integer, check_labels
-from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
+from dcl_optim._validation import check_integer
+from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.distributed import DataParallelGroup
-from dcl_optim.loss.reader import LossReader, Targets
+from dcl_optim.forecaster import Labels
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.prototypes import UPDATES, Prototypes
+from dcl_optim.prototypes import UPDATES, Prototypes, labels_of
 from dcl_optim.schedules import Schedule
+from dcl_optim.step import Forward
 from dcl_optim.weights import Weight
 
 
@@ -34,32 +35,36 @@ class DCPOptimizer(ForecastOptimizer):
     for the classes of the batch, with :math:`m_k` rows of class k: a running mean of the rows. A class gives no penalty
     before its first mean is its prototype.
 
-    **Labels** are read from the gradient of a softmax cross-entropy (:mod:`dcl_optim.loss.cross_entropy`). For other
-    losses pass ``targets=`` or call :meth:`set_targets`; with ``loss_scale=`` the label of a row is its only negative
-    entry. Labels are class indices, or distributions of the logits' shape. For sigmoid outputs (binary, multi-label)
-    and regression use :class:`~dcl_optim.DCLOptimizer`.
+    **Labels** are read from the gradient of a softmax cross-entropy of the model's logits
+    (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
+    optimizer.penalty(z, y)``. Sigmoid outputs (binary, multi-label) and regression have no classes.
 
     Args:
-        base_optimizer, model: as in :class:`~dcl_optim.DCLOptimizer`.
+        base_optimizer: the ``torch.optim`` optimizer to wrap.
+        model: the model that it trains.
+        weight: :math:`\lambda \ge 0`, a callable of the step (counted from 1), or ``"auto"`` (default), which grows
+            from 0.1 to 1, with fewer than 100 classes to K/100, as the training accuracy grows
+            (:class:`~dcl_optim.AutoWeight`). The paper uses 1.
         num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
             (default) for that of the first logits.
-        weight: :math:`\lambda \ge 0`, a callable of the step, or ``"auto"`` (default), which grows from 0.1 to 1, with
-            fewer than 100 classes to K/100, as the training accuracy grows (:class:`~dcl_optim.AutoWeight`).
+        logits: function of the model's output that returns the logits tensor; None (default) looks for them as
+            :func:`~dcl_optim.loss.outputs.find_logits` says.
+        process_group: the ``torch.distributed.ProcessGroup`` over which class sums are added up; ``"auto"`` (default)
+            for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
-        distance, temperature: as in DCLOptimizer. ``"infonce"`` and callables synchronize a GPU at each step.
         update: ``"rows"`` (default) for the formula above, or ``"batch"`` for Equation 6,
             :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, which can diverge in long training.
-        targets: the model's keyword that holds the labels, or a callable ``(args, kwargs) -> labels``.
-        ignore_index: the label to leave out. Default -100, as in torch.
-        process_group: as in DCLOptimizer; class sums are added up over its ranks.
-        loss_scale, logits, class_dim, strict, count_eval: as in DCLOptimizer.
+        distance: :math:`\Delta`: ``"mse"`` (default; linear far out), ``"squared"`` (the paper's), ``"l1"``, ``"kl"``,
+            ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
+        strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
+            optimizer alone. Default True.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as in DCLOptimizer; in backward, labels that do not fit (on a GPU not
-            checked in each step) or cannot be read.
+        ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
+        RuntimeError: in backward, the labels of the first batches cannot be read.
 
     Warns:
-        UserWarning: the labels of a later batch cannot be read; it gets no penalty.
+        UserWarning: the labels of a later batch cannot be read, and it gets no penalty; or a batch is not finite.
 
     Examples:
         >>> import torch
@@ -73,15 +78,15 @@ class DCPOptimizer(ForecastOptimizer):
         torch.Size([3, 3])
 
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix. Where we differ: the weight, alpha,
-    prototypes that count rows and not batches, and a distance that is linear far out. The paper's DCP is ``weight=1,
-    alpha=0.6, update="batch", distance="squared"``.
+    prototypes that count rows and not batches, and a distance that is linear far out. The paper's DCP is
+    ``DCPOptimizer(optimizer, model, weight=1, alpha=0.6, update="batch", distance="squared")``.
     """
 
     _name = "DCPOptimizer"
     _elsewhere = dict.fromkeys(
         ("companion", "companion_optimizer", "reset_companion"),
         "DCLOptimizer has a companion, DCPOptimizer has prototypes; use optimizer.prototypes",
-    )
+    ) | {"set_targets": "add the penalty to the loss, loss + optimizer.penalty(logits, labels)"}
     _prototypes = Prototypes
     forecaster: Prototypes
 
@@ -89,48 +94,55 @@ class DCPOptimizer(ForecastOptimizer):
         self,
         base_optimizer: Optimizer,
         model: nn.Module,
-        num_classes: int | None = None,
         *,
         weight: Weight = "auto",
-        alpha: float | Schedule = 0.97,
-        distance: DistanceName | Distance | Function = "mse",
-        update: Literal["rows", "batch"] = "rows",
-        temperature: float | None = None,
-        targets: Targets | None = None,
-        ignore_index: int = -100,
-        process_group: Any = "auto",
-        loss_scale: Any = "auto",
+        num_classes: int | None = None,
         logits: Callable[[Any], Tensor] | None = None,
-        class_dim: int | None = None,
+        process_group: Any = "auto",
+        alpha: float | Schedule = 0.97,
+        update: Literal["rows", "batch"] = "rows",
+        distance: DistanceName | Distance = "mse",
         strict: bool = True,
-        count_eval: bool = False,
     ) -> None:
-        classes = None if num_classes is None else check_integer("num_classes", num_classes, minimum=1)
+        given = None if num_classes is None else check_integer("num_classes", num_classes, minimum=1)
         if update not in UPDATES:
             raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
-        ignored = check_integer("ignore_index", ignore_index)
+        chosen = resolve_distance(distance)
+
+        def make_prototypes() -> Prototypes:
+            like = next(model.parameters())
+            return self._prototypes(given, update, chosen, like, DataParallelGroup(model, process_group))
+
         super().__init__(
             base_optimizer,
             model,
-            lambda: self._prototypes(
-                classes, ignored, update, next(iter(model.parameters())), DataParallelGroup(model, process_group)
-            ),
-            resolve_distance(distance, temperature),
+            make_prototypes,
             weight=weight,
             alpha=alpha,
-            loss=LossReader(loss_scale, targets, reads_labels=True, class_dim=class_dim, needs_class_dim=True),
             logits=logits,
             strict=strict,
-            count_eval=count_eval,
         )
 
     def penalty(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-        r"""The weighted penalty :math:`\frac{\lambda}{N}\sum_i\Delta(z_i, p^{y_i})` as a term of the loss.
+        r"""The weighted penalty :math:`\frac{\lambda}{n}\sum_i\Delta(z_i, p^{y_i})`, a term to add to any loss.
+
+        Autograd carries every factor of the loss. In a step in which it is called, the hooks add nothing. The
+        prototypes learn in its backward pass. With gradients off it is 0 and nothing is learned, so one function can
+        serve training and validation. The mode of the model does not matter.
 
         Args:
-            logits: (N, K) or (N, K, d1, ...), any tensor of logits: the prototypes live in what is given.
-            labels: class indices (N,) or (N, d1, ...), or soft labels of the logits' shape.
+            logits: z, (N, K) or (N, K, d1, ...), of floating point: any tensor of logits, also flattened, divided by a
+                temperature or masked. The prototypes live in what is given.
+            labels: class indices, (N,) or (N, d1, ...), or soft labels of the logits' shape. A GPU's values are not
+                checked in each step.
             ignore_index: the label to leave out. Default -100, as in torch.
+
+        Returns:
+            A scalar in float32 or wider, differentiable once with respect to the logits. The mean is over the n rows
+            with a label; a class that no step has seen contributes 0.
+
+        Raises:
+            TypeError, ValueError: logits or labels are of another kind or shape, or labels are out of range.
 
         Examples:
             >>> import torch
@@ -140,17 +152,18 @@ class DCPOptimizer(ForecastOptimizer):
             >>> loss = torch.nn.functional.multi_margin_loss(z, y) + optimizer.penalty(z, y)
             >>> loss.backward()
             >>> optimizer.step()
+
+        Source: the paper's appendix, Equation 5.
         """
-        if not labels.dtype.is_floating_point and ignore_index != self.forecaster._ignore_index:
-            labels = labels.masked_fill(labels == ignore_index, self.forecaster._ignore_index)
-        return self._algorithm.penalty(logits, labels)
+        ignored = check_integer("ignore_index", ignore_index)
+
+        def make() -> tuple[Forward, Labels]:
+            step = self._algorithm.step.number
+            return Forward(logits, step, copies=False), labels_of(labels, logits, step, ignored)
+
+        return self._term(logits, make)
 
     @property
     def prototypes(self) -> Tensor:
         """A copy of all prototypes, (K, K); zero for a class not yet seen, (0, 0) before K is known."""
         return self.forecaster.values
-
-    def set_targets(self, targets: Tensor) -> None:
-        """Give the labels of the next forward pass of the model; with ``step(closure)`` inside the closure."""
-        check_labels(targets)
-        self._algorithm.loss.set_targets(targets)

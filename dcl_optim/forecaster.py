@@ -2,73 +2,98 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dcl_optim._rng import RngState, replayed
+from dcl_optim._sync import Question
 from dcl_optim._validation import check_tensors
-from dcl_optim.distances import Distance, Rows, from_rows, to_rows
-from dcl_optim.distributed import DataParallelGroup
-from dcl_optim.forward import Forward
-from dcl_optim.loss.reader import Loss, Scale
+from dcl_optim.distances import Distance, Rows, from_rows, rows_of
+from dcl_optim.loss.reader import Labels, Scale
+from dcl_optim.step import Forward
 
-__all__ = ["Forecaster", "Forward", "Loss", "Penalty", "RngState", "check_tensors", "replayed"]
+__all__ = ["Forecaster", "Forward", "Labels", "Pull", "Question", "Scale", "check_tensors", "pull_of"]
 
 
-class Penalty(NamedTuple):
-    r"""The penalty :math:`\Delta(z, c) = \frac1n \sum_i w_i \delta_i` of one forward pass.
+class Pull(NamedTuple):
+    r"""The penalty :math:`\Delta(z, c) = \frac1n \sum_i w_i \delta_i` of one forward pass, with its gradient by rows.
 
     Attributes:
         rows: the distances :math:`\delta_i` and their gradients.
         number: n, a number or a scalar tensor.
         weights: :math:`w_i`, (N,); None for 1.
-        labels: for the training accuracy: the class of each row (N,), K for none, or soft labels (N, K); None if they
-            are not known.
     """
 
     rows: Rows
     number: float | Tensor
     weights: Tensor | None = None
-    labels: Tensor | None = None
 
     @property
     def value(self) -> Tensor:
         """The penalty itself, a scalar."""
-        distances = self.rows.distances
-        return (distances if self.weights is None else distances * self.weights).sum() / self.number
+        distances = self.rows.values()
+        if self.weights is not None:
+            distances = distances * self.weights
+        return distances.sum() / self.number
 
-    def added_to(self, gradient: Tensor, scale: Scale, weight: float, class_dim: int) -> Tensor:
-        r"""Add :math:`s\lambda\,\partial\Delta/\partial z` to a gradient of the logits.
+    def without_slope(self) -> Pull:
+        """The same penalty without the memory of its gradient."""
+        return self._replace(rows=self.rows._replace(slope=self.rows.slope[:0]))
+
+    def coefficients(self, *scales: Scale) -> tuple[float, Scale]:
+        """What the rows of the slope are multiplied by in the scaled gradient: a number, and a number or (N, 1).
+
+        Args:
+            scales: numbers and scalar tensors, all of which multiply the gradient.
+        """
+        factor = self.rows.factor
+        scalar: Tensor | None = None
+        for scale in scales:
+            if isinstance(scale, Tensor):
+                scalar = scale if scalar is None else scalar * scale
+            else:
+                factor *= scale
+        if isinstance(self.number, Tensor):
+            scalar = self.number.reciprocal() if scalar is None else scalar / self.number
+        else:
+            factor /= self.number
+        of_rows = self.rows.shrink
+        if self.weights is not None:
+            of_rows = self.weights if of_rows is None else of_rows * self.weights
+        if of_rows is None:
+            return factor, 1.0 if scalar is None else scalar
+        if scalar is not None:
+            of_rows = of_rows * scalar.to(of_rows)
+        return factor, of_rows[:, None]
+
+    def added_to(self, gradient: Tensor, class_dim: int, *scales: Scale) -> Tensor:
+        r"""Add :math:`s\,\partial\Delta/\partial z` to a gradient of the logits, s being the product of the scales.
 
         The sum is computed in the wider of the two dtypes, and has the dtype of the gradient.
         """
-        slope, factor, radius = self.rows.slope, weight * self.rows.factor, self.rows.radius
-        if isinstance(self.number, Tensor):
-            scale = scale / self.number
-        else:
-            factor /= self.number
-        if self.weights is not None:
-            scale = self.weights * scale
-        add = torch.addcmul
-        if radius != math.inf:
-            norms, add = self.rows.values.clamp(min=radius), torch.addcdiv
-            if isinstance(scale, Tensor):
-                factor, scale = factor * radius, norms / scale
-            else:
-                factor, scale = factor * radius * scale, norms
-        if isinstance(scale, Tensor) and scale.ndim:
-            scale = scale[:, None]
+        slope = self.rows.slope
+        factor, of_rows = self.coefficients(*scales)
         if gradient.ndim != 2 or class_dim != 1:
-            scale = from_rows(scale.expand_as(slope), gradient.shape, class_dim) if isinstance(scale, Tensor) else scale
+            if isinstance(of_rows, Tensor):
+                of_rows = from_rows(of_rows.expand_as(slope), gradient.shape, class_dim)
             slope = from_rows(slope, gradient.shape, class_dim)
         out = None if gradient.dtype == slope.dtype else torch.empty_like(gradient)
-        if isinstance(scale, Tensor):
-            return add(gradient, slope, scale, value=factor, out=out)
-        return torch.add(gradient, slope, alpha=factor * scale, out=out)
+        if isinstance(of_rows, Tensor):
+            return torch.addcmul(gradient, slope, of_rows, value=factor, out=out)
+        return torch.add(gradient, slope, alpha=factor * of_rows, out=out)
+
+    def gradient(
+        self, shape: torch.Size, dtype: torch.dtype, class_dim: int, *scales: Scale, overwrites: bool = False
+    ) -> Tensor:
+        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s as in :meth:`added_to`.
+
+        With ``overwrites`` it takes the memory of the slope.
+        """
+        factor, of_rows = self.coefficients(*scales)
+        rows = torch.mul(self.rows.slope, of_rows * factor, out=self.rows.slope if overwrites else None)
+        return from_rows(rows, shape, class_dim).to(dtype)
 
 
 class Forecaster(ABC):
@@ -78,61 +103,71 @@ class Forecaster(ABC):
 
     1. :meth:`before_forward` as the model is called;
     2. :meth:`predict` when it has returned;
-    3. :meth:`penalty` at each backward pass through its logits;
-    4. :meth:`observe` at the first of them, or :meth:`skip`.
+    3. :meth:`pull` at each backward pass through its logits, or when the penalty term is made;
+    4. :meth:`observe` at the first of these backward passes, or :meth:`skip`.
 
     :meth:`step` follows each step of the base optimizer; :meth:`forget` a step that a gradient scaler skipped.
 
     Attributes:
-        replays_draws: whether the RNG state is to be captured before the forward pass, so that it can be replayed.
-        group: the ranks that train the model together; None for one process.
+        distance: a function (z, c) of rows (N, K) that returns one value a row.
+        reads_labels: whether the labels of a batch are needed.
     """
 
-    replays_draws = True
-    group: DataParallelGroup | None = None
+    distance: Distance
+    reads_labels = False
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:  # noqa: B027
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:  # noqa: B027
         """Prepare for the training forward pass that begins. Default: nothing.
 
         Args:
             args, kwargs: the arguments of the model.
-            rng_state: the state that the model's forward pass draws from; empty without ``replays_draws``.
             step: the number of the optimizer step that the batch belongs to, from 1.
         """
 
-    @abstractmethod
-    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: RngState) -> None:
-        """Put into ``forward.prediction`` what :meth:`penalty` needs, by default a tensor of the logits' shape.
+    def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027
+        """Put into ``forward.prediction`` what :meth:`pull` needs. Default: nothing.
 
         Args:
-            args, kwargs, rng_state, forward: as in :meth:`before_forward`, and the forward pass that has returned.
+            forward: the forward pass that has returned.
+            args, kwargs: the arguments of the model.
         """
 
-    def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
+    @abstractmethod
+    def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         r"""The penalty :math:`\Delta(z, c)` of a forward pass, which a further backward pass asks for again.
 
         Args:
             forward: the forward pass; its ``logits`` and ``rows`` must not change.
-            loss: the loss scale, labels and class dimension that the gradient shows.
-            distance: the distance, row by row.
+            labels: of its rows; None without ``reads_labels``.
         """
-        c = to_rows(forward.prediction.detach(), loss.class_dim)
-        return Penalty(distance.rows(forward.rows, c), max(len(c), 1))
 
     @abstractmethod
-    def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
+    def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         """Learn from a forward pass at its first backward pass, now or in :meth:`step`.
 
         Args:
-            forward, loss, distance, alpha: as in :meth:`penalty`, and the value of this step, in [0, 1].
-            penalty: what :meth:`penalty` returned; it was added to the gradient already, and may be overwritten.
+            forward, labels: as in :meth:`pull`.
+            pull: what :meth:`pull` returned; it was added to the gradient already, and may be overwritten.
+            scale: what the loss was multiplied by.
+            alpha: the value of this step, in [0, 1].
         """
 
     def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
-        """Note a forward pass that is not observed: its gradient is zero, not finite or has no labels.
+        """Note a forward pass that is not observed: it is not finite, or its labels are not known.
 
         Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then.
         """
+
+    def measure_accuracy(self) -> None:  # noqa: B027
+        """Measure the training accuracy from now on, since the weight follows it. Only with ``reads_labels``."""
+
+    def train_accuracy(self) -> tuple[Tensor, int]:
+        """The running mean of the training accuracy, a scalar, and the number of classes; see above."""
+        raise NotImplementedError
+
+    def questions(self) -> list[Question]:
+        """What to ask a device at the end of a step that may read values. Default: nothing."""
+        return []
 
     def figures(self) -> dict[str, Any]:
         """Numbers or scalar tensors for the optimizer's ``logs``, always the same keys. Default: none."""
@@ -142,12 +177,8 @@ class Forecaster(ABC):
         """What the optimizer's repr shows. Default: nothing."""
         return {}
 
-    def before_step(self, creates_state: bool = False) -> None:  # noqa: B027
-        """Prepare before the base optimizer steps. Default: nothing.
-
-        Args:
-            creates_state: whether torch.distributed.checkpoint creates the state to load into; create yours too.
-        """
+    def before_step(self) -> None:  # noqa: B027
+        """Prepare before the base optimizer steps. Default: nothing."""
 
     @abstractmethod
     def step(self) -> None:
@@ -157,13 +188,14 @@ class Forecaster(ABC):
     def forget(self) -> None:
         """Drop what was observed since the last step."""
 
-    def follow(self, change: str) -> None:  # noqa: B027
-        """Follow a change that the script has made. Default: nothing.
+    def create_state(self) -> None:  # noqa: B027
+        """Create the state to load into, for torch.distributed.checkpoint. Default: nothing."""
 
-        Args:
-            change: ``"loaded"``: a state was loaded into the model; ``"added"``: parameters were added to the base
-                optimizer, and are removed if this raises; ``"train"`` or ``"eval"``: the base optimizer's mode.
-        """
+    def model_loaded(self) -> None:  # noqa: B027
+        """Called when a state was loaded into the model. Default: nothing."""
+
+    def switch(self, mode: str) -> None:  # noqa: B027
+        """Follow the base optimizer to its mode ``"train"`` or ``"eval"``. Default: nothing."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -176,3 +208,13 @@ class Forecaster(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that :meth:`check_state` let pass."""
+
+
+def pull_of(distance: Distance, z: Tensor, c: Tensor) -> Pull:
+    r"""The penalty :math:`\frac1N \sum_i \delta(z_i, c_i)` of rows (N, K), with c held constant.
+
+    Args:
+        distance: a function (z, c) of rows that returns one value a row.
+        z, c: rows (N, K).
+    """
+    return Pull(rows_of(distance, z, c), max(len(z), 1))

@@ -10,30 +10,41 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim._optim import have_gradients
+from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_arguments, check_flag
 from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.algorithm import Algorithm
-from dcl_optim.distances import Distance, DistanceName, Function, resolve_distance
+from dcl_optim.distances import name_of
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster
+from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.outputs import LogitsFinder
-from dcl_optim.loss.reader import LossReader
+from dcl_optim.loss.unread import term_of
 from dcl_optim.schedules import Checked, Schedule
-from dcl_optim.weights import AutoWeight, FollowsFit, Weight, check_weight_state, resolve_weight
+from dcl_optim.step import Forward
+from dcl_optim.weights import AutoWeight, Weight, resolve_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-CALL_THE_MODEL = "call the model itself in training mode, the compiled one if it is compiled, before each step"
-NOT_CALLED = (
-    "model.forward, another method of the model, a part or a copy was called, its class overrides __call__, it was "
-    "compiled and called before it was wrapped, or torch.func was used"
-)
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
     "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
 )
-FIGURES = ("penalty", "weight", "alpha", "loss_scale")  # of each backward pass, for logs
+CALL_THE_MODEL = "call the model itself in training mode, the compiled one if it is compiled, before each step"
+NOT_CALLED = (
+    "no training forward pass of the model: model.forward, another method, a part or a copy was called, its class "
+    "overrides __call__, it was compiled and called before it was wrapped, torch.func was used, a state was loaded after "
+    "the backward pass, or the gradients are those of the last step"
+)
+NOT_ADDED = (
+    "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
+    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward()"
+)
+MINIMIZES_A_VALUE = (
+    "{} does not regularize LBFGS by the gradient alone, since LBFGS compares values of the loss.\n"
+    "  Fix: add the penalty to the loss in the closure, {}"
+)
 
 
 class ForecastOptimizer(OptimizerWrapper):
@@ -45,10 +56,15 @@ class ForecastOptimizer(OptimizerWrapper):
     ``_name``, the key of their part in ``state_dict``. As a context manager it detaches at the end.
 
     Args:
-        base_optimizer, model, weight, alpha, distance, logits, strict, count_eval: as in
-            :class:`~dcl_optim.DCLOptimizer`; weight and alpha without a default.
+        base_optimizer: the optimizer to wrap.
+        model: the model that it trains.
         forecaster: builds the forecaster, once the other arguments have been checked.
-        loss: reads loss scale and labels. None (default) for one that reads the scale.
+        weight: :math:`\lambda \ge 0`, a callable of the step (counted from 1), or with labels ``"auto"``.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step.
+        logits: function of the model's output that returns the logits tensor; None looks for them as
+            :func:`~dcl_optim.loss.outputs.find_logits` says.
+        strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
+            optimizer alone. Default True.
     """
 
     _name = "ForecastOptimizer"
@@ -58,35 +74,26 @@ class ForecastOptimizer(OptimizerWrapper):
         base_optimizer: Optimizer,
         model: nn.Module,
         forecaster: Callable[[], Forecaster],
-        distance: DistanceName | Distance | Function = "mse",
         *,
         weight: Weight,
         alpha: float | Schedule,
-        loss: LossReader | None = None,
         logits: Callable[[Any], Tensor] | None = None,
         strict: bool = True,
-        count_eval: bool = False,
     ) -> None:
         super().__init__(base_optimizer)
         check_arguments(base_optimizer, model, logits)
         check_flag("strict", strict)
-        check_flag("count_eval", count_eval)
-        loss = LossReader() if loss is None else loss
-        checked_weight = resolve_weight(weight, loss.reads_labels)
         checked_alpha = Checked(alpha, "alpha", upper=1.0)
-        distance = resolve_distance(distance)
-        self._strict, self.model = strict, model
+        self.model = model
         self.forecaster = forecaster()
+        self._strict = strict
         self._algorithm = Algorithm(
             model,
             base_optimizer,
             self.forecaster,
-            loss,
-            distance,
-            weight=checked_weight,
+            weight=resolve_weight(weight, self.forecaster),
             alpha=checked_alpha,
             find_logits=LogitsFinder(logits),
-            count_eval=count_eval,
             strict=strict,
             name=self._name,
         )
@@ -101,73 +108,97 @@ class ForecastOptimizer(OptimizerWrapper):
     def __exit__(self, *exception: object) -> None:
         self.detach()
 
+    # ---- the penalty as a term ---------------------------------------------------------------------------------------
+
+    @outside_compiled_graphs
+    def _term(self, logits: Tensor, make: Callable[[], tuple[Forward, Labels | None]]) -> Tensor:
+        """The weighted penalty of logits, 0 where nothing is trained; ``make`` finds forward pass and labels."""
+        if not isinstance(logits, Tensor):
+            raise TypeError(f"penalty takes a tensor of logits, got {type(logits).__name__}")
+        if not logits.is_floating_point():
+            raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
+        if not torch.is_grad_enabled() or not logits.requires_grad or not self._algorithm.hooks.attached:
+            return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        forward, labels = make()
+        return self._algorithm.term(logits, forward, labels)
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
 
         Args:
-            closure: as in torch.optim; if it does not call ``backward()``, ``step`` does. LBFGS minimizes loss plus
-                penalty.
+            closure: as in torch.optim; if it does not call ``backward()``, ``step`` does. With LBFGS add
+                ``penalty(...)`` to the loss in it.
 
         Returns:
-            The loss of the first evaluation, without the penalty; without a closure, what the base optimizer returns.
+            The loss of the first evaluation; without a closure, what the base optimizer returns.
 
         Raises:
-            RuntimeError: there are gradients, but no backward pass through a training forward pass of the model.
+            RuntimeError: there are gradients, but no backward pass through a training forward pass of the model; or
+                ``penalty`` was called, and took part in no backward pass.
         """
         if closure is not None:
             return self._step_with(closure)
-        algorithm, batches = self._algorithm, self._algorithm.batches
-        if batches.were_cleared():
-            algorithm.forget()
-        elif not batches.count:
+        algorithm = self._algorithm
+        if not algorithm.forget_cleared() and not algorithm.step.num_batches:
             self._refuse_superseded()
             if self._is_state_initialization():
-                self.forecaster.before_step(creates_state=True)
-                return self.base.step()
-            self._require_forward()
-        with batches:
-            self.forecaster.before_step()
-            result = self.base.step()  # θ, by the gradients of Equation 2
-            self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
-            algorithm.end_step()
+                self.forecaster.create_state()
+                return self._step_base()
+            self._require_batch()
+        self._require_terms()
+        self.forecaster.before_step()
+        result = self._step_base()  # θ, by the gradients of Equation 2
+        self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
+        algorithm.end_step()
         return result
+
+    def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._algorithm.begin_step()
+        try:
+            return self.base.step() if closure is None else self.base.step(closure)
+        finally:
+            self._algorithm.leave_step()
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times."""
         if not callable(closure):
             raise TypeError(f"closure must be callable, got {type(closure).__name__}")
         self._refuse_superseded()
-        algorithm, batches = self._algorithm, self._algorithm.batches
+        algorithm = self._algorithm
         losses: list[Any] = []
-        observed = batches.count > 0 and batches.have_gradients()
+        was_observed = algorithm.step.num_batches > 0 and have_gradients(self.base)
 
         def evaluate() -> Any:
-            penalties = batches.penalties = []
-            if observed and not batches.have_gradients():  # the base has moved the model and cleared them: SAM
-                batches.observing = False
+            if was_observed and not have_gradients(self.base):  # the base has moved the model and cleared them: SAM
+                algorithm.observe_no_more()
             loss = self._evaluate(closure)
             if not losses:
-                self._require_forward()
+                self._require_batch()
+                self._require_terms()
+                self._require_value()
                 self.forecaster.before_step()
-                batches.observing = False
+                algorithm.observe_no_more()
             losses.append(loss)
-            if isinstance(self.base, torch.optim.LBFGS) and penalties:  # it minimizes the value
-                return (loss.detach() if isinstance(loss, Tensor) else loss) + sum(penalties)
             return loss
 
-        with batches:
-            batches.stepping, batches.observing = False, True
-            self.base.step(evaluate)
-            self.forecaster.step()
-            algorithm.end_step()
+        self._step_base(evaluate)
+        self.forecaster.step()
+        algorithm.end_step()
         return losses[0] if losses else None
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Run a closure, and the backward pass that it left to us."""
-        batches = self._algorithm.batches
-        forwards, backwards = batches.forwards, batches.backwards
+        algorithm = self._algorithm
+        before = algorithm.step
+        num_forwards = before.num_forwards
+        num_backwards = before.num_backwards
         loss = closure()
-        left_to_us = batches.forwards > forwards and batches.backwards == backwards
+        step = algorithm.step  # another one if the closure has cleared gradients
+        if step is not before:
+            num_forwards = num_backwards = 0
+        left_to_us = step.num_forwards > num_forwards and step.num_backwards == num_backwards
         if left_to_us and isinstance(loss, Tensor) and loss.requires_grad:
             self.zero_grad()
             loss.backward()
@@ -182,55 +213,58 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _is_state_initialization(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
-        if not self._algorithm.hooks.attached or not self._algorithm.batches.have_gradients():
+        if not self._algorithm.hooks.attached or not have_gradients(self.base):
             return False
         return not any(float(group.get("lr", 1.0)) for group in self.param_groups)
 
-    def _require_forward(self) -> None:
-        batches = self._algorithm.batches
-        if batches.terms and not batches.terms_used:
-            raise RuntimeError(
-                f"{self._name}.penalty was called since the last step, but no backward pass went through what it "
-                "returned.\n  Fix: add it to the loss, as in loss + optimizer.penalty(...)"
-            )
-        if batches.count or not batches.have_gradients() or not (self._strict and self._algorithm.hooks.attached):
+    def _require_batch(self) -> None:
+        algorithm = self._algorithm
+        if algorithm.step.num_batches or not (self._strict and algorithm.hooks.attached):
             return
-        raise RuntimeError(NOT_REGULARIZED.format(self._name, *self._cause()))
+        if have_gradients(self.base):
+            raise RuntimeError(NOT_REGULARIZED.format(self._name, *self._cause()))
 
     def _cause(self) -> tuple[str, str]:
         """What was seen in a step without a batch, and the fix."""
-        batches = self._algorithm.batches
-        forwards, backwards = batches.forwards - batches.before[0], batches.backwards - batches.before[1]
-        if backwards:
+        step = self._algorithm.step
+        if step.num_backwards:
             return "a backward pass with create_graph=True", "run a backward pass without it before the step"
-        if forwards:
+        if step.num_forwards:
             return "the gradient did not come through the logits that were found", "pass logits=<their function>"
         if not self.model.training:
-            return "the model is in eval mode", "call model.train(), or pass count_eval=True"
-        if self._algorithm.steps:
-            return "step was called twice for one backward, or the model itself was not called", CALL_THE_MODEL
+            term = term_of(self.forecaster.reads_labels)
+            if self.forecaster.reads_labels:
+                return "the model is in eval mode", f"add the penalty to the loss, {term}, or call model.train()"
+            return (
+                "the model is in eval mode, in which the companion does not run",
+                "call model.train(), and then eval() of the layers that are to stay as they are, such as batch norm",
+            )
         return NOT_CALLED, CALL_THE_MODEL
 
-    def _note_scaler(self, scaler: Any) -> None:
-        self._algorithm.loss.note_scaler(scaler)
+    def _require_terms(self) -> None:
+        step = self._algorithm.step
+        if step.num_terms and not step.num_terms_used:
+            raise RuntimeError(NOT_ADDED.format(self._name))
+
+    def _require_value(self) -> None:
+        step = self._algorithm.step
+        if isinstance(self.base, torch.optim.LBFGS) and step.num_batches and not step.num_terms:
+            raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, term_of(self.forecaster.reads_labels)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, as in torch.optim."""
-        self._algorithm.batches.cleared = True
+        self._algorithm.note_zero_grad()
         self.base.zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:
         super()._switch(mode)
-        self.forecaster.follow(mode)
+        self.forecaster.switch(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the base optimizer and the forecaster, or to none of them."""
+        """Add parameters to the base optimizer; the forecaster follows at the next training forward pass."""
         self.base.add_param_group(param_group)
-        try:
-            self.forecaster.follow("added")
-        except Exception:
-            self.base.param_groups.pop()
-            raise
+
+    # ---- settings, logs and state ------------------------------------------------------------------------------------
 
     @property
     def weight(self) -> float | Schedule | AutoWeight:
@@ -239,7 +273,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @weight.setter
     def weight(self, value: Weight) -> None:
-        self._algorithm.weight = resolve_weight(value, self._algorithm.loss.reads_labels)
+        self._algorithm.weight = resolve_weight(value, self.forecaster)
 
     @property
     def alpha(self) -> float | Schedule:
@@ -260,24 +294,26 @@ class ForecastOptimizer(OptimizerWrapper):
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
         """
-        last = dict.fromkeys(FIGURES, math.nan) | self._algorithm.last
-        read, last["penalty"] = last.pop("read", None), getattr(last["penalty"], "value", last["penalty"])
-        if read is not None and not math.isfinite(read) and last["loss_scale"] != 0:  # which the step did not wait for
-            last["penalty"] = math.nan
-        if self._algorithm.loss.reads_labels:
-            last["skipped"] = self._algorithm.loss.skipped.total()
-        if isinstance(self._algorithm.weight, FollowsFit):
-            last["train_accuracy"] = self._algorithm.weight.accuracy
-        figures = {"step": self._algorithm.steps, **last, **self.forecaster.figures()}
+        algorithm = self._algorithm
+        last = algorithm.last
+        figures: dict[str, Any] = {"step": algorithm.num_steps}
+        figures["penalty"] = last["penalty"].value if "penalty" in last else math.nan
+        for name in ("weight", "alpha", "loss_scale"):
+            figures[name] = last.get(name, math.nan)
+        shown = last.get("shown")
+        if shown is not None and not math.isfinite(shown) and figures["loss_scale"] != 0:
+            figures["penalty"] = math.nan  # the gradient was not finite, which the step did not wait for
+        if self.forecaster.reads_labels:
+            figures["skipped"] = algorithm.reader.skipped.total()
+        figures |= self.forecaster.figures()
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
     def __repr__(self) -> str:
-        algorithm, source = self._algorithm, self._algorithm.loss.source
+        algorithm = self._algorithm
         settings = {
             "weight": algorithm.weight,
             "alpha": algorithm.alpha,
-            "distance": algorithm.distance,
-            "loss_scale": source if isinstance(source, (str, int, float)) else type(source).__name__,
+            "distance": name_of(self.forecaster.distance),
             "model": type(unwrapped(self.model)).__name__,
         }
         shown = ", ".join(f"{name}={value}" for name, value in (settings | self.forecaster.settings()).items())
@@ -285,21 +321,19 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _own_state(self) -> dict[str, Any]:
         algorithm = self._algorithm
-        weight = algorithm.weight.state() if isinstance(algorithm.weight, FollowsFit) else None
-        state = {"steps": algorithm.steps, "loss": algorithm.loss.state(), "weight": weight}
-        return state | {"forecaster": self.forecaster.state_dict()}
+        return {
+            "steps": algorithm.num_steps,
+            "loss": algorithm.reader.state(),
+            "forecaster": self.forecaster.state_dict(),
+        }
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
         steps = state.get("steps")
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"state_dict[{self._key!r}]['steps']={steps!r} must be a number of steps")
-        self._algorithm.loss.check_state(state.get("loss"))
-        check_weight_state(state.get("weight"))
+        self._algorithm.reader.check_state(state.get("loss"))
         self.forecaster.check_state(state.get("forecaster", {}))
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
-        weight = self._algorithm.weight
-        if isinstance(weight, FollowsFit) and state.get("weight"):
-            weight.load_state(state["weight"])
         self._algorithm.load_state(state["steps"], state["loss"])

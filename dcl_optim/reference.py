@@ -24,6 +24,7 @@ def dcl_step(
     weight: float = 1.0,
     alpha: float = 0.6,
     learns: bool = True,
+    rows: Tensor | None = None,
 ) -> Tensor:
     r"""One pass of the loop of Algorithm 1 (lines 5 to 7).
 
@@ -31,9 +32,11 @@ def dcl_step(
         model, companion: :math:`\theta_t` and :math:`\omega_t`, updated in place; the companion starts as a copy.
         optimizer, companion_optimizer: those of the two networks.
         x, y: inputs (batch, ...) and labels.
-        loss_function, distance: :math:`\ell`, (z, y) -> scalar, and :math:`\Delta`, (z, c) -> scalar.
+        loss_function, distance: :math:`\ell`, (z, y) -> scalar, and :math:`\Delta`, (z, c) -> one value a row, of
+            which the mean is taken.
         weight, alpha: :math:`\lambda` and :math:`\alpha`.
         learns: whether the companion learns in this pass; the paper's always does.
+        rows: the numbers of the rows that the companion learns from (Table 10); None for all.
 
     Returns:
         The task loss :math:`\ell(z, y)`, detached.
@@ -41,11 +44,12 @@ def dcl_step(
     Examples:
         >>> import copy
         >>> import torch.nn.functional as F
+        >>> from dcl_optim.distances import squared
         >>> model = nn.Linear(4, 3)
         >>> companion = copy.deepcopy(model)
         >>> optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, companion)]
         >>> x, y = torch.randn(8, 4), torch.arange(8) % 3
-        >>> dcl_step(model, companion, *optimizers, x, y, F.cross_entropy, F.mse_loss).shape
+        >>> dcl_step(model, companion, *optimizers, x, y, F.cross_entropy, squared).shape
         torch.Size([])
     """
     before = torch.get_rng_state()
@@ -57,7 +61,7 @@ def dcl_step(
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
-    (loss + weight * distance(z, c.detach())).backward()
+    (loss + weight * distance(z, c.detach()).mean()).backward()
     optimizer.step()
 
     # Equation 4's alpha c + (1 - alpha) z, in the form that is exactly c where the two agree: under l1 the sign of a
@@ -65,7 +69,8 @@ def dcl_step(
     target = c.detach() + (1 - alpha) * (z.detach() - c.detach())
     if learns:
         companion_optimizer.zero_grad()
-        distance(c, target).backward()
+        distances = distance(c, target)
+        (distances if rows is None else distances[rows]).mean().backward()
         companion_optimizer.step()
     return loss.detach()
 
@@ -96,10 +101,11 @@ def dcp_step(
 
     Examples:
         >>> import torch.nn.functional as F
+        >>> from dcl_optim.distances import squared
         >>> model, prototypes = nn.Linear(4, 3), {}
         >>> x, y = torch.randn(8, 4), torch.arange(8) % 2
         >>> loss = dcp_step(
-        ...     model, prototypes, torch.optim.SGD(model.parameters(), lr=0.1), x, y, F.cross_entropy, F.mse_loss
+        ...     model, prototypes, torch.optim.SGD(model.parameters(), lr=0.1), x, y, F.cross_entropy, squared
         ... )
         >>> sorted(prototypes)
         [0, 1]
@@ -109,7 +115,7 @@ def dcp_step(
     forecast = {i: prototypes[labels[i]] for i in known}
     penalty = z.sum() * 0.0
     if known:
-        penalty = distance(z[known], torch.stack([forecast[i] for i in known])) * len(known) / len(y)
+        penalty = distance(z[known], torch.stack([forecast[i] for i in known])).sum() / len(y)
 
     loss = loss_function(z, y)
     optimizer.zero_grad()

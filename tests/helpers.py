@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import dcl_optim
 from dcl_optim import DCLOptimizer
-from dcl_optim.forward import Forward
+from dcl_optim.step import Forward
 
 CLASSES, FEATURES = 5, 6
 PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow

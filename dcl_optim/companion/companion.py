@@ -2,42 +2,56 @@ r"""The companion network: its prediction for a batch, and its step towards :mat
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _rng, _sync
+from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
-from dcl_optim._rng import RngState, replayed
 from dcl_optim._torch import call_after_backward, current_backward, warn
 from dcl_optim._validation import check_tensors
-from dcl_optim.companion import copying, inputs
-from dcl_optim.companion.follow import ModelFollower
-from dcl_optim.companion.optimizer import CompanionOptimizer, CompanionOptions, add_note, check_for_copy
-from dcl_optim.companion.weighting import WeightedMean
-from dcl_optim.distances import Distance, from_rows, to_rows
+from dcl_optim.companion import copying
+from dcl_optim.companion.copying import Follower
+from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, add_note, try_to_build
+from dcl_optim.companion.replay import Replay, unchanged_rng
+from dcl_optim.distances import Distance, rows_of, rows_towards_target, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
-from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty
+from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Question, Scale
 
-DEFAULTS = CompanionOptions()
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
+TINY = 1e-30  # what can be divided by
 IN_COMPANION = (
     "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
-    "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too."
+    "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too. The companion has "
+    "none of the model's own hooks."
 )
 WEIGHTS_LOADED = (
     "weights were loaded into the model since its last training forward pass, but the companion was not reset: if they "
     "are others than before, the penalty pulls the model back.\n  Fix: call optimizer.reset_companion() after loading, "
     "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
+COPIED_AGAIN = "the base optimizer trains other parameters than before: the companion is copied from the model again"
+DIVERGED = "the companion's logits were not finite where the model's are (is its learning rate too high?): {}"
+
+
+@dataclass(frozen=True)
+class CompanionOptions:
+    """What :class:`~dcl_optim.DCLOptimizer` says of the companion; see there."""
+
+    companion: nn.Module | None = None
+    make_optimizer: MakeOptimizer | None = None
+    lr_scale: float = 1.0
+    every: int = 1
+    fraction: float = 1.0
+    process_group: Any = "auto"
+
+
+DEFAULTS = CompanionOptions()
 
 
 @dataclass
@@ -46,11 +60,10 @@ class Network:
 
     module: nn.Module
     optimizer: CompanionOptimizer
-    follower: ModelFollower
-    versions: list[Any]  # of its parameters, as it was made or before its first forward pass
+    follower: Follower
     starts_equal: bool  # whether its first prediction has to be the model's logits
     has_predicted: bool = False
-    has_learned: bool = False
+    has_shown_its_leaves: bool = False
     loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
 
 
@@ -60,7 +73,6 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
-    rows: Tensor | None = None  # the logits as rows (N, K)
 
 
 class Companion(Forecaster):
@@ -73,57 +85,81 @@ class Companion(Forecaster):
     Args:
         model: the model.
         base: its optimizer.
+        distance: a function (z, c) of rows (N, K) that returns one value a row.
         find_logits: function of a module's output that gives the logits.
         options: see :class:`CompanionOptions`.
 
     Examples:
+        >>> from dcl_optim.distances import mse
         >>> from dcl_optim.loss.outputs import find_logits
         >>> model = nn.Linear(4, 3)
-        >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), find_logits)
+        >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, find_logits)
         >>> torch.equal(companion.module.weight, model.weight), companion.module.weight is model.weight
         (True, False)
     """
-
-    group: DataParallelGroup
 
     def __init__(
         self,
         model: nn.Module,
         base: Optimizer,
+        distance: Distance,
         find_logits: Callable[[Any], Tensor],
         options: CompanionOptions = DEFAULTS,
     ) -> None:
-        self._model, self._base, self._find_logits, self._options = model, base, find_logits, options
+        self.distance = distance
+        self._model = model
+        self._base = base
+        self._find_logits = find_logits
+        self._options = options
         refuse_flat_shards(model)
-        self.group = DataParallelGroup(model, options.process_group)
+        try_to_build(base, options.make_optimizer)
+        self._group = DataParallelGroup(model, options.process_group)
         self._mode: str | None = None  # that the base was switched to, if it has one
         self._network: Network | None = None
-        self._captured = inputs.InputCapture()
-        self._step, self._learns = 0, True  # the number of the step, and whether the companion learns in it
-        self._diverged = False  # whether its logits were not finite where the model's were
+        self._replay = Replay()
+        self._generator = torch.Generator().manual_seed(0)  # which rows the companion learns from, with a fraction
         self._warned_weights_loaded = False
-        self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
-        self._mean = WeightedMean()  # of the gradients since the last step
-        if options.companion is None:
-            check_for_copy(base, model, options.optimizer)
-        else:
+        self._start()
+        if options.companion is not None:
             self._make()
+
+    def _start(self) -> None:
+        """Begin with nothing to learn."""
+        self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
+        self._num_observed = 0
+        self._total_scale: Scale = 0.0  # the sum of |s|
+        self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
 
     def _make(self) -> Network:
         """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
-        own, options = unwrapped(self._model), self._options
+        model = unwrapped(self._model)
+        options = self._options
         is_copy = options.companion is None
-        if is_copy:
-            check_for_copy(self._base, own, options.optimizer)
         device = next(parameters_of(self._base)).device
-        with _rng.unchanged(device) if is_copy else nullcontext(), torch.inference_mode(False):
-            module = copying.build(own, options.companion, is_called=own is self._model)
-            optimizer = CompanionOptimizer(self._base, own, module, options)
-        follower = ModelFollower(self._model, module, optimizer, self.group)
-        self._network = Network(module, optimizer, follower, follower.versions(), starts_equal=is_copy)
+        with unchanged_rng(device) if is_copy else nullcontext(), torch.inference_mode(False):
+            module = copying.build(model, self._base, options.companion)
+            groups = self._groups(model, module)
+            optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
+        follower = Follower(model, module, self._base, is_copy, self._group)
+        self._network = Network(module, optimizer, follower, starts_equal=is_copy)
         if self._mode is not None:
-            self.follow(self._mode)
+            self.switch(self._mode)
         return self._network
+
+    def _groups(self, model: nn.Module, module: nn.Module) -> list[list[nn.Parameter]]:
+        """The companion's parameters for each of the base's groups, by their names in the model.
+
+        Parameters whose names the model does not know come after those of the first group.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in names}
+        groups = []
+        for group in self._base.param_groups:
+            found = [own.pop(names.get(id(parameter), ""), None) for parameter in group["params"]]
+            groups.append([parameter for parameter in found if parameter is not None])
+        known = set(names.values())
+        groups[0] += [parameter for name, parameter in own.items() if name not in known]
+        return groups
 
     def settings(self) -> dict[str, Any]:
         if self._network is None:
@@ -142,29 +178,30 @@ class Companion(Forecaster):
 
     # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng_state: RngState, step: int) -> None:
-        self._learns, self._step = step % self._options.every == 0, step
-        self.group.find()
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
+        self._group.find()
+        if self._network is not None and self._network.follower.is_outdated():
+            self.reset()
+            warn(COPIED_AGAIN)
         network = self._network or self._make()
         if network.loaded_since and not self._warned_weights_loaded:
             self._warned_weights_loaded = True
             warn(WEIGHTS_LOADED)
-        network.follower.follow()
+        network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
-            versions = network.follower.versions()
-            network.starts_equal &= versions == network.versions  # as the script left it
-            network.versions = versions
-        self._captured.before_forward(args, kwargs)
+            self._versions = network.follower.versions()
+        self._learns = step % self._options.every == 0
+        self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
 
-    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: RngState) -> None:
+    def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self._network
         assert network is not None
-        arguments = self._captured.after_forward(args, kwargs)
+        arguments = self._replay.arguments(args, kwargs)
         if not network.has_predicted:
-            network.follower.require_unwritten(network.versions)
-        with replayed(rng_state), inputs.outside_checkpoints(), torch.set_grad_enabled(self._learns):
+            network.follower.require_unwritten(self._versions)
+        with torch.set_grad_enabled(self._learns):
             try:
-                output = network.module(*arguments[0], **arguments[1])
+                output = self._replay.call(network.module, *arguments)
             except Exception as error:
                 add_note(error, IN_COMPANION.format("forward"))
                 raise
@@ -174,134 +211,156 @@ class Companion(Forecaster):
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
                 f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
             )
+        if self._learns and not network.has_shown_its_leaves:
+            trained = parameters_of(network.optimizer.optimizer)
+            copying.require_own_leaves(logits, unwrapped(self._model), network.module, trained, arguments)
+            network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
         network.has_predicted = True
         forward.prediction = Prediction(logits, self._learns)
 
+    def pull(self, forward: Forward, labels: Labels | None) -> Pull:
+        z = forward.rows
+        c = to_rows(forward.prediction.logits.detach(), forward.class_dim).to(z.device)
+        if _sync.is_sync_step(forward.step):
+            self._diverged = (z.isfinite() & ~c.isfinite()).any()
+        return Pull(rows_of(self.distance, z, c), max(len(z), 1))
+
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
-    def penalty(self, forward: Forward, loss: Loss, distance: Distance) -> Penalty:
-        z, prediction = forward.rows, forward.prediction
-        prediction.rows = c = to_rows(prediction.logits.detach(), loss.class_dim).to(z.device)
-        # A device is read in another step than the one in which the loss reader does so.
-        if _sync.may_sync(forward.step - 1, z) and not math.isfinite(c.sum()):
-            self._diverged |= bool((z.isfinite() & ~c.isfinite()).any())
-        return Penalty(distance.rows(z, c), max(len(z), 1))
-
-    def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
+    def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        logits, prediction.logits = prediction.logits, prediction.logits.detach()
+        logits = prediction.logits
+        prediction.logits = logits.detach()
         if not prediction.learns:
             return
-        c = prediction.rows
-        assert c is not None
-        found = distance.towards_target(forward.rows, c, penalty.rows, alpha)
-        gradient = self._mean.weigh(found, max(len(c), 1), loss.scale, logits.dtype == torch.float16)
-        self._pending.append((logits, from_rows(gradient, logits.shape, loss.class_dim).to(logits)))
+        c = to_rows(prediction.logits, forward.class_dim)
+        rows = rows_towards_target(self.distance, forward.rows.to(c.device), c, pull.rows, alpha)
+        number, weights = self._drawn_rows(pull)
+        towards = Pull(rows, number, weights)
+        gradient = towards.gradient(logits.shape, logits.dtype, forward.class_dim, scale, overwrites=True)
+        self._pending.append((logits, gradient.to(logits.device)))
+        self._num_observed += 1
+        size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
+        self._total_scale = self._total_scale + size
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
 
+    def _drawn_rows(self, pull: Pull) -> tuple[float | Tensor, Tensor | None]:
+        """How many rows the companion learns from, and 1 for these and 0 for the others; all without a fraction."""
+        if self._options.fraction == 1.0:
+            return pull.number, None
+        slope = pull.rows.slope
+        number = max(round(self._options.fraction * len(slope)), 1)
+        drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device)
+        return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
+
     def skip(self, forward: Forward, alpha: float) -> None:
         forward.prediction.logits = forward.prediction.logits.detach()
-        if forward.prediction.learns and self.group.size > 1:  # the others wait for this one's share in the mean
-            self._mean.count += 1
+        if forward.prediction.learns and self._group.size > 1:  # the others wait for this one's share in the mean
+            self._num_observed += 1
 
     def _run_backward(self) -> None:
-        pending, self._pending, network = self._pending, [], self._network
-        for logits, gradient in pending:
-            try:
-                kind = logits.device.type  # no backward pass is to run under autocast
-                with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-                    logits.backward(gradient)
-            except RuntimeError as error:
-                add_note(error, IN_COMPANION.format("backward"))
-                raise
-            if network is not None and not network.has_learned:
-                network.has_learned = next(gradients_of(self.optimizer), None) is not None
-                if not network.has_learned:
-                    raise RuntimeError(
-                        "the companion's logits do not depend on its parameters: was the model's forward replaced by a "
-                        "function that holds the model? Pass companion="
-                    )
-
-    def before_step(self, creates_state: bool = False) -> None:
-        network = self._make() if creates_state and self._network is None else self._network
-        if network is None:
+        """Run the companion's backward pass for all forward passes that wait for it."""
+        if not self._pending:
             return
-        network.optimizer.follow_options()
-        if creates_state:
-            optimizer = network.optimizer.optimizer
-            if not optimizer.state:
-                network.optimizer.fill_gradients()
-                optimizer.step()
-                optimizer.zero_grad()
-            network.optimizer.note_options()  # the learning rate is 0 for now
+        logits, gradients = zip(*self._pending, strict=True)
+        self._pending = []
+        kind = logits[0].device.type
+        try:  # no backward pass is to run under autocast
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+                torch.autograd.backward(logits, gradients)
+        except RuntimeError as error:
+            add_note(error, IN_COMPANION.format("backward"))
+            raise
+
+    def before_step(self) -> None:
+        if self._network is not None:
+            self._network.optimizer.follow_options()
 
     def step(self) -> None:
-        network, mean = self._network, self._mean
+        network = self._network
         if network is None:
             return
-        if self._pending:  # only compiled autograd leaves it to the step
-            self._run_backward()
-        if mean.count:
-            averages = mean.count > 1 or mean.half or self.group.size > 1
-            if not (averages and self._average(network.optimizer)):
-                network.optimizer.step()
-            self._mean = WeightedMean()
-            deque(map(setattr, network.follower.parameters, repeat("grad"), repeat(None)), maxlen=0)
-        if self._diverged:
-            self._recreate()
-        if self._network is not None:
-            self._network.optimizer.note_options()
+        self._run_backward()  # of which only compiled autograd leaves something
+        if self._num_observed:
+            if self._group.size > 1:  # every rank must bring the same tensors to the reduction
+                network.optimizer.fill_gradients()
+            self._average(list(gradients_of(network.optimizer.optimizer)))
+            network.optimizer.step()
+            for parameter in network.follower.parameters:
+                parameter.grad = None
+        network.optimizer.note_options()
+        diverged = self._diverged
+        self._start()
+        self._diverged = diverged
 
-    def _recreate(self) -> None:
-        self._diverged, what = False, "load weights into optimizer.companion, or wrap again"
-        if not isinstance(self._options.companion, nn.Module):
+    def _average(self, gradients: list[Tensor]) -> None:
+        """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
+        total = self._total_scale
+        if isinstance(total, Tensor):
+            torch._foreach_div_(gradients, total.clamp(min=TINY).to(gradients[0].device))
+        elif total not in (0.0, 1.0):
+            torch._foreach_div_(gradients, total)
+        if self._group.size > 1:
+            together = list(gradients)
+            if self._diverged is not None:  # the ranks are recreated together, or none is
+                self._diverged = self._diverged.to(gradients[0].dtype)[None]
+                together.append(self._diverged)
+            self._group.average(together)
+
+    def questions(self) -> list[Question]:
+        diverged = self._diverged
+        self._diverged = None
+        if diverged is None:
+            return []
+        return [Question(diverged.reshape(1), self._recreate)]
+
+    def _recreate(self, values: list[float]) -> None:
+        if not any(values):
+            return
+        what = "load weights into optimizer.companion, or wrap again"
+        if self._options.companion is None:
             self.reset()
-            what = "it is copied from the model"
-        warn(f"the companion's logits were not finite where the model's are (is its learning rate too high?): {what}")
-
-    def _average(self, optimizer: CompanionOptimizer) -> bool:
-        """Make the mean over the forward passes of the step and over the ranks; say whether it has overflowed."""
-        if self.group.size > 1:  # every rank must bring the same tensors to the reduction
-            optimizer.fill_gradients()
-        gradients = list(gradients_of(optimizer.optimizer))
-        self._mean.divide(gradients)
-        if self.group.size > 1:
-            # The ranks are recreated together, or none is.
-            diverged = torch.full_like(gradients[0].flatten()[:1], float(self._diverged))
-            self.group.average([*gradients, diverged])
-            if _sync.may_sync(self._step - 1, diverged):
-                self._diverged = bool(diverged > 0)
-        return self._mean.has_overflowed(gradients)
+            what = "it is copied from the model again"
+        warn(DIVERGED.format(what))
 
     def forget(self) -> None:
-        self._pending, self._mean = [], WeightedMean()
+        self._start()
         if self._network is not None:
             self._network.module.zero_grad()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
-    def follow(self, change: str) -> None:
-        network = self._network
-        if change == "loaded":
-            if network is not None and not isinstance(self._options.companion, nn.Module):
-                network.loaded_since = network.has_predicted
-        elif change == "added":
-            if network is not None:
-                network.follower.follow_parameters()
-        else:
-            self._mode = change
-            if network is not None and hasattr(self.optimizer, change):
-                getattr(self.optimizer, change)()
+    def switch(self, mode: str) -> None:
+        self._mode = mode
+        if self._network is not None and hasattr(self.optimizer, mode):
+            getattr(self.optimizer, mode)()
+
+    def model_loaded(self) -> None:
+        if self._network is not None and self._options.companion is None:
+            self._network.loaded_since = self._network.has_predicted
+
+    def create_state(self) -> None:
+        optimizer = (self._network or self._make()).optimizer
+        optimizer.follow_options()
+        if not optimizer.optimizer.state:
+            optimizer.fill_gradients()
+            optimizer.optimizer.step()
+            optimizer.optimizer.zero_grad()
+        optimizer.note_options()  # the learning rate is 0 for now
 
     def state_dict(self) -> dict[str, Any]:
         network = self._network
         if network is None:
             return dict(NOT_MADE)
         network.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
-        return {"model": network.follower.own_state(), "optimizer": network.optimizer.state_dict()}
+        return {
+            "model": network.follower.own_state(),
+            "optimizer": network.optimizer.state_dict(),
+            "generator": self._generator.get_state(),
+        }
 
     def check_state(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE and self._options.companion is None:
@@ -309,16 +368,10 @@ class Companion(Forecaster):
         before = self._network
         try:
             network = self._network or self._make()
-            model = state.get("model", {})
-            expected = network.follower.own_state(unshared=model)
-            missing = sorted(expected.keys() - model.keys())
-            if missing and self._options.companion is None:
-                raise ValueError(
-                    f"the state of the companion does not fit: missing {missing[:5]}; if these were frozen when it was "
-                    "saved, freeze them again, call reset_companion(), load, and unfreeze them"
-                )
-            check_tensors(model, expected, "companion")
+            check_tensors(state.get("model", {}), network.follower.own_state(), "companion")
             network.optimizer.check_state(state.get("optimizer", {}))
+            generator = {"generator": self._generator.get_state()}
+            check_tensors({"generator": state.get("generator")}, generator, "companion")
         except Exception:
             self._network = before
             raise
@@ -328,23 +381,28 @@ class Companion(Forecaster):
             self.reset()
             return
         network = self._network or self._make()
-        network.follower.unshare(state["model"])  # also layers that were frozen again, which go on training
         with all_or_nothing(network.optimizer.optimizer):
             network.optimizer.load_state_dict(state["optimizer"])
             network.module.load_state_dict(state["model"], strict=False)
+        self._generator.set_state(state["generator"].cpu())
         self.forget()
         network.optimizer.note_options()
-        network.has_predicted = network.starts_equal = network.loaded_since = False
+        network.has_predicted = False
+        network.starts_equal = False
+        network.loaded_since = False
 
     def reset(self) -> None:
         """Drop the companion: the next training forward pass begins with a new one, as the first did."""
-        if isinstance(self._options.companion, nn.Module):
+        if self._options.companion is not None:
             raise RuntimeError("companion was given as a module: load weights into it, or wrap the model again")
         self.forget()
         self._network = None
-        if self._options.companion is not None:
-            self._make()
 
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()  # graphs cannot be copied
-        return self.__dict__
+        return self.__dict__ | {"_generator": self._generator.get_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._generator = torch.Generator()
+        self._generator.set_state(state["_generator"])

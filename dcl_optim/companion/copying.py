@@ -1,13 +1,13 @@
-"""Making the companion: a deep copy of the model, what it shares with it, and which of the model's hooks it gets."""
+"""Making the companion as a deep copy of the model, checking its first prediction, and keeping it as the model is."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable
-from types import FunctionType
+from collections.abc import Iterable
+from operator import attrgetter, is_
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,165 +16,285 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
-from dcl_optim._torch import AFTER_FORWARD, ALL_HOOKS, BEFORE_FORWARD, OUR_HOOKS, hooks_of, remove_hook, warn
-from dcl_optim.distributed import is_sharded
+from dcl_optim._optim import parameters_of
+from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, versions_of, warn
+from dcl_optim._tree import tensors_of
+from dcl_optim.distributed import DataParallelGroup, is_sharded
 
-# transformers collects hidden states by hooks, and some models build on them; a companion may be copied too.
-LIBRARIES = ("torch.", "transformers.", __name__)
+# Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
+LIBRARIES = ("torch.", "transformers.")
+PASS_A_MODULE = (
+    "build a second model (shard it in the same way), load the first one's state_dict into it and pass it as companion="
+)
+_training = attrgetter("training")
+_requires_grad = attrgetter("requires_grad")
 
 
-def build(model: nn.Module, companion: nn.Module | Callable[[], nn.Module] | None, is_called: bool) -> nn.Module:
-    """Give the companion that the user asked for: a copy of the model, a module, or what a callable builds."""
-    if companion is None:
-        return copy_model(model, is_called)
-    if isinstance(companion, type):
-        try:
-            inspect.signature(companion).bind()
-        except TypeError:
-            name = companion.__name__
-            raise TypeError(f"companion={name} cannot be called without arguments; pass lambda: {name}(...)") from None
-    built = companion if isinstance(companion, nn.Module) or not callable(companion) else companion()
-    if not isinstance(built, nn.Module):
-        raise TypeError(f"companion must be a module, a callable that builds one, or None, got {built!r}")
+def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Module:
+    """Give the companion that the user asked for: a copy of the model, or a module."""
+    if given is None:
+        return copy_model(model, base)
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
     theirs = set(map(id, model.parameters()))
-    if any(p.requires_grad for p in built.parameters() if id(p) in theirs):
+    if any(parameter.requires_grad for parameter in given.parameters() if id(parameter) in theirs):
         raise ValueError("companion shares trained parameters with the model; it must have its own")
-    return built
+    return given
 
 
-def copy_model(model: nn.Module, is_called: bool = True) -> nn.Module:
-    """Copy a model with the hooks of libraries and of the model's objects; a warning names the others.
+def trained_parameters(base: Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer trains now."""
+    return list(filter(_requires_grad, parameters_of(base)))
 
-    ``is_called``: the script calls the model itself, so the copy gets the inputs that its pre-hooks have made.
-    """
-    modules = list(model.named_modules())
-    hooks = [(name, key, hook) for name, module in modules for _, key, hook in hooks_of(module, ALL_HOOKS)]
-    held = {id(value) for _, module in modules for value in (module, *vars(module).values())}
-    foreign = [item for item in hooks if not is_ours(item[2]) and not _is_of_library(item[2])]
-    pre_hooks = {key for _, key, _ in hooks_of(model, BEFORE_FORWARD)} if is_called else set()
-    after_ours = _after_ours(model)
-    keys = {(name, key) for name, key, hook in foreign if id(_owner(hook)) not in held}
-    keys |= {("", key) for key in after_ours}
-    outside = {("", key) for key in pre_hooks | after_ours}  # nothing is lost: these are not in what is compared
-    dropped = [item for item in foreign if item[:2] in keys - outside]
-    as_they_are: list[Any] = [p for p in model.parameters() if not p.requires_grad]
-    as_they_are += [hook for _, _, hook in dropped]
-    as_they_are += [hook for _, _, hook in hooks if isinstance(_function_of(hook), FunctionType)]
-    # A copy has the same process group (SyncBatchNorm) and optimizer, not copies of them.
-    kinds: tuple[Any, ...] = (Optimizer, dist.ProcessGroup) if dist.is_available() else (Optimizer,)
-    as_they_are += [value for _, module in modules for value in vars(module).values() if isinstance(value, kinds)]
-    memo = {id(value): value for value in as_they_are}
-    memo |= {id(tensor): tensor.detach().clone() for tensor in _computed(model)}
+
+def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
+    """Copy a model. The copy shares what the base optimizer does not train, and has the hooks of libraries alone."""
+    modules = list(model.modules())
+    hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
+    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_of_library(hook)}
+    memo |= {id(value): value for module in modules for value in vars(module).values() if _is_kept(value)}
+    trained = set(map(id, trained_parameters(base)))
+    for parameter in model.parameters():
+        if id(parameter) not in trained:
+            memo[id(parameter)] = _without_gradient(parameter)
+    for tensor in _computed(modules):
+        memo[id(tensor)] = tensor.detach().clone()
     try:
         copied = copy.deepcopy(model, memo)
-        for (name, _), (found, _) in zip(model.named_parameters(), copied.named_parameters(), strict=False):
-            if found != name:
-                raise ValueError(f"its copy's parameter {name!r} is called {found!r}, as in a Keras model")
     except Exception as error:
-        raise RuntimeError(
-            f"the companion could not be made as a copy of the model ({error}); build a second model (shard it in the "
-            "same way), load the first one's state_dict into it and pass it as companion="
-        ) from error
-    for name, module in copied.named_modules():
+        what = "the companion could not be made as a copy of the model"
+        raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
+    for module in copied.modules():
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
-            if (name, key) in keys or is_ours(hook):
+            if is_ours(hook) or not _is_of_library(hook):
                 remove_hook(module, table, key)
-            elif is_called and not name and table is vars(module)[BEFORE_FORWARD[0]]:
-                table[key] = _WithoutResult(hook)
-    if dropped:
-        places = [(f"{name!r}" if name else "the model", _function_of(hook)) for name, _, hook in dropped]
-        warn(
-            "the companion does not copy these hooks of the model: "
-            + ", ".join(f"{place} ({_name(hook)})" for place, hook in places)
-            + "; where one of them changes what the model computes, register it on optimizer.companion too"
-        )
+        _rebuild_functions(module, memo)
     return copied
 
 
-class _WithoutResult:
-    """A pre-hook of the model itself in its copy, which gets the inputs that the model's own pre-hook has made."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *arguments: Any) -> None:
-        self._hook(*arguments)
+def _is_kept(value: Any) -> bool:
+    """Whether a copy has the same object: the process group of SyncBatchNorm, an optimizer."""
+    return isinstance(value, Optimizer) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
 
 
-def _computed(model: nn.Module) -> list[Tensor]:
-    """The tensors with a graph that an earlier forward has left in attributes, of which torch allows no deep copy."""
-    held = [value for module in model.modules() for name, value in vars(module).items() if name != "_parameters"]
-    held += [item for value in held if isinstance(value, (list, tuple)) for item in value]
-    held += [item for value in held if isinstance(value, dict) for item in value.values()]
-    return [value for value in held if isinstance(value, Tensor) and value.grad_fn is not None]
-
-
-def _after_ours(model: nn.Module) -> set[int]:
-    """The forward hooks of the model itself that come after ours: they change the logits behind the penalty."""
-    found = [(key, is_ours(hook)) for _, key, hook in hooks_of(model, AFTER_FORWARD)]
-    last = max((index for index, (_, ours) in enumerate(found) if ours), default=len(found))
-    return {key for key, _ in found[last + 1 :]}
-
-
-def _owner(hook: Any) -> Any:
-    """The object whose method a hook is, or the hook itself."""
-    inner = _function_of(hook)
-    return getattr(inner, "__self__", inner)
+def _without_gradient(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter that is not trained: itself, or one that holds the same values and gets no gradient."""
+    if not parameter.requires_grad:
+        return parameter
+    return nn.Parameter(parameter.detach(), requires_grad=False)
 
 
 def _is_of_library(hook: Any) -> bool:
-    owner = _owner(hook)
-    return str((owner if isinstance(owner, FunctionType) else type(owner)).__module__).startswith(LIBRARIES)
-
-
-def _function_of(hook: Any) -> Any:
-    """What is inside functools.partial."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return hook
+    owner = getattr(hook, "__self__", hook)
+    module = owner.__module__ if isinstance(owner, FunctionType) else type(owner).__module__
+    return str(module).startswith(LIBRARIES)
 
 
-def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__).rpartition("<locals>.")[2]
+def _computed(modules: list[nn.Module]) -> list[Tensor]:
+    """The tensors with a graph that an earlier forward has left in attributes, of which torch allows no deep copy."""
+    attributes = [value for module in modules for name, value in vars(module).items() if name != "_parameters"]
+    return [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
 
 
-def has_other_hooks(model: nn.Module, companion: nn.Module) -> bool:
-    """Whether a module of the model has a forward hook that its counterpart in the copy has not."""
-    return not _hook_keys(model) <= _hook_keys(companion)
+def _rebuild_functions(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Rebuild the functions in a module's attributes over what was copied of what they hold, which deepcopy keeps."""
+    for name, value in list(vars(module).items()):
+        cells = getattr(value, "__closure__", None) if isinstance(value, FunctionType) else None
+        if not cells:
+            continue
+        contents = [cell.cell_contents for cell in cells]
+        copies = [memo[id(one)] if isinstance(one, nn.Module) and id(one) in memo else one for one in contents]
+        if any(copied is not one for copied, one in zip(copies, contents, strict=True)):
+            closure = tuple(CellType(copied) for copied in copies)
+            rebuilt = FunctionType(value.__code__, value.__globals__, name, value.__defaults__, closure)
+            rebuilt.__kwdefaults__ = value.__kwdefaults__
+            vars(module)[name] = rebuilt
 
 
-def _hook_keys(network: nn.Module) -> set[tuple[str, int]]:
-    modules = network.named_modules()
-    return {(name, key) for name, module in modules for _, key, hook in hooks_of(module) if not is_ours(hook)}
+# ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def unshare(companion: nn.Module, parameters: Iterable[Tensor]) -> None:
-    """Replace parameters that the companion shares by copies, which train."""
-    copies = {id(parameter): nn.Parameter(parameter.detach().clone()) for parameter in parameters}
-    for module in companion.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in copies:
-                setattr(module, name, copies[id(parameter)])
+def require_own_leaves(
+    logits: Tensor, model: nn.Module, companion: nn.Module, trained: Iterable[Tensor], arguments: Any
+) -> None:
+    """Raise RuntimeError if the companion's logits depend on tensors that train and are not in its optimizer.
+
+    Args:
+        logits: of the companion, with their graph.
+        model, companion: both networks.
+        trained: the parameters of the companion's optimizer.
+        arguments: of the forward pass, which may require a gradient.
+    """
+    if any(map(is_sharded, companion.parameters())):
+        return
+    leaves = _leaves_of(logits)
+    allowed = {id(tensor) for tensor in (*trained, *tensors_of(arguments))}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for leaf in leaves:
+        if id(leaf) not in allowed:
+            what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
+            raise RuntimeError(
+                f"the companion, a copy of the model, would train {what}, which is not its own: a function, a list or "
+                f"a global variable holds that layer, and no copy is made of these.\n  Fix: {PASS_A_MODULE}"
+            )
+    if not logits.requires_grad:
+        raise RuntimeError(
+            "the companion's logits do not depend on its parameters: was the model's forward replaced by a function "
+            f"that holds the model?\n  Fix: {PASS_A_MODULE}"
+        )
 
 
-def require_equal(logits: Tensor, forecast: Tensor, companion: nn.Module) -> None:
-    """Warn if a copy's first forecast differs from the model's logits by more than rounding. Synchronizes."""
+def _leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a backward pass from a tensor would give a gradient to."""
+    leaves = []
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> None:
+    """Warn if a copy's first prediction differs from the model's logits by more than rounding. Synchronizes."""
     if logits.is_meta or is_sharded(logits):
         return
     dtypes = {logits.dtype, *(p.dtype for p in companion.parameters() if p.is_floating_point())}
     if not logits.is_cpu or torch.is_autocast_enabled(logits.device.type):
         dtypes.add(torch.bfloat16)  # kernels may add up in any order, in TF32
     rounding = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
-    same = (logits == forecast) | (logits.isnan() & forecast.isnan())
+    is_same = (logits == prediction) | (logits.isnan() & prediction.isnan())
     wide = torch.promote_types(logits.dtype, torch.float32)
-    difference = (logits - forecast).masked_fill(same, 0).to(wide).norm()
+    difference = (logits - prediction).masked_fill(is_same, 0).to(wide).norm()
     size = logits.masked_fill(~logits.isfinite(), 0).to(wide).norm()
     apart, allowed = torch.stack([difference, size]).tolist()
     if not apart <= allowed * rounding:
         warn(
-            "the first forecast of dcl_optim's companion, a copy of the model, is not what the model gave for the same "
-            f"input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away, which is in the "
-            "penalty. Usual reasons: hooks of the model that are not copied (add them to optimizer.companion too); "
+            "the first prediction of dcl_optim's companion, a copy of the model, is not what the model gave for the "
+            f"same input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away, which is in "
+            "the penalty. Usual reasons: hooks of the model that are not copied (add them to optimizer.companion too); "
             "weights changed since optimizer.companion was asked for (call reset_companion()); inputs that the forward "
             "changes inside an object; state outside of modules; random draws from outside of torch's generators"
         )
+
+
+# ---- keeping the companion as the model is ---------------------------------------------------------------------------
+
+
+class Follower:
+    """Brings the companion, at each forward pass, to where the model is: mode, device, dtype, a patched forward.
+
+    Nothing in Python grows with the model. A companion that is no copy follows the mode only.
+
+    Args:
+        model: the user's own module.
+        companion: the companion.
+        base: the model's optimizer.
+        is_copy: whether the companion is a copy of the model.
+        group: the ranks that train the model together.
+    """
+
+    def __init__(
+        self, model: nn.Module, companion: nn.Module, base: Optimizer, is_copy: bool, group: DataParallelGroup
+    ) -> None:
+        self._model = model
+        self._companion = companion
+        self._is_copy = is_copy
+        self._base = base
+        self._group = group
+        self._num_ranks = 0  # at the last forward; 0 before the first
+        self._forward = vars(model).get("forward")
+        self.parameters = list(companion.parameters())
+        self._trained = trained_parameters(base)
+        self._modules: list[nn.Module] = []
+        self._copies: list[nn.Module] = []
+        self._shared: list[tuple[Tensor, Tensor]] = []  # what is not trained, of the model and of the companion
+        self._sample: tuple[Tensor, Tensor] | None = None  # a trained parameter of the model, and its copy
+        if is_copy:
+            self._modules = list(model.modules())
+            self._copies = list(companion.modules())
+            trained = set(map(id, self._trained))
+            for theirs, ours in zip(model.parameters(), self.parameters, strict=True):
+                if id(theirs) in trained:
+                    self._sample = (theirs, ours)
+                else:
+                    self._shared.append((theirs, ours))
+
+    def is_outdated(self) -> bool:
+        """Whether the base optimizer trains other parameters than when the companion was copied."""
+        if not self._is_copy:
+            return False
+        trained = trained_parameters(self._base)
+        return len(trained) != len(self._trained) or not all(map(is_, trained, self._trained))
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Bring the companion to where the model is; its optimizer's state goes with it."""
+        if self._group.size != self._num_ranks:
+            self._give_all_ranks_the_same()
+        if not self._is_copy:
+            if self._companion.training != self._model.training:
+                self._companion.train(self._model.training)
+            return
+        if vars(self._model).get("forward") is not self._forward:
+            self._follow_forward()
+        if list(map(_training, self._modules)) != list(map(_training, self._copies)):
+            for theirs, ours in zip(self._modules, self._copies, strict=True):
+                ours.training = theirs.training
+        if self._sample is not None:
+            theirs_now, ours_now = self._sample
+            if ours_now.device != theirs_now.device or ours_now.dtype != theirs_now.dtype:
+                self._companion.to(device=theirs_now.device, dtype=theirs_now.dtype)
+                for theirs_shared, ours_shared in self._shared:
+                    ours_shared.data = theirs_shared.data
+                optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
+
+    def _give_all_ranks_the_same(self) -> None:
+        """DistributedDataParallel may come later than the companion."""
+        self._num_ranks = self._group.size
+        self._group.broadcast(parameter.data for parameter in self.parameters if parameter.requires_grad)
+        self._group.broadcast(self._companion.buffers())
+
+    def _follow_forward(self) -> None:
+        """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
+        forward = vars(self._model).get("forward")
+        self._forward = forward
+        if forward is None:
+            vars(self._companion).pop("forward", None)
+        elif getattr(forward, "__self__", None) is self._model:
+            self._companion.forward = MethodType(forward.__func__, self._companion)
+
+    def versions(self) -> list[int]:
+        """How often each parameter that both networks share was written to."""
+        return versions_of([theirs for theirs, _ in self._shared])
+
+    def require_unwritten(self, before: list[int]) -> None:
+        """Raise RuntimeError if the model's forward has written to them, since the companion's would do so again."""
+        pairs = zip(self._shared, before, self.versions(), strict=True)
+        written = {id(theirs) for (theirs, _), one, other in pairs if one != other}
+        if written:
+            names = [name for name, parameter in self._model.named_parameters() if id(parameter) in written]
+            raise RuntimeError(
+                f"the model's forward pass writes to its parameters {names[:5]}, which no gradient trains and the "
+                "companion shares: write to them after the step, make them buffers, or pass "
+                "companion=copy.deepcopy(model)"
+            )
+
+    def shared_names(self) -> set[str]:
+        """The names of the parameters that the companion shares."""
+        shared = {id(ours) for _, ours in self._shared}
+        return {name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in shared}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The companion's tensors without what it shares with the model."""
+        shared = self.shared_names()
+        return {name: tensor for name, tensor in self._companion.state_dict().items() if name not in shared}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_num_ranks": 0}

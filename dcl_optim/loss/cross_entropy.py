@@ -22,9 +22,8 @@ slope, and :math:`q = p - g/a` less the floor are the soft labels.
 
 *Log-probabilities.* If the model ends in ``log_softmax``, ``NLLLoss`` gives :math:`g = -a\,e_y`.
 
-*Negative.* Of any other loss that raises one logit of each row, the label is the only negative entry; s is not known.
-
-All functions are pure and take rows (N, K) in float32 or wider. None reads a value, so nothing synchronizes.
+All functions are pure and take :class:`Gradient`, rows (N, K) in float32 or wider. None reads a value, so nothing
+synchronizes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from dcl_optim._torch import constant
 
-Kind = Literal["hard", "weighted", "soft", "log", "negative"]
+Kind = Literal["hard", "weighted", "soft", "log"]
 
 TOLERANCE = 1e-3  # of |g - a r| / |g| in float32; the rounding of float32 leaves about 1e-6
 HALF_TOLERANCE = 2e-2  # where z or g is in half precision; the rounding of bfloat16 leaves about 4e-3
@@ -50,6 +49,7 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell a line from a point
 READ_SHARE = 0.75  # of the live rows must have a label, or it is another loss
+MIN_CLASSES_OF_SOFT = 5  # with fewer classes too few entries lie on the line of mixed labels
 TINY = 1e-37
 
 
@@ -63,6 +63,23 @@ class Form(NamedTuple):
 
     kind: Kind
     smoothing: float = 0.0
+
+
+class Gradient(NamedTuple):
+    """A gradient of the logits, as rows.
+
+    Attributes:
+        z, g: logits, rows (N, K), and the gradient of the loss with respect to them.
+        live: whether the gradient of a row is not zero, (N,).
+        num_live: how many rows are live; more than that if z and g are a selection of all rows.
+        tolerance: the share of a gradient that rounding may leave unexplained; see :func:`tolerance_of`.
+    """
+
+    z: Tensor
+    g: Tensor
+    live: Tensor
+    num_live: Tensor
+    tolerance: float = TOLERANCE
 
 
 class Reading(NamedTuple):
@@ -86,96 +103,111 @@ def tolerance_of(*dtypes: torch.dtype) -> float:
     return HALF_TOLERANCE if min(map(attrgetter("itemsize"), dtypes)) < 4 else TOLERANCE
 
 
-def read(
-    form: Form,
-    z: Tensor,
-    g: Tensor,
-    live: Tensor,
-    count: Tensor,
-    tolerance: float = TOLERANCE,
-    wants_labels: bool = True,
-) -> Reading:
+def read(form: Form, gradient: Gradient, wants_labels: bool = True) -> Reading:
     """Read a gradient that has a known form.
 
     Args:
         form: the form.
-        z, g: logits, rows (N, K), and the gradient of the loss with respect to them.
-        live, count: whether the gradient of a row is not zero, (N,), and how many are; more if z and g are a selection.
-        tolerance: see :func:`tolerance_of`.
+        gradient: logits and gradient.
         wants_labels: whether the labels are needed; if not, those of hard labels are left out.
 
     Examples:
         >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
         >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
         >>> (g,) = torch.autograd.grad(loss, z)
-        >>> reading = read(Form("hard"), z.detach(), g, torch.tensor([True, True]), torch.tensor(2))
+        >>> gradient = Gradient(z.detach(), g, torch.tensor([True, True]), torch.tensor(2))
+        >>> reading = read(Form("hard"), gradient)
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    return READERS[form.kind](form, z, g, live, count, tolerance, wants_labels)
+    if form.kind == "hard":
+        return _read_hard(gradient, form.smoothing, wants_labels)
+    if form.kind == "weighted":
+        return _read_weighted(gradient)
+    if form.kind == "soft":
+        return _read_soft(gradient, form.smoothing)
+    return _read_log_probabilities(gradient)
 
 
-def _read_hard(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
-) -> Reading:
-    p, smoothing = torch.softmax(z, 1), form.smoothing
-    if smoothing:
-        guess = _steepest(p, g, smoothing / z.shape[1])
-        if z.shape[1] == 2:  # each row has it at one of the two, unless the model is too sure of the wrong class
-            guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
-        y = torch.addcmul(g, p, guess, value=-0.5).argmin(1)
-    else:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
-        y = torch.add(g, p, alpha=-TINY).argmin(1)
+def _read_hard(gradient: Gradient, smoothing: float, wants_labels: bool) -> Reading:
+    z, g, live, num_live, tolerance = gradient
+    num_classes = z.shape[1]
+    p = torch.softmax(z, 1)
+    y = _hard_labels(p, g, live, smoothing)
     r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")  # p - q
     if smoothing:
-        r.sub_(smoothing / z.shape[1])
+        r.sub_(smoothing / num_classes)
     length = torch.linalg.vector_norm(r.mul_(live[:, None]))
     slope = torch.linalg.vector_norm(g) / length
     rest = torch.linalg.vector_norm(torch.addcdiv(r, g, slope, value=-1.0))
     excess = torch.sub(rest, length, alpha=tolerance)
     fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     if wants_labels:
-        y = torch.where(live & fits, y, constant(z.shape[1], y.device))
-    return Reading(y, slope * count, fits, excess <= 0)
+        y = torch.where(live & fits, y, constant(num_classes, y.device))
+    return Reading(y, slope * num_live, fits, excess <= 0)
 
 
-def _read_weighted(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
-) -> Reading:
+def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
+    if not smoothing:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
+        return torch.add(g, p, alpha=-TINY).argmin(1)
+    if p.shape[1] == 2:  # each row has the factor at one of the two, unless the model is too sure of the wrong class
+        guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
+    else:
+        guess = _steepest(p, g, smoothing / p.shape[1])
+    return torch.addcmul(g, p, guess, value=-0.5).argmin(1)
+
+
+def _read_weighted(gradient: Gradient) -> Reading:
+    z, g, live, num_live, tolerance = gradient
+    num_classes = z.shape[1]
     p = torch.softmax(z, 1)
     y = torch.addcmul(g, p, g.amax(1, keepdim=True), value=-ROUNDING).argmin(1, keepdim=True)  # on the row's scale
-    order, least, keeps = 2, SATURATED, torch.ones_like(p)  # float16 rounds small entries more than large ones
     if tolerance < HALF_TOLERANCE:  # in p - 1 of a certain row rounding is all that is left; the others are exact
-        order, least, keeps = 1, 0.0, keeps.scatter_(1, y, (p.gather(1, y) < CERTAIN).to(p))
-    r = p.scatter_(1, y, -1.0, reduce="add").mul_(live[:, None])
-    r, g = r.mul_(keeps), g * keeps
-    whole, lengths = torch.linalg.vector_norm(g, order, dim=1), torch.linalg.vector_norm(r, order, dim=1)
+        order = 1
+        least = 0.0
+        keeps = torch.ones_like(p).scatter_(1, y, (p.gather(1, y) < CERTAIN).to(p))
+    else:  # float16 rounds small entries more than large ones
+        order = 2
+        least = SATURATED
+        keeps = torch.ones_like(p)
+    r = p.scatter_(1, y, -1.0, reduce="add").mul_(live[:, None]).mul_(keeps)
+    g = g * keeps
+    whole = torch.linalg.vector_norm(g, order, dim=1)
+    lengths = torch.linalg.vector_norm(r, order, dim=1)
     slopes = whole / lengths.clamp(min=TINY)
     rest = torch.linalg.vector_norm(torch.addcmul(g, r, slopes[:, None], value=-1.0), order, dim=1)
     clear = live & (lengths > least) & (rest <= tolerance * whole)
-    number, y = clear.sum(), y[:, 0]
-    mean = torch.where(clear, slopes, 0.0).sum() / number
+    y = y[:, 0]
+    num_clear = clear.sum()
+    mean = torch.where(clear, slopes, 0.0).sum() / num_clear
     # A certain row has a label if its gradient is as small as rounding.
-    certain = live & (lengths <= SATURATED) & (whole <= SATURATED * torch.where(number > 0, mean, torch.inf))
+    certain = live & (lengths <= SATURATED) & (whole <= SATURATED * torch.where(num_clear > 0, mean, torch.inf))
     told = clear | certain
-    if z.shape[1] == 2:
+    if num_classes == 2:
         told = told & _is_one_slope_a_label(slopes, lengths, y, clear)
     needed = (READ_SHARE * live.sum()).clamp(min=1.0)
     fits = (told.sum() >= needed) & torch.isfinite(whole.sum())
-    labels = torch.where(told & fits, y, z.shape[1])
-    return Reading(labels, mean * count, fits, fits & (number >= needed))
+    labels = torch.where(told & fits, y, num_classes)
+    return Reading(labels, mean * num_live, fits, fits & (num_clear >= needed))
 
 
 def _is_one_slope_a_label(slopes: Tensor, lengths: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    """Whether, of two classes, the rows of each label share one slope, and are far enough apart to show it."""
-    found = torch.ones_like(rows[:1])
+    """Whether, of two classes, the rows of each label share one slope, and are far enough apart to show it.
+
+    A label with one row shows nothing; then the other one has to. Without any of these rows nothing contradicts.
+    """
+    shows = []
+    may_be = []
     for label in (0, 1):
         mine = rows & (y == label)
-        (low, high), (near, far) = (
-            (torch.where(mine, t, torch.inf).amin(), torch.where(mine, t, 0.0).amax()) for t in (slopes, lengths)
-        )
-        found = found & (~mine.any() | ((high <= 1.01 * low) & (far > 1.02 * near)))
-    return found
+        low = torch.where(mine, slopes, torch.inf).amin()
+        high = torch.where(mine, slopes, 0.0).amax()
+        near = torch.where(mine, lengths, torch.inf).amin()
+        far = torch.where(mine, lengths, 0.0).amax()
+        shows.append((high <= 1.01 * low) & (far > 1.02 * near))
+        may_be.append(mine.sum() <= 1)
+    one_shows = shows[0] | shows[1] | ~rows.any()
+    return one_shows & (shows[0] | may_be[0]) & (shows[1] | may_be[1])
 
 
 def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, Any]:
@@ -183,8 +215,9 @@ def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, An
     if floor is not None:
         centered = (p - floor) * weights
         return (centered * g).sum() / (centered.square().sum() + TINY), floor
-    number = weights.sum() + TINY
-    mean_p, mean_g = (p * weights).sum() / number, (g * weights).sum() / number
+    total = weights.sum() + TINY
+    mean_p = (p * weights).sum() / total
+    mean_g = (g * weights).sum() / total
     slope, _ = _line(p, g, weights, mean_p)
     return slope, mean_p - mean_g / (slope + TINY)
 
@@ -202,7 +235,8 @@ def _others(
 
     Of g - a p the lowest entries of a row are its labels. The line through the others is a better guess of a.
     """
-    line, rows = (slope, floor), live[:, None].to(p.dtype).expand_as(p)
+    line: tuple[Tensor, Any] = (slope, floor)
+    rows = live[:, None].to(p.dtype).expand_as(p)
     others = rows
     for _ in range(2):
         lowest = torch.addcmul(g, p, line[0], value=-1.0).topk(labels, 1, largest=False).indices
@@ -216,102 +250,109 @@ def _steepest(p: Tensor, g: Tensor, least: float = 1e-3) -> Tensor:
     return (g / p.clamp(min=least)).amax()
 
 
-def _read_soft(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
-) -> Reading:
-    p, classes, smoothing = torch.softmax(z, 1), z.shape[1], form.smoothing
-    others, line = _others(p, g, live, smoothing / classes, 2, _steepest(p, g))
-    slope, rest = line[0], _rest_of_line(p, g, others, line)
-    shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(smoothing / classes).div_(1.0 - smoothing)
+def _read_soft(gradient: Gradient, smoothing: float) -> Reading:
+    z, g, live, num_live, tolerance = gradient
+    p = torch.softmax(z, 1)
+    floor = smoothing / z.shape[1]
+    others, line = _others(p, g, live, floor, 2, _steepest(p, g))
+    slope = line[0]
+    rest = _rest_of_line(p, g, others, line)
+    shares = torch.addcdiv(p, g, slope, value=-1.0).sub_(floor).div_(1.0 - smoothing)
     shares = shares.masked_fill(shares.abs() <= 5.0 * tolerance, 0.0)  # the rounding of p - g/a
     whole = torch.linalg.vector_norm(g * others)
     bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
     is_cross_entropy = g.sum(1).abs().sum() <= slope * (tolerance * len(z))  # over these classes: shares sum to 1
     fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope) & is_cross_entropy
-    return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * count, fits, fits)
+    return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * num_live, fits, fits)
 
 
-def _read_log_probabilities(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
-) -> Reading:
+def _read_log_probabilities(gradient: Gradient) -> Reading:
+    z, g, live, num_live, tolerance = gradient
     least, y = g.min(1)
     rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
     whole = torch.linalg.vector_norm(least)
     normalized = ((torch.logsumexp(z, 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
     fits = (rest <= tolerance * whole) & (whole > 0) & normalized
-    scale = -least.sum() * (count / live.sum())
+    scale = -least.sum() * (num_live / live.sum())
     return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, fits)
 
 
-def _read_negative(
-    form: Form, z: Tensor, g: Tensor, live: Tensor, count: Tensor, tolerance: float, wants_labels: bool
-) -> Reading:
-    one = (g < 0).sum(1) == 1
-    fits = one.sum() >= (READ_SHARE * live.sum()).clamp(min=1.0)
-    labels = torch.where(one & fits, g.argmin(1), g.shape[1])
-    return Reading(labels, torch.ones_like(g[0, 0]), fits, torch.zeros_like(fits))
-
-
-READERS = {
-    "hard": _read_hard,
-    "weighted": _read_weighted,
-    "soft": _read_soft,
-    "log": _read_log_probabilities,
-    "negative": _read_negative,
-}
-
-
 class Evidence(NamedTuple):
-    """What one gradient says about its form, as numbers on its device.
+    """What one gradient says about its form, as numbers or as scalar tensors.
 
     Attributes:
         total: the sum of absolute values.
         says: whether it tells forms apart: not all rows are certain.
         smoothing: the label smoothing, if the labels are hard.
         mixed_smoothing: the label smoothing, if the labels are soft.
-        mixed: whether hard labels, which may fit too, would mostly be classes that the model thinks unlikely.
-        weighted: 1 if the weighted form fits, 2 if it fits every row, 3 if then s is another than that of hard labels.
+        is_mixed: whether hard labels, which may fit too, would mostly be classes that the model thinks unlikely.
+        is_hard: whether hard labels without smoothing fit.
+        is_weighted: whether the weighted form fits.
+        every_row: whether it gives every row a label.
+        differs: whether then s is another than that of hard labels.
+        is_softmax: whether the logits are probabilities.
     """
 
     total: Any
     says: Any
     smoothing: Any
     mixed_smoothing: Any
-    mixed: Any
-    weighted: Any
+    is_mixed: Any
+    is_hard: Any
+    is_weighted: Any
+    every_row: Any
+    differs: Any
+    is_softmax: Any
 
 
-def examine(z: Tensor, g: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """Look for the form of one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all.
-
-    The arguments are as in :func:`read`.
-    """
-    classes = z.shape[1]
-    size, p = torch.linalg.vector_norm(g, ord=1, dim=1), torch.softmax(z, 1)
+def examine(gradient: Gradient) -> Tensor:
+    """Look for the form of one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all."""
+    z, g, all_live, _, tolerance = gradient
+    num_classes = z.shape[1]
+    p = torch.softmax(z, 1)
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
-    top = p.topk(min(2, classes - 1), 1).values.sum(1)
-    live = (size > 0) & (top < (CERTAIN if classes > 2 else CERTAIN_OF_TWO))
+    top = p.topk(min(2, num_classes - 1), 1).values.sum(1)
+    live = all_live & (top < (CERTAIN if num_classes > 2 else CERTAIN_OF_TWO))
     says = live.any()
-    if classes == 2:
+    if num_classes == 2:
         spread = torch.where(live, top, -1.0).amax() - torch.where(live, top, 2.0).amin()
         says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
     # What tells class weights from none may be the rows that are certain.
-    hard, rows = (read(Form(kind), z, g, size > 0, (size > 0).sum(), tolerance).scale for kind in ("hard", "weighted"))
-    differ = ((hard - rows).abs() > 5.0 * tolerance * rows) & (tolerance < HALF_TOLERANCE)
+    hard = read(Form("hard"), gradient)
+    weighted = read(Form("weighted"), gradient)
+    differs = ((hard.scale - weighted.scale).abs() > 5.0 * tolerance * weighted.scale) & (tolerance < HALF_TOLERANCE)
     unlikely = live & (p.gather(1, g.argmin(1, keepdim=True))[:, 0] < 0.1 * p.amax(1))
-    z, g, p, count = z * live[:, None], g * live[:, None], p * live[:, None], live.sum()
-    smoothing, mixed_smoothing = (_fit_smoothing(p, g, live, labels) for labels in (1, min(2, classes)))
-    found = read(Form("weighted"), z, g, live, count, tolerance)
-    weighted = found.fits * (1 + ((found.labels < classes) | ~live).all() * (1 + differ))
-    evidence = (size.sum(), says, smoothing, mixed_smoothing, unlikely.sum() > 0.5 * count, weighted)
+    num_told = live.sum()
+    told = Gradient(z * live[:, None], g * live[:, None], live, num_told, tolerance)
+    p = p * live[:, None]
+    by_row = read(Form("weighted"), told)
+    evidence = Evidence(
+        total=torch.linalg.vector_norm(g, ord=1),
+        says=says,
+        smoothing=_fit_smoothing(p, told.g, live, 1),
+        mixed_smoothing=_fit_smoothing(p, told.g, live, min(2, num_classes)),
+        is_mixed=unlikely.sum() > 0.5 * num_told,
+        is_hard=hard.fits,
+        is_weighted=by_row.fits,
+        every_row=((by_row.labels < num_classes) | ~live).all(),
+        differs=differs,
+        is_softmax=_are_probabilities(z, tolerance),
+    )
     return torch.stack([value.double() for value in evidence])
+
+
+def _are_probabilities(z: Tensor, tolerance: float) -> Tensor:
+    """Whether all rows are distributions, as a softmax layer gives them."""
+    allowed = 0.02 if tolerance == HALF_TOLERANCE else 1e-4
+    return (z.amin() > 0) & ((z.sum(1) - 1).abs().amax() <= allowed)
 
 
 def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> Tensor:
     """The label smoothing of rows with this many labels each; 0 if a line without a floor fits as well."""
     # A label that is too certain for a smoothed target has the highest entry of g. The line through the entries between
     # the highest and the lowest ones is then the better guess.
-    lowest, highest = g.topk(labels, 1, largest=False).indices, g.argmax(1, keepdim=True)
+    lowest = g.topk(labels, 1, largest=False).indices
+    highest = g.argmax(1, keepdim=True)
     between = live[:, None].to(p.dtype).expand_as(p).scatter(1, lowest, 0.0).scatter(1, highest, 0.0)
     slope = torch.maximum(_line(p, g, between, None)[0], _steepest(p, g))
     others, line = _others(p, g, live, None, labels, slope)
@@ -322,25 +363,27 @@ def _fit_smoothing(p: Tensor, g: Tensor, live: Tensor, labels: int) -> Tensor:
     return torch.where(found, smoothing, 0.0)
 
 
-def candidates(evidence: Evidence, classes: int, former: Form | None, allows_negative: bool) -> list[tuple[int, Form]]:
+def candidates(evidence: Evidence, num_classes: int, former: Form | None) -> list[tuple[int, Form]]:
     """The forms that may apply, each with its rank in the order in which they are tried.
 
     Of the forms that fit the simplest is taken, but a script that mixed labels before goes on with soft labels, which
     contain hard ones. A fitted model with mixed labels looks like one that is sure of the wrong class: soft labels hold
     both.
     """
-    if not evidence.says or classes < 2:
+    if not evidence.says or num_classes < 2:
         return []
-    soft, may_be_soft = Form("soft", evidence.mixed_smoothing), classes >= 5
+    soft = Form("soft", evidence.mixed_smoothing)
+    may_be_soft = num_classes >= MIN_CLASSES_OF_SOFT
+    was_soft = former is not None and former.kind == "soft"
+    takes_every_row = evidence.is_weighted and evidence.every_row
     forms = (
-        (may_be_soft and (evidence.mixed or (former is not None and former.kind == "soft")), soft),
+        (may_be_soft and (evidence.is_mixed or was_soft), soft),
         (evidence.smoothing, Form("hard", evidence.smoothing)),
-        (evidence.weighted == 3, Form("weighted")),
+        (takes_every_row and evidence.differs, Form("weighted")),
         (True, Form("hard")),
-        (evidence.weighted == 2, Form("weighted")),
+        (takes_every_row, Form("weighted")),
         (may_be_soft, soft),
-        (evidence.weighted, Form("weighted")),
+        (evidence.is_weighted, Form("weighted")),
         (True, Form("log")),
-        (allows_negative, Form("negative")),
     )
     return [(rank, form) for rank, (applies, form) in enumerate(forms) if applies]

@@ -1,12 +1,10 @@
-"""What a model returned: its logits, and the loss that it may have computed itself."""
+"""What a model returned: where its logits are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dcl_optim._torch import warn
@@ -23,6 +21,7 @@ def find_logits(output: Any) -> Tensor:
         output: what the model's forward returned.
 
     Examples:
+        >>> import torch
         >>> find_logits({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
         torch.Size([2, 3])
         >>> find_logits((torch.tensor(0.7), torch.zeros(2, 3))).shape
@@ -38,7 +37,8 @@ class LogitsFinder:
     """
 
     def __init__(self, given: Callable[[Any], Any] | None) -> None:
-        self._given, self._warned = given, given is not None
+        self._given = given
+        self._warned = given is not None
 
     def __call__(self, output: Any) -> Tensor:
         if self._given is not None:
@@ -61,14 +61,17 @@ class LogitsFinder:
         """Warn if other tensors in a tuple or list may be the logits; no name decides there."""
         if self._warned or not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
             return
-        names = [
-            (item is z, f"item {index} of shape {tuple(item.shape)}")
-            for index, item in enumerate(output)
-            if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]
-        ]
-        others = [name for is_taken, name in names if not is_taken]
+        taken = ""
+        others = []
+        for index, item in enumerate(output):
+            if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]:
+                name = f"item {index} of shape {tuple(item.shape)}"
+                if item is z:
+                    taken = name
+                else:
+                    others.append(name)
         if others:
-            self._warned, taken = True, dict(names)[True]
+            self._warned = True
             warn(
                 f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty "
                 f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
@@ -91,84 +94,13 @@ def _first(output: tuple[Any, ...] | list[Any]) -> Any:
     return first
 
 
-def find_loss(output: Any) -> Tensor | None:
-    """Find the loss that a model computed itself, a scalar with a gradient, in an output as in :func:`find_logits`.
-
-    ``output.loss``, ``output["loss"]``, or the only one in a tuple or list.
-
-    Examples:
-        >>> loss = torch.ones((), requires_grad=True) * 2
-        >>> find_loss((loss, torch.zeros(2, 3))) is loss, find_loss(torch.zeros(2, 3))
-        (True, None)
-    """
-    if isinstance(output, (tuple, list)) and getattr(output, "loss", None) is None:
-        found = [item for item in output if _is_loss(item)]
-        return found[0] if len(found) == 1 else None
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return loss if _is_loss(loss) else None
-
-
-def _is_loss(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.ndim == 0 and item.grad_fn is not None
-
-
-def through_logits(z: Tensor, loss: Tensor, output: Any) -> tuple[Tensor, Any]:
-    """Make the backward of a compiled model's own loss pass through its logits, whose hook autograd would not call.
-
-    The output gets a loss of the same value that sends zeros to the logits; a tuple is replaced by another one.
-    """
-    if loss.grad_fn is not z.grad_fn:
-        return loss, output
-    linked: Tensor = _Linked.apply(loss, z)
-    if isinstance(output, MutableMapping):
-        output["loss"] = linked
-    elif isinstance(output, list):
-        output[:] = [linked if item is loss else item for item in output]
-    elif isinstance(output, tuple):
-        make = getattr(output, "_make", type(output))  # of a named tuple
-        output = make(linked if item is loss else item for item in output)
-    else:
-        output.loss = linked
-    return linked, output
-
-
-class _Linked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, z: Tensor) -> Tensor:
-        ctx.save_for_backward(z)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.zeros_like(ctx.saved_tensors[0])
-
-
-def find_shift(labels: Tensor, z: Tensor, loss: Tensor) -> bool | None:
-    """Whether a model's own loss compares the logits of a position with the label of the next one. Synchronizes.
-
-    The loss is a mean over the labels that are not -100. None if neither the labels nor the shifted ones have it.
-    """
-    if labels.is_floating_point() or labels.shape != z.shape[:-1]:
-        return None
-    rows, apart = z.detach().float().flatten(0, -2), []
-    for is_shifted in (False, True) if z.ndim == 3 else (False,):
-        value = F.cross_entropy(rows, (shift(labels) if is_shifted else labels).flatten().long())
-        apart.append((float((value - loss.detach()).abs() / loss.detach().abs()), is_shifted))
-    least, is_shifted = min(apart)
-    return is_shifted if least < 0.02 and (len(apart) == 1 or max(apart)[0] > 10 * least) else None
-
-
-def shift(labels: Tensor) -> Tensor:
-    """The label of the next position, (batch, time); -100 at the last."""
-    return F.pad(labels[:, 1:], (0, 1), value=-100)
-
-
 def conversion_source(z: Tensor) -> tuple[Any, int] | None:
     """The autograd node, and which of its outputs, that z was converted from to another dtype; None if it was not.
 
     Under mixed precision some libraries return converted logits with a loss that was taken from the original ones.
     """
-    node, index = z.grad_fn, z.output_nr
+    node = z.grad_fn
+    index = z.output_nr
     while node is not None and node.name() == "ToCopyBackward0":
         node, index = node.next_functions[0]
     is_computed = node is not None and node is not z.grad_fn and not node.name().endswith("AccumulateGrad")

@@ -1,0 +1,163 @@
+"""Running a second network as the model ran: on its arguments out of their graph, with the same random draws."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from dcl_optim._torch import frames_of, saved_tensors_hooks, versions_of
+from dcl_optim._tree import map_tensors, tensors_of
+
+CPU = torch.device("cpu")
+PLAIN = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})  # what holds nothing that could change
+
+RngState = dict[torch.device, Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_requires_grad = attrgetter("requires_grad")
+
+
+class Replay:
+    """Keeps the model's arguments, detached, and the RNG state that it draws from; then calls another network.
+
+    The arguments are cloned if the first forward pass writes to them.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2))
+        >>> replay, x = Replay(), torch.ones(8, 2)
+        >>> replay.before_forward((x,), {}, x.device)
+        >>> z = model(x)
+        >>> torch.equal(z, replay.call(model, *replay.arguments((x,), {})))
+        True
+    """
+
+    def __init__(self) -> None:
+        self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
+        self._forget()
+
+    def _forget(self) -> None:
+        self._given: Arguments | None = None
+        self._arguments: Arguments = ((), {})
+        self._clones: Arguments | None = None
+        self._tensors: Sequence[Tensor] = ()
+        self._versions: list[int] = []
+        self._rng_state: RngState = {}
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        """Keep arguments and RNG state of the forward pass that begins, on this device."""
+        self._given = (args, kwargs)
+        self._arguments = (args, kwargs)
+        is_plain = not kwargs and {Tensor}.issuperset(map(type, args))
+        self._tensors = args if is_plain else tensors_of(self._given)
+        self._versions = versions_of(self._tensors)
+        self._clones = None if self._writes is False else map_tensors(_clone, self._given)
+        if any(map(_requires_grad, self._tensors)) or not PLAIN.issuperset(map(type, chain(args, kwargs.values()))):
+            self._arguments = map_tensors(_detach, self._given)
+        self._rng_state = capture_rng(device)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
+        if self._given is None or not _are_same(self._given, args, kwargs):
+            return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
+        writes = versions_of(self._tensors) != self._versions
+        if writes and self._clones is None:
+            raise RuntimeError(
+                "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "
+                "first one did: begin forward with x = x.clone(), or write nn.ReLU(inplace=False)"
+            )
+        self._writes = writes or bool(self._writes)
+        return self._clones if writes and self._clones is not None else self._arguments
+
+    def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a network with the model's random draws, and forget what was kept."""
+        rng_state = self._rng_state
+        self._forget()
+        with replayed(rng_state), _outside_checkpoints():
+            return network(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        copied = Replay()
+        copied._writes = self._writes
+        return copied.__dict__
+
+
+def _are_same(call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if call[0] is args and call[1] is kwargs:
+        return True
+    if len(args) != len(call[0]) or kwargs.keys() != call[1].keys():
+        return False
+    return all(map(is_, chain(args, kwargs.values()), chain(call[0], call[1].values())))
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one.
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    # No leaf where it needs a gradient, which the companion's forward could not write to.
+    return _detach(tensor).clone()
+
+
+def _outside_checkpoints() -> AbstractContextManager[Any]:
+    """Keep what the companion saves out of a non-reentrant checkpoint, whose recomputation does not save it again."""
+    if saved_tensors_hooks() is not None and any(frames_of("torch.utils.checkpoint")):
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return nullcontext()
+
+
+def capture_rng(device: torch.device) -> RngState:
+    """Read the state of the generators that a forward on this device may draw from: the CPU's and its own."""
+    state = {CPU: torch.get_rng_state()}
+    if device.type not in (CPU.type, "meta"):
+        state[device] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_rng(state: RngState) -> None:
+    """Put generators back to a captured state."""
+    for device, value in state.items():
+        if device == CPU:
+            torch.set_rng_state(value)
+        else:
+            torch.get_device_module(device).set_rng_state(value, device)
+
+
+@contextmanager
+def replayed(state: RngState) -> Iterator[None]:
+    """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.
+
+    Args:
+        state: of :func:`capture_rng`; empty does nothing.
+
+    Examples:
+        >>> state, first = capture_rng(torch.device("cpu")), torch.rand(3)
+        >>> with replayed(state):
+        ...     again = torch.rand(3)
+        >>> torch.equal(first, again), torch.equal(first, torch.rand(3))
+        (True, False)
+    """
+    now: RngState = {}
+    for device in state:
+        now[device] = torch.get_rng_state() if device == CPU else torch.get_device_module(device).get_rng_state(device)
+    try:
+        restore_rng(state)
+        yield
+    finally:
+        restore_rng(now)
+
+
+def unchanged_rng(device: torch.device) -> ExitStack:
+    """Give the generators back as they were after the block: torch's, and those of Python and NumPy."""
+    stack = ExitStack()
+    stack.enter_context(replayed(capture_rng(device)))
+    stack.callback(random.setstate, random.getstate())
+    stack.callback(numpy.random.set_state, numpy.random.get_state())  # noqa: NPY002
+    return stack

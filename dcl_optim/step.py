@@ -1,0 +1,118 @@
+"""What has happened since the last optimizer step. Only the algorithm writes to it, and makes a new one each step."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim.distances import to_rows
+
+
+class Forward:
+    """What is known about one training forward pass, or about one tensor of logits that the penalty term got.
+
+    Args:
+        logits: the logits z, of any shape with the batch first.
+        step: the number of the optimizer step that the pass belongs to, from 1.
+        copies: whether the logits are copied, so that in-place edits by the script do not reach them.
+
+    Attributes:
+        logits: z, detached.
+        output: a weak reference to the tensor that the script holds.
+        nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
+        class_dim, rows: the dimension of the classes, and z as rows (N, K) along it.
+        last_backward: the backward pass that brought the last gradient, by autograd's number.
+        observed: whether the forecaster has learned from it, or was told to skip it.
+        prediction: what the forecaster keeps for the backward pass, which only it writes.
+    """
+
+    def __init__(self, logits: Tensor, step: int, copies: bool = True) -> None:
+        self.logits = logits.detach().clone() if copies else logits.detach()
+        self.step = step
+        self.output = weakref.ref(logits)
+        self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
+        self.lay_out(1)
+        self.last_backward = -1
+        self.observed = False
+        self.prediction: Any = None
+
+    def lay_out(self, class_dim: int) -> None:
+        """Lay the logits out as rows along the dimension that holds the classes."""
+        self.class_dim = class_dim
+        self.rows = to_rows(self.logits, class_dim)
+
+
+class Step:
+    """What has happened since the last optimizer step.
+
+    Args:
+        number: of the optimizer step that these batches belong to, from 1.
+
+    Attributes:
+        num_forwards: training forward passes of the model.
+        num_backwards: backward passes that reached their logits, also those that are not part of the training.
+        num_batches: backward passes that brought gradients to the trained parameters.
+        last_backward: the last backward pass that brought a gradient to logits, by autograd's number.
+        num_terms: calls of the optimizer's ``penalty``.
+        num_terms_used: how many of them took part in a backward pass.
+        is_observing: whether the forecaster learns from the next batch: not from a closure's further evaluations.
+        is_cleared: whether ``zero_grad`` ran since the last batch.
+        not_finite: whether a batch was skipped because its logits or its gradient were not finite.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.num_forwards = 0
+        self.num_backwards = 0
+        self.num_batches = 0
+        self.last_backward = -1
+        self.num_terms = 0
+        self.num_terms_used = 0
+        self.is_observing = True
+        self.is_cleared = False
+        self.not_finite = False
+        self._forwards: list[weakref.ref[Forward]] = []
+
+    def add(self, forward: Forward) -> None:
+        """Note a training forward pass; it lives as long as the graph of its logits."""
+        self.num_forwards += 1
+        self._forwards = [reference for reference in self._forwards if reference() is not None]
+        self._forwards.append(weakref.ref(forward))
+
+    def forward_of(self, logits: Tensor, may_read: bool) -> Forward | None:
+        """The forward pass that returned these logits: by identity, else the only open one with these values.
+
+        DistributedDataParallel and conversions to another dtype return another tensor.
+
+        Args:
+            logits: what the script holds.
+            may_read: whether values may be compared.
+        """
+        forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
+        for forward in forwards:
+            if forward.output() is logits:
+                return forward
+        alike = [one for one in forwards if one.logits.shape == logits.shape and not one.observed]
+        if may_read:
+            alike = [one for one in alike if _are_equal(one.logits, logits.detach())]
+        return alike[0] if len(alike) == 1 else None
+
+    def without_forwards(self) -> Step:
+        """The same in a copy of the optimizer, whose forward passes are not those of the script."""
+        copied = copy.copy(self)
+        copied._forwards = []
+        return copied
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are equal up to the rounding of the narrower dtype."""
+    if first.device != second.device:
+        return False
+    dtype = min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize)
+    tolerance = 4.0 * torch.finfo(dtype).eps
+    wider = torch.promote_types(first.dtype, second.dtype)
+    return torch.allclose(first.to(wider), second.to(wider), rtol=tolerance, atol=tolerance, equal_nan=True)
