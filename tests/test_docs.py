@@ -96,6 +96,12 @@ def test_code_on_the_pages_runs(block):
     exec(block, what_a_script_has())
 
 
+def test_files_named_on_the_pages_exist():
+    text = "".join(page.read_text() for page in PAGES)
+    named = re.findall(r"`((?:\.ci|docs|examples|tests)/[^`*{]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def diffs():
     """Scripts on the pages that show which lines are new."""
     found = {page.stem: re.findall(r"^```diff\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
