@@ -34,8 +34,8 @@ NOT_REGULARIZED = (
 CALL_THE_MODEL = "call the model itself in training mode, the compiled one if it is compiled, before each step"
 NOT_CALLED = (
     "no training forward pass of the model: model.forward, another method, a part or a copy was called, its class "
-    "overrides __call__, it was compiled and called before it was wrapped, torch.func was used, a state was loaded after "
-    "the backward pass, or the gradients are those of the last step"
+    "overrides __call__, it was compiled and called before it was wrapped, torch.func was used, a state was loaded "
+    "after the backward pass, or the gradients are those of the last step"
 )
 NOT_ADDED = (
     "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
