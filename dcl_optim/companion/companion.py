@@ -231,10 +231,11 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
+        if not prediction.learns or not len(forward.rows):
+            self.skip(forward, alpha)
+            return
         logits = prediction.logits
         prediction.logits = logits.detach()
-        if not prediction.learns:
-            return
         c = to_rows(prediction.logits, forward.class_dim)
         rows = rows_towards_target(self.distance, forward.rows.to(c.device), c, pull.rows, alpha)
         number, weights = self._drawn_rows(pull)
