@@ -167,6 +167,6 @@ class OptimizerInternals(Optimizer):
 
 
 @functools.lru_cache(maxsize=64)
-def constant(value: int, device: torch.device) -> Tensor:
-    """An integer as a tensor; making it anew in each step would be one kernel more."""
+def constant(value: float, device: torch.device) -> Tensor:
+    """A number as a tensor; making it anew in each step would be one kernel more."""
     return torch.full((), value, device=device)
