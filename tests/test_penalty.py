@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step, dcp_step
-from tests.by_hand import CLOSE, VARIANTS, WEIGHT, assert_same_training, by_hand, learned, term_of, wrap
+from tests.by_hand import CLOSE, VARIANTS, WEIGHT, assert_same_training, by_hand, learned, term_of, train, wrap
 from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp, one, sgd
 
 STEPS, IGNORED = 8, 255
@@ -88,11 +88,6 @@ def micro_batches(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
         (factor * (F.cross_entropy(z, labels) + term(z, labels))).backward()
 
 
-def micro_batches_in_one_backward_pass(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
-    outputs = [(model(rows), labels) for rows, labels in zip(x.chunk(2), y.chunk(2), strict=True)]
-    sum(F.cross_entropy(z, labels) + term(z, labels) for z, labels in outputs).backward()
-
-
 def large_factor(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
     z = model(x)
     (2.0**16 * (F.cross_entropy(z, y) + term(z, y))).backward()
@@ -109,11 +104,12 @@ def r_drop(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
 
 
 def siamese(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
-    first, second = model(x), model(x.flip(1))
+    """Copies, as autocast's conversions to float32 are: the values tell which forward pass they are of."""
+    first, second = model(x).clone(), model(x.flip(1)).clone()
     same = y == y.roll(1)
     distance = F.pairwise_distance(first, second.roll(1, 0))
     loss = torch.where(same, distance, F.relu(1.0 - distance)).square().mean()
-    (loss + 0.5 * term(first, y) + 0.5 * term(second, y)).backward()
+    (loss + 0.5 * term(second, y) + 0.5 * term(first, y)).backward()
 
 
 def two_tasks(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
@@ -179,7 +175,6 @@ def main_head(output: tuple[Tensor, Tensor]) -> Tensor:
 BOTH, TERM = ("term", "line"), ("term",)
 STEPS_OF: dict[Any, tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, ...]]] = {
     micro_batches: (mlp, BOTH, BOTH),
-    micro_batches_in_one_backward_pass: (mlp, BOTH, BOTH),
     large_factor: (mlp, BOTH, BOTH),
     r_drop: (dropout_net, TERM, TERM),
     siamese: (mlp, TERM, TERM),
@@ -217,15 +212,8 @@ def test_a_step_equals_the_one_by_hand(variant: str, way: str, step: Callable[..
 
 
 def test_prototypes_do_not_ask_for_the_models_mode() -> None:
-    """With frozen dropout, say; the companion's copy would be in another mode."""
     optimizer, hand = wrap("dcp", mlp().eval()), by_hand("dcp", mlp())
-    for trained in (optimizer, hand):
-        for x, y in batches(STEPS):
-            trained.zero_grad()
-            z = trained.model(x)
-            (F.multi_margin_loss(z, y) + trained.penalty(z, y)).backward()
-            trained.step()
-    assert_same_training(optimizer, hand, **CLOSE)
+    assert_same_training(train(optimizer, batches(STEPS)), train(hand, batches(STEPS)), **CLOSE)
 
 
 # ---- the value, and the gradient at the logits -----------------------------------------------------------------------
@@ -239,9 +227,7 @@ def test_the_value_is_the_weight_times_the_distance(variant: str, distance: str)
     (x, y), options = one(), {"companion": companion} if variant == "dcl" else {"num_classes": CLASSES}
     optimizer = wrap(variant, model, distance=distance, **options)
     term = term_of(optimizer)
-    z = model(x)
-    (F.cross_entropy(z, y) + term(z, y.clamp(max=3))).backward()
-    optimizer.step()
+    train(optimizer, [(x, y.clamp(max=3))])
     z, labels = model(9.0 * x), y.index_fill(0, torch.tensor([0, 1]), -100)
     value = term(z, labels)
     if variant == "dcl":
@@ -258,21 +244,14 @@ def test_the_value_is_the_weight_times_the_distance(variant: str, distance: str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_value_is_float32_or_wider(variant: str, dtype: torch.dtype) -> None:
-    model, (x, y) = mlp(dtype=dtype), one()
-    options = {"companion": mlp(seed=3, dtype=dtype)} if variant == "dcl" else {}
-    optimizer = wrap(variant, model, **options)
-    term = term_of(optimizer)
-    for _ in range(2):
-        z = model(x.to(dtype))
-        c = options["companion"](x.to(dtype)) if options else None
-        value = term(z, y)
-        (F.cross_entropy(z, y) + value).backward()
-        optimizer.step()
-    if c is None:
-        assert value > 0
-    else:
-        assert_same(value.detach(), WEIGHT * F.mse_loss(z.detach().float(), c.detach().float()), rtol=1e-5)
+    model, companion, (x, y) = mlp(dtype=dtype), mlp(seed=3, dtype=dtype), one()
+    optimizer = wrap(variant, model, **{"companion": companion} if variant == "dcl" else {})
+    train(optimizer, [(x.to(dtype), y)], loss=F.cross_entropy)
+    z = model(x.to(dtype))
+    c = companion(x.to(dtype)) if variant == "dcl" else optimizer.prototypes[y]
+    value = term_of(optimizer)(z, y)
     assert (value.shape, value.dtype) == ((), torch.float32)
+    assert_same(value.detach(), WEIGHT * F.mse_loss(z.float(), c.float()).detach(), rtol=1e-5)
 
 
 def pull(optimizer: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:

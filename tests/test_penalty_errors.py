@@ -1,4 +1,4 @@
-"""``optimizer.penalty(...)``: wrong arguments, a term that is not in the loss, no gradients, batches that are not finite."""
+"""``optimizer.penalty(...)``: wrong arguments, a term not in the loss, no gradients, batches that are not finite."""
 
 from __future__ import annotations
 
@@ -12,99 +12,82 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.by_hand import VARIANTS, assert_same_training, learned, term_of, wrap
-from tests.helpers import FEATURES, assert_same, batches, dropout_net, mlp
+from tests.by_hand import VARIANTS, assert_same_training, learned, term_of, train, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, dropout_net, mlp
 
 EACH = pytest.mark.parametrize("variant", VARIANTS)
-
-
-def step(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    z = optimizer.model(x)
-    (F.multi_margin_loss(z, y) + term_of(optimizer)(z, y)).backward()
-    optimizer.step()
 
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
 
 
 def dense(z: Tensor) -> Tensor:
-    """(16, 5, 3)."""
     return torch.stack([z, 2 * z, 3 * z], 2)
 
 
-Arguments = Callable[[Tensor, Tensor], tuple[Any, ...]]
-OF_DCP: dict[str, tuple[Arguments, type[Exception], list[str]]] = {
-    "a label that is too large": (lambda z, y: (z, y + 3), ValueError, ["labels", "5", "0..4", "ignore_index"]),
-    "a negative label": (lambda z, y: (z, y.index_fill(0, y[:1], -1)), ValueError, ["labels", "-1", "ignore_index"]),
-    "a label too few": (lambda z, y: (z, y[1:]), ValueError, ["labels", "(15,)", "(16, 5)"]),
-    "labels in a column": (lambda z, y: (z, y[:, None]), ValueError, ["labels", "(16, 1)", "(16, 5)"]),
-    "dense labels in one row": (lambda z, y: (dense(z), y.repeat(3)), ValueError, ["labels", "(48,)", "(16, 5, 3)"]),
-    "transposed labels": (lambda z, y: (dense(z), y.expand(3, -1)), ValueError, ["labels", "(3, 16)", "(16, 5, 3)"]),
-    "soft labels of other classes": (
-        lambda z, y: (z, F.one_hot(y, 6).double()),
-        (TypeError, ValueError),
-        ["labels", "(16, 6)", "(16, 5)"],
-    ),
-    "soft labels of sigmoids": (lambda z, y: (z, torch.ones_like(z)), ValueError, ["labels", "DCLOptimizer"]),
-    "labels of floats": (lambda z, y: (z, y.double()), TypeError, ["labels", "float64", "(16,)"]),
-    "labels of bools": (lambda z, y: (z, y > 2), TypeError, ["labels", "bool"]),
-    "a list of labels": (lambda z, y: (z, y.tolist()), TypeError, ["labels", "list"]),
-    "no labels": (lambda z, y: (z, None), TypeError, ["labels", "NoneType"]),
-    "logits in one dimension": (lambda z, y: (z[:, 0], y), ValueError, ["logits", "(16,)"]),
-    "logits of fewer classes": (lambda z, y: (z[:, :4], y.clamp(max=3)), ValueError, ["logits", "4", "5"]),
-}
-OF_DCL: dict[str, tuple[Arguments, type[Exception], list[str]]] = {
-    "other values": (lambda z, y: (2 * z,), ValueError, ["logits", "(16, 5)", "returned"]),
-    "some of the rows": (lambda z, y: (z[:8],), ValueError, ["logits", "(8, 5)", "returned"]),
-    "logits of another model": (
-        lambda z, y: (mlp(seed=9)(torch.ones(16, FEATURES).double()),),
-        ValueError,
-        ["logits", "returned"],
-    ),
-}
-OF_BOTH: dict[str, tuple[Arguments, type[Exception], list[str]]] = {
-    "logits of integers": (lambda z, y: (z.long(), y), TypeError, ["logits", "int64"]),
-    "a list of logits": (lambda z, y: ([z], y), TypeError, ["logits", "list"]),
-    "a model's output": (lambda z, y: ({"logits": z}, y), TypeError, ["logits", "dict"]),
-}
-ARGUMENTS = [("dcp", what) for what in OF_DCP | OF_BOTH] + [("dcl", what) for what in OF_DCL | OF_BOTH]
+def other_model(z: Tensor) -> Tensor:
+    return mlp(seed=9)(torch.ones(len(z), FEATURES).double())
 
 
-@pytest.mark.parametrize(("variant", "what"), ARGUMENTS)
-def test_wrong_arguments_are_named_and_the_run_goes_on_as_if_they_had_not_been(variant: str, what: str) -> None:
+Case = tuple[Callable[[Any, Tensor, Tensor], Any], type[Exception], list[str]]
+OF_DCP: dict[str, Case] = {
+    "a large label": (lambda p, z, y: p(z, y + 3), ValueError, ["labels", "5", "0..4", "ignore_index"]),
+    "a negative label": (lambda p, z, y: p(z, 0 * y - 1), ValueError, ["labels", "-1", "ignore_index"]),
+    "a label too few": (lambda p, z, y: p(z, y[1:]), ValueError, ["labels", "(15,)", "(16, 5)"]),
+    "labels in a column": (lambda p, z, y: p(z, y[:, None]), ValueError, ["labels", "(16, 1)", "(16, 5)"]),
+    "transposed": (lambda p, z, y: p(dense(z), y.expand(3, -1)), ValueError, ["labels", "(3, 16)", "(16, 5, 3)"]),
+    "flattened labels": (lambda p, z, y: p(dense(z), y.repeat(3)), ValueError, ["labels", "(48,)", "(16, 5, 3)"]),
+    "sigmoids' labels": (lambda p, z, y: p(z, torch.ones_like(z)), ValueError, ["labels", "DCLOptimizer"]),
+    "labels of floats": (lambda p, z, y: p(z, y.double()), TypeError, ["labels", "float64", "(16,)"]),
+    "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool"]),
+    "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list"]),
+    "an ignored float": (lambda p, z, y: p(z, y, ignore_index=1.5), TypeError, ["ignore_index=1.5", "an integer"]),
+    "one dimension": (lambda p, z, y: p(z[:, 0], y), ValueError, ["logits", "(16,)"]),
+    "fewer classes": (lambda p, z, y: p(z[:, :4], 0 * y), ValueError, ["logits", "4", "5"]),
+    "integers": (lambda p, z, y: p(z.long(), y), TypeError, ["logits", "int64"]),
+    "a list": (lambda p, z, y: p([z], y), TypeError, ["logits", "list"]),
+}
+OF_DCL: dict[str, Case] = {
+    "other values": (lambda p, z, y: p(2 * z), ValueError, ["logits", "(16, 5)", "returned"]),
+    "some of the rows": (lambda p, z, y: p(z[:8]), ValueError, ["logits", "(8, 5)", "returned"]),
+    "another model's logits": (lambda p, z, y: p(other_model(z)), ValueError, ["logits", "(16, 5)", "returned"]),
+    "integers": (lambda p, z, y: p(z.long()), TypeError, ["logits", "int64"]),
+    "a model's output": (lambda p, z, y: p({"logits": z}), TypeError, ["logits", "dict"]),
+}
+
+
+@pytest.mark.parametrize(("variant", "what"), [("dcp", what) for what in OF_DCP] + [("dcl", what) for what in OF_DCL])
+def test_a_wrong_argument_is_named_and_leaves_nothing(variant: str, what: str) -> None:
     optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
-    data = list(batches(4))
-    for trained in (optimizer, calm):
-        step(trained, *data[0])
-    arguments, error, words = (OF_DCP | OF_DCL | OF_BOTH)[what]
-    given = arguments(optimizer.model(data[1][0]), data[1][1].clamp(min=2))
+    data, (call, error, words) = list(batches(4)), (OF_DCP if variant == "dcp" else OF_DCL)[what]
+    train(optimizer, data[:2])
+    z = optimizer.model(data[2][0])
     with pytest.raises(error) as caught:
-        optimizer.penalty(*(given if variant == "dcp" else given[:1]))
+        call(optimizer.penalty, z, data[2][1].clamp(min=2))
     message = str(caught.value)
     assert not [word for word in words if word not in message], message
     assert not [gone for gone in ("targets", "class_dim", "loss_scale") if gone in message], message
-    for batch in data[2:]:
-        for trained in (optimizer, calm):
-            step(trained, *batch)
-    assert_same_training(optimizer, calm)
+    train(optimizer, data[3:])
+    assert_same_training(optimizer, train(calm, [*data[:2], data[3]]))
 
 
-def test_an_ignored_label_that_is_no_integer_is_refused() -> None:
-    optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
-    with pytest.raises(TypeError, match=r"ignore_index=1\.5 must be an integer"):
-        optimizer.penalty(optimizer.model(x), y, ignore_index=1.5)
+def test_scores_against_the_batch_have_no_classes_unless_their_number_is_given() -> None:
+    """CLIP's labels: the place of each row."""
+    (x, _), places = next(batches(1, CLASSES)), torch.arange(CLASSES)
+    optimizer = wrap("dcp", mlp())
+    with pytest.raises(ValueError, match=rf"(?s)in-batch negatives.*num_classes={CLASSES}"):
+        optimizer.penalty(optimizer.model(x), places)
+    assert train(wrap("dcp", mlp(), num_classes=CLASSES), [(x, places)]).prototypes.any()
 
 
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
 def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
     optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))
-    if what == "eval mode":
-        z = optimizer.model.eval()(x)
-    elif what == "reentrant checkpoint":  # which runs the model without gradients
+    if what == "reentrant checkpoint":  # which runs the model without gradients
         z = checkpoint(optimizer.model, x.requires_grad_(), use_reentrant=True)
     else:
-        z = optimizer.model(x)
+        z = optimizer.model.train(what != "eval mode")(x)
+    if what == "an earlier step":
         (F.cross_entropy(z, y) + optimizer.penalty(z)).backward(retain_graph=True)
         optimizer.step()
     with pytest.raises(ValueError, match=r"(?s)logits.*\(16, 5\).*training forward pass"):
@@ -114,70 +97,53 @@ def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(wha
 # ---- a term that is not in the loss ----------------------------------------------------------------------------------
 
 
-def forgotten(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    z = optimizer.model(x)
+def forgotten(optimizer: Any, z: Tensor, y: Tensor) -> None:
     term_of(optimizer)(z, y)
     F.cross_entropy(z, y).backward()
-    optimizer.step()
 
 
-def after_the_backward_pass(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    z = optimizer.model(x)
-    F.cross_entropy(z, y).backward()
-    term_of(optimizer)(z, y)
-    optimizer.step()
-
-
-def detached(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    z = optimizer.model(x)
+def detached(optimizer: Any, z: Tensor, y: Tensor) -> None:
     (F.cross_entropy(z, y) + term_of(optimizer)(z, y).detach()).backward()
-    optimizer.step()
 
 
-def in_a_closure(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    def closure() -> Tensor:
-        z = optimizer.model(x)
-        term_of(optimizer)(z, y)
-        loss = F.cross_entropy(z, y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+def after_the_backward_pass(optimizer: Any, z: Tensor, y: Tensor) -> None:
+    F.cross_entropy(z, y).backward()
+    term_of(optimizer)(z, y)
 
 
-@pytest.mark.parametrize("way", [forgotten, after_the_backward_pass, detached, in_a_closure])
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("way", [forgotten, detached, after_the_backward_pass])
 @EACH
-def test_a_term_in_no_backward_pass_is_an_error_at_the_step(variant: str, way: Callable[..., None]) -> None:
+def test_a_term_in_no_backward_pass_is_an_error_at_the_step(variant: str, way: Any, closure: bool) -> None:
     optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
     data = list(batches(4))
-    for batch in data[:2]:
-        step(optimizer, *batch)
-        step(calm, *batch)
+    x, y = data[2]
+    train(optimizer, data[:2])
     before = copy.deepcopy(optimizer.model.state_dict())
-    optimizer.zero_grad()
+
+    def evaluate() -> None:
+        optimizer.zero_grad()
+        way(optimizer, optimizer.model(x), y)
+
     with pytest.raises(RuntimeError, match=r"(?s)penalty.*add it to the loss"):
-        way(optimizer, *data[2])
+        optimizer.step(evaluate) if closure else (evaluate(), optimizer.step())
     assert_same(optimizer.model.state_dict(), before)
-    step(optimizer, *data[3])
-    step(calm, *data[3])
-    assert_same_training(optimizer, calm)
+    assert_same_training(train(optimizer, data[3:]), train(calm, [*data[:2], data[3]]))
 
 
 # ---- without gradients -----------------------------------------------------------------------------------------------
 
 
 def validate(optimizer: Any, how: str) -> None:
-    model, term = optimizer.model, term_of(optimizer)
-    draws = torch.get_rng_state()
+    model, term, draws = optimizer.model, term_of(optimizer), torch.get_rng_state()
+    dtype = next(model.parameters()).dtype
     model.train(how == "training mode")
-    for x, y in batches(2, seed=9, dtype=next(model.parameters()).dtype):
+    for x, y in batches(2, seed=9, dtype=dtype):
         with torch.inference_mode() if how == "inference mode" else torch.no_grad():
-            found = [term(model(x), y)]
-        if how == "training mode":
-            found.append(term(model(x).detach(), y))
-        for value in found:
-            assert (float(value), value.shape, value.requires_grad) == (0.0, (), False)
-            assert value.dtype == torch.promote_types(x.dtype, torch.float32)
+            value = term(model(x), y)
+        for found in (value, term(model(x).detach(), y)):
+            assert (float(found), found.shape, found.requires_grad) == (0.0, (), False)
+            assert found.dtype == torch.promote_types(dtype, torch.float32)
     model.train()
     torch.set_rng_state(draws)
 
@@ -185,13 +151,13 @@ def validate(optimizer: Any, how: str) -> None:
 @pytest.mark.parametrize("how", ["eval mode", "training mode", "inference mode"])
 @EACH
 def test_a_validation_is_not_observed(variant: str, how: str) -> None:
-    """One function serves both; no labels are looked at, and no term is missed in the next step."""
+    """One function serves both, and no term is missed in the next step."""
     found = []
     for validates in (True, False):
         optimizer = wrap(variant, dropout_net())
         torch.manual_seed(5)
         for batch in batches(4):
-            step(optimizer, *batch)
+            train(optimizer, [batch])
             if validates:
                 validate(optimizer, how)
         found.append(optimizer)
@@ -226,12 +192,9 @@ def infinite_factor(optimizer: Any, x: Tensor, y: Tensor) -> None:
 @EACH
 def test_a_batch_that_is_not_finite_takes_no_part(variant: str, bad: Callable[..., None]) -> None:
     """Of two micro-batches one is bad: as if it had not been, but for a warning; the base gets a zero from it."""
-    found = []
+    found, data = [], list(batches(7))
     for meets_it in (True, False):
-        optimizer = wrap(variant, mlp())
-        data = list(batches(7))
-        for batch in data[:4]:
-            step(optimizer, *batch)
+        optimizer = train(wrap(variant, mlp()), data[:4])
         optimizer.zero_grad()
         backward(optimizer, *data[4])
         if meets_it:
@@ -243,7 +206,6 @@ def test_a_batch_that_is_not_finite_takes_no_part(variant: str, bad: Callable[..
                 optimizer.step()
         else:
             optimizer.step()
-        step(optimizer, *data[6])
-        found.append(optimizer)
+        found.append(train(optimizer, data[6:]))
     assert_same_training(*found)
     assert all(bool(tensor.isfinite().all()) for tensor in learned(found[0]).values())
