@@ -140,8 +140,11 @@ def validate(optimizer: Any, how: str) -> None:
     model.train(how == "training mode")
     for x, y in batches(2, seed=9, dtype=dtype):
         with torch.inference_mode() if how == "inference mode" else torch.no_grad():
-            value = term(model(x), y)
-        for found in (value, term(model(x).detach(), y)):
+            values = [term(model(x), y)]
+        z = model(x)
+        with torch.no_grad():
+            values.append(term(z, y))
+        for found in (*values, term(z.detach(), y)):
             assert (float(found), found.shape, found.requires_grad) == (0.0, (), False)
             assert found.dtype == torch.promote_types(dtype, torch.float32)
     model.train()

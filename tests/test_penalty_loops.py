@@ -21,6 +21,7 @@ from tests.by_hand import (
     assert_same_training,
     by_hand,
     end,
+    term_of,
     train,
     train_by_closures,
     wrap,
@@ -109,6 +110,28 @@ def test_a_step_that_the_scaler_skips_leaves_nothing(variant: str, poison: str) 
         found.append(train(optimizer, data[5:], **options))
     assert_same_training(*found)
     assert found[0].logs()["step"] == 7
+
+
+@pytest.mark.parametrize("cleared", ["before the forward pass", "before the backward pass"])
+@EACH
+def test_a_step_that_the_script_leaves_out_leaves_nothing(variant: str, cleared: str) -> None:
+    found = []
+    for meets_it in (True, False):
+        optimizer = wrap(variant, mlp())
+        for index, (x, y) in enumerate(batches(STEPS)):
+            if index == 3 and not meets_it:
+                continue
+            if cleared == "before the forward pass":
+                optimizer.zero_grad()
+            z = optimizer.model(x)
+            loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+            if cleared == "before the backward pass":
+                optimizer.zero_grad()
+            loss.backward()
+            if index != 3:
+                optimizer.step()
+        found.append(optimizer)
+    assert_same_training(*found)
 
 
 # ---- states and weights ----------------------------------------------------------------------------------------------
