@@ -90,7 +90,8 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
     .. math:: -\log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
 
-    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity.
+    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity. Rows of DCP
+    whose class has no prototype yet are zero among the rows of c.
 
     Args:
         z, c: rows (N, K).

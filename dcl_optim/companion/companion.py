@@ -213,7 +213,7 @@ class Companion(Forecaster):
             )
         if self._learns and not network.has_shown_its_leaves:
             trained = parameters_of(network.optimizer.optimizer)
-            copying.require_own_leaves(logits, unwrapped(self._model), network.module, trained, arguments)
+            copying.require_own_leaves(logits, unwrapped(self._model), trained, arguments)
             network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
