@@ -14,8 +14,8 @@ and mirror, CE 84.3 and DCL 85.7 with TrivialAugment) and on ImageNet with ResNe
 A tenth of these training images is held out for validation, which the paper does not say of its own.
 
 mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019) come from torchvision. Their labels are soft. The penalty is a
-term of the loss: DCL needs no labels for it, and DCP holds an image to its labels' mixture of prototypes. The step takes
-a closure, with the wrappers as without.
+term of the loss: DCL needs no labels, and DCP holds an image to its labels' mixture of prototypes. The step takes a
+closure, with the wrappers as without.
 """
 
 from __future__ import annotations
