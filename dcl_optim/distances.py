@@ -90,8 +90,8 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
     .. math:: -\log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
 
-    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity, and rows of c
-    that are zero, which have no prototype, out of the other rows' sums.
+    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity. Rows of c that
+    are zero, as those of DCP without a label or a prototype, are left out of the other rows' sums.
 
     Args:
         z, c: rows (N, K).

@@ -28,6 +28,7 @@ class Forward:
         last_backward: the backward pass that brought the last gradient, by autograd's number.
         observed: whether the forecaster has learned from it, or was told to skip it.
         prediction: what the forecaster keeps for the backward pass, which only it writes.
+        choice: a warning, if the model returned other tensors that may be the logits.
     """
 
     def __init__(self, logits: Tensor, step: int, copies: bool = True) -> None:
@@ -39,6 +40,7 @@ class Forward:
         self.last_backward = -1
         self.observed = False
         self.prediction: Any = None
+        self.choice: str | None = None
 
     def lay_out(self, class_dim: int) -> None:
         """Lay the logits out as rows along the dimension that holds the classes."""

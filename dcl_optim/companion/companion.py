@@ -127,7 +127,7 @@ class Companion(Forecaster):
         """Begin with nothing to learn."""
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._num_observed = 0
-        self._total_scale: Scale = 0.0  # the sum of |s|
+        self._total_scale: Scale | None = None  # the sum of |s|
         self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
 
     def _make(self) -> Network:
@@ -213,7 +213,7 @@ class Companion(Forecaster):
             )
         if self._learns and not network.has_shown_its_leaves:
             trained = parameters_of(network.optimizer.optimizer)
-            copying.require_own_leaves(logits, unwrapped(self._model), network.module, trained, arguments)
+            copying.require_own_leaves(logits, unwrapped(self._model), trained, arguments)
             network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
@@ -244,7 +244,7 @@ class Companion(Forecaster):
         self._pending.append((logits, gradient.to(logits.device)))
         self._num_observed += 1
         size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
-        self._total_scale = self._total_scale + size
+        self._total_scale = size if self._total_scale is None else self._total_scale + size
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
 
@@ -302,7 +302,7 @@ class Companion(Forecaster):
         total = self._total_scale
         if isinstance(total, Tensor):
             torch._foreach_div_(gradients, total.clamp(min=TINY).to(gradients[0].device))
-        elif total not in (0.0, 1.0):
+        elif total is not None and total not in (0.0, 1.0):
             torch._foreach_div_(gradients, total)
         if self._group.size > 1:
             together = list(gradients)

@@ -116,18 +116,17 @@ def _rebuild_functions(module: nn.Module, memo: dict[int, Any]) -> None:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(
-    logits: Tensor, model: nn.Module, companion: nn.Module, trained: Iterable[Tensor], arguments: Any
-) -> None:
+def require_own_leaves(logits: Tensor, model: nn.Module, trained: Iterable[Tensor], arguments: Any) -> None:
     """Raise RuntimeError if the companion's logits depend on tensors that train and are not in its optimizer.
 
     Args:
         logits: of the companion, with their graph.
-        model, companion: both networks.
+        model: the model, for the names of its parameters.
         trained: the parameters of the companion's optimizer.
         arguments: of the forward pass, which may require a gradient.
     """
-    if any(map(is_sharded, companion.parameters())):
+    trained = list(trained)
+    if any(map(is_sharded, trained)):
         return
     leaves = _leaves_of(logits)
     allowed = {id(tensor) for tensor in (*trained, *tensors_of(arguments))}

@@ -51,7 +51,7 @@ class Skipped:
 
     def __init__(self) -> None:
         self._fits: list[bool | Tensor] = []
-        self._before = 0  # of earlier batches
+        self._num_before = 0  # of earlier batches
 
     def add(self, fits: bool | Tensor) -> None:
         """Note whether a batch was read."""
@@ -59,15 +59,16 @@ class Skipped:
 
     def questions(self, answered: Callable[[], None]) -> list[Question]:
         """What waits on a device, and what to call when it is known."""
-        if not self._fits:
-            return []
-        on_device = next((fits.device for fits in self._fits[::-1] if isinstance(fits, Tensor)), None)
-        fits = [torch.as_tensor(fits, device=on_device) for fits in self._fits]
-        return [Question(torch.stack(fits).double(), lambda values: self._answer(values, answered))]
+        waiting = [fits for fits in self._fits if isinstance(fits, Tensor)]
+        if waiting:
+            return [Question(torch.stack(waiting), lambda values: self._answer(values, answered))]
+        self._answer([], answered)
+        return []
 
     def _answer(self, values: list[float], answered: Callable[[], None]) -> None:
-        self._fits = [bool(value) for value in values]
-        self._before += self._fits[:-WINDOW].count(False)
+        known = iter(values)
+        self._fits = [bool(next(known)) if isinstance(fits, Tensor) else fits for fits in self._fits]
+        self._num_before += self._fits[:-WINDOW].count(False)
         del self._fits[:-WINDOW]
         answered()
 
@@ -77,4 +78,4 @@ class Skipped:
 
     def total(self) -> int:
         """Count all of them. Synchronizes."""
-        return self._before + sum(not bool(fits) for fits in self._fits)
+        return self._num_before + sum(not bool(fits) for fits in self._fits)
