@@ -24,7 +24,7 @@ class Forward:
         logits: z, detached.
         output: a weak reference to the tensor that the script holds.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
-        class_dim, rows: the dimension of the classes, and z as rows (N, K) along it.
+        class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.
         observed: whether the forecaster has learned from it, or was told to skip it.
         prediction: what the forecaster keeps for the backward pass, which only it writes.
@@ -45,7 +45,14 @@ class Forward:
     def lay_out(self, class_dim: int) -> None:
         """Lay the logits out as rows along the dimension that holds the classes."""
         self.class_dim = class_dim
-        self.rows = to_rows(self.logits, class_dim)
+        self._rows: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """z as rows (N, K), which are a copy only of dense logits."""
+        if self._rows is None:
+            self._rows = to_rows(self.logits, self.class_dim)
+        return self._rows
 
 
 class Step:
