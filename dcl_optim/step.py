@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim._torch import version_of
 from dcl_optim.distances import to_rows
 
 
@@ -22,7 +23,7 @@ class Forward:
 
     Attributes:
         logits: z, detached.
-        output: a weak reference to the tensor that the script holds.
+        output, version: a weak reference to the tensor that the script holds, and how often it was written to before.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.
@@ -35,6 +36,7 @@ class Forward:
         self.logits = logits.detach().clone() if copies else logits.detach()
         self.step = step
         self.output = weakref.ref(logits)
+        self.version = version_of(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.lay_out(1)
         self.last_backward = -1
@@ -103,7 +105,7 @@ class Step:
         """
         forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
         for forward in forwards:
-            if forward.output() is logits:
+            if forward.output() is logits and forward.version == version_of(logits):
                 return forward
         alike = [one for one in forwards if one.logits.shape == logits.shape and not one.observed]
         if may_read:
