@@ -285,7 +285,7 @@ class Prototypes(Forecaster):
             self._numbers = torch.where(is_here, numbers, self._numbers)
             return divisors
         # Equation 6, where the first mean becomes the prototype.
-        rates = torch.where(self._numbers > 0, 1.0 - self._alpha, 1.0)
+        rates = 1.0 - self._alpha * self._numbers.sign()
         self._numbers = torch.maximum(self._numbers, is_here.to(counts))
         return torch.where(is_here, counts / rates, infinity)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
-from dcl_optim._torch import call_after_backward, current_backward, warn
+from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying
 from dcl_optim.companion.copying import Follower
@@ -62,6 +62,7 @@ class Network:
     optimizer: CompanionOptimizer
     follower: Follower
     starts_equal: bool  # whether its first prediction has to be the model's logits
+    versions: list[int]  # how often its parameters had been written to when it was made
     has_predicted: bool = False
     has_shown_its_leaves: bool = False
     loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
@@ -141,7 +142,8 @@ class Companion(Forecaster):
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        self._network = Network(module, optimizer, follower, starts_equal=is_copy)
+        versions = versions_of(follower.parameters)
+        self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
         if self._mode is not None:
             self.switch(self._mode)
         return self._network
@@ -190,6 +192,8 @@ class Companion(Forecaster):
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             self._versions = network.follower.versions()
+            if versions_of(network.follower.parameters) != network.versions:
+                network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
 
