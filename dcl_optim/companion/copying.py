@@ -105,12 +105,21 @@ def _rebuild_functions(module: nn.Module, memo: dict[int, Any]) -> None:
         if not cells:
             continue
         contents = [cell.cell_contents for cell in cells]
-        copies = [memo[id(one)] if isinstance(one, nn.Module) and id(one) in memo else one for one in contents]
+        copies = [_copied(one, memo) for one in contents]
         if any(copied is not one for copied, one in zip(copies, contents, strict=True)):
             closure = tuple(CellType(copied) for copied in copies)
             rebuilt = FunctionType(value.__code__, value.__globals__, name, value.__defaults__, closure)
             rebuilt.__kwdefaults__ = value.__kwdefaults__
             vars(module)[name] = rebuilt
+
+
+def _copied(held: Any, memo: dict[int, Any]) -> Any:
+    """What a function of the copy holds in place of a module of the model, or of a method of one."""
+    if isinstance(held, nn.Module):
+        return memo.get(id(held), held)
+    if isinstance(held, MethodType) and id(held.__self__) in memo:
+        return MethodType(held.__func__, memo[id(held.__self__)])
+    return held
 
 
 # ---- the first prediction --------------------------------------------------------------------------------------------
