@@ -36,7 +36,8 @@ class Forward:
         self.step = step
         self.output = weakref.ref(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
-        self.lay_out(1)
+        self.class_dim = 1
+        self.rows = to_rows(self.logits)
         self.last_backward = -1
         self.observed = False
         self.prediction: Any = None
@@ -44,8 +45,9 @@ class Forward:
 
     def lay_out(self, class_dim: int) -> None:
         """Lay the logits out as rows along the dimension that holds the classes."""
-        self.class_dim = class_dim
-        self.rows = to_rows(self.logits, class_dim)
+        if class_dim != self.class_dim:
+            self.class_dim = class_dim
+            self.rows = to_rows(self.logits, class_dim)
 
 
 class Step:

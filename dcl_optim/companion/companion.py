@@ -74,6 +74,7 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
+    rows: Tensor | None = None  # the logits as rows (N, K), on the model's device
 
 
 class Companion(Forecaster):
@@ -226,7 +227,8 @@ class Companion(Forecaster):
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         z = forward.rows
-        c = to_rows(forward.prediction.logits.detach(), forward.class_dim).to(z.device)
+        prediction: Prediction = forward.prediction
+        prediction.rows = c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
         if _sync.is_sync_step(forward.step):
             self._diverged = (z.isfinite() & ~c.isfinite()).any()
         return Pull(rows_of(self.distance, z, c), max(len(z), 1))
@@ -239,8 +241,9 @@ class Companion(Forecaster):
         prediction.logits = logits.detach()
         if not prediction.learns:
             return
-        c = to_rows(prediction.logits, forward.class_dim)
-        rows = rows_towards_target(self.distance, forward.rows.to(c.device), c, pull.rows, alpha)
+        c = prediction.rows
+        assert c is not None
+        rows = rows_towards_target(self.distance, forward.rows, c, pull.rows, alpha)
         number, weights = self._drawn_rows(pull)
         towards = Pull(rows, number, weights)
         gradient = towards.gradient(logits.shape, logits.dtype, forward.class_dim, scale, overwrites=True)
