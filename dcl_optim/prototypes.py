@@ -151,7 +151,8 @@ class Prototypes(Forecaster):
             weights = ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
         rows = rows_of(self.distance, z, c)
         forward.prediction = classes, shares, rows.slope if rows.norms is not None else None
-        return Pull(rows, labels.number, weights)
+        number = labels.number
+        return Pull(rows, number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1), weights)
 
     def _prepare(self, forward: Forward) -> Tensor:
         """Follow the logits to their number, device and dtype; return them as rows."""
@@ -346,7 +347,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
         shares = to_rows(labels.detach())
         if may_read:
             _check_shares(shares)
-        return Labels(shares, max(len(shares), 1))
+        return Labels(shares, len(shares))
     if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dtype.is_complex:
         raise TypeError(
             f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} are neither class indices nor soft labels "
@@ -371,7 +372,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
                 f"ignore_index={ignore_index}"
             )
     number = len(rows) - is_ignored.sum()
-    return Labels(rows.masked_fill(is_ignored, num_classes), number.clamp(min=1))
+    return Labels(rows.masked_fill(is_ignored, num_classes), number)
 
 
 def _are_classes(labels: Tensor, num_classes: int) -> bool:

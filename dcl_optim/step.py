@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim._torch import version_of
 from dcl_optim.distances import to_rows
 
 
@@ -22,9 +23,9 @@ class Forward:
 
     Attributes:
         logits: z, detached.
-        output: a weak reference to the tensor that the script holds.
+        output, version: a weak reference to the tensor that the script holds, and how often it was written to before.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
-        class_dim, rows: the dimension of the classes, and z as rows (N, K) along it.
+        class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.
         observed: whether the forecaster has learned from it, or was told to skip it.
         prediction: what the forecaster keeps for the backward pass, which only it writes.
@@ -35,9 +36,10 @@ class Forward:
         self.logits = logits.detach().clone() if copies else logits.detach()
         self.step = step
         self.output = weakref.ref(logits)
+        self.version = version_of(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.class_dim = 1
-        self.rows = to_rows(self.logits)
+        self._rows: Tensor | None = None
         self.last_backward = -1
         self.observed = False
         self.prediction: Any = None
@@ -47,7 +49,14 @@ class Forward:
         """Lay the logits out as rows along the dimension that holds the classes."""
         if class_dim != self.class_dim:
             self.class_dim = class_dim
-            self.rows = to_rows(self.logits, class_dim)
+            self._rows = None
+
+    @property
+    def rows(self) -> Tensor:
+        """z as rows (N, K), which are a copy only of dense logits."""
+        if self._rows is None:
+            self._rows = to_rows(self.logits, self.class_dim)
+        return self._rows
 
 
 class Step:
@@ -98,7 +107,7 @@ class Step:
         """
         forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
         for forward in forwards:
-            if forward.output() is logits:
+            if forward.output() is logits and forward.version == version_of(logits):
                 return forward
         alike = [one for one in forwards if one.logits.shape == logits.shape and not one.observed]
         if may_read:

@@ -237,6 +237,9 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
+        if not prediction.learns or not len(forward.rows):
+            self.skip(forward, alpha)
+            return
         logits = prediction.logits
         prediction.logits = logits.detach()
         if not prediction.learns:

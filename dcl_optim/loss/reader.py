@@ -33,7 +33,7 @@ class Labels(NamedTuple):
 
     Attributes:
         rows: the label of each row (N,), K for none; or soft labels (N, K), 0 in rows without.
-        number: the number of rows that the penalty is the mean of.
+        number: the number of rows that have one.
     """
 
     rows: Tensor
@@ -169,7 +169,7 @@ class LossReader:
             last = torch.full_like(reading.scale, last)
         self._scale = scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
         if self.reads_labels:
-            return Loss(scale, Labels(reading.labels, count.clamp(min=1)), reading.scale)
+            return Loss(scale, Labels(reading.labels, count), reading.scale)
         return Loss(scale * (count > 0), None, reading.scale)  # a gradient of zero: the loss has the factor 0
 
     def _require_a_scale(self, gradient: Tensor, is_first: bool) -> None:
