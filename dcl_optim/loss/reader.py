@@ -116,7 +116,7 @@ class LossReader:
         if self._form is not None and dim is not None:
             forward.lay_out(dim)
             seen = _LaidOut(forward.rows, to_rows(gradient, dim), dim, self._form)
-            reading: Reading | None = self._read_as(self._form, seen)
+            reading: Reading | None = self._read_as(self._form, seen, forward.step)
             count = seen.count
             if may_read and reading is not None and not bool(reading.fits):
                 reading, count, is_finite = self._choose(forward, gradient)
@@ -177,8 +177,10 @@ class LossReader:
         if self._was_refused and (gradient.dtype == torch.float16 or not is_first):
             raise RuntimeError(unread.UNREADABLE_SCALE.format(name=self._name))
 
-    def _read_as(self, form: Form, seen: _LaidOut) -> Reading:
-        return cross_entropy.read(form, seen.gradient(self.reads_labels or form.kind == "weighted"), self.reads_labels)
+    def _read_as(self, form: Form, seen: _LaidOut, step: int) -> Reading:
+        # The rows of the largest gradient may all be of the class of the largest weight, and show another factor.
+        all_rows = self.reads_labels or form.kind == "weighted" or _sync.is_sync_step(step)
+        return cross_entropy.read(form, seen.gradient(all_rows), self.reads_labels)
 
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, Tensor | None, bool]:
         """Choose form and class dimension from all rows, and read: the reading, the number of live rows, is_finite."""
