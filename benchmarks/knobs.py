@@ -62,7 +62,7 @@ def _small(script: Script) -> nn.Module:
 def _smaller(title: str, accuracy: str) -> Knob:
     return Knob(
         f"companion={title}",
-        lambda script: {"companion": partial(_small, script)},
+        lambda script: {"companion": _small(script)},
         "smaller companion",
         accuracy,
         suits=lambda work: work.small is not None and work.small_title == title,

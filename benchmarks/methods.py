@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -105,28 +106,41 @@ def prototypes_by_hand(script: Script) -> Training:
     return Training(step, model, [optimizer], others=lambda: [prototypes.rows])
 
 
-def companion_learning(script: Script, finish: Callable[[DCLOptimizer], Any] | None = None, **options: Any) -> Training:
-    """The same by wrapping the optimizer; ``finish`` is what a script does to the wrapper before it trains."""
-    base = sgd(trained(script.model))
-    optimizer = DCLOptimizer(base, script.model, **{"weight": WEIGHT, "distance": "squared"} | options)
+PAPER: dict[str, Any] = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}  # as the loops by hand
+
+
+def companion_learning(
+    script: Script,
+    finish: Callable[[DCLOptimizer], Any] | None = None,
+    settings: dict[str, Any] = PAPER,
+    term: bool = False,
+    **options: Any,
+) -> Training:
+    """The same by wrapping the optimizer.
+
+    Args:
+        script: what trains.
+        finish: what the script does to the wrapper before it trains.
+        settings: the wrapper's arguments.
+        term: whether the penalty is a term of the script's loss.
+        options: further arguments of the wrapper.
+    """
+    optimizer = DCLOptimizer(sgd(trained(script.model)), script.model, **settings | options)
     if finish is not None:
         finish(optimizer)
     state = [optimizer.base, optimizer.companion_optimizer]
-    return Training(script.loop(optimizer), script.model, state, optimizer.companion)
+    step = script.loop(optimizer, penalty=(lambda z, y: optimizer.penalty(z)) if term else None)
+    return Training(step, script.model, state, optimizer.companion)
 
 
-def companion_prototype(script: Script, gives_targets: bool = False, **options: Any) -> Training:
-    """Class prototypes in the companion's place, the labels read or given; as the loop by hand unless told."""
-    base = sgd(trained(script.model))
-    optimizer = DCPOptimizer(
-        base, script.model, **{"weight": WEIGHT, "alpha": ALPHA, "update": "batch", "distance": "squared"} | options
-    )
-    return Training(
-        script.loop(optimizer, targets=optimizer.set_targets) if gives_targets else script.loop(optimizer),
-        script.model,
-        [optimizer.base],
-        others=lambda: tensors_in(optimizer.forecaster.state_dict()),
-    )
+def companion_prototype(
+    script: Script, settings: dict[str, Any] = PAPER | {"update": "batch"}, term: bool = False
+) -> Training:
+    """Class prototypes in the companion's place; the arguments are those of :func:`companion_learning`."""
+    optimizer = DCPOptimizer(sgd(trained(script.model)), script.model, **settings)
+    step = script.loop(optimizer, penalty=optimizer.penalty if term else None)
+    own = f"dcl_optim.{DCPOptimizer.__name__}"
+    return Training(step, script.model, [optimizer.base], others=lambda: tensors_in(optimizer.state_dict()[own]))
 
 
 def sharpness_aware(script: Script) -> Training:
@@ -209,14 +223,23 @@ def plain_row(variant: str = "") -> Row:
     return Row(f"plain, {variant}" if variant else "plain", plain, variant)
 
 
+def _wrapped(method: str, build: Callable[..., Training]) -> list[Row]:
+    """By the line and by the term, each with the paper's settings, which the loop by hand has, and the defaults."""
+    rows = []
+    for name, term in ((f"{method}Optimizer", False), (f"{method}, by the term", True)):
+        rows.append(Row(name, partial(build, term=term), by_hand=f"handwritten {method}"))
+        rows.append(Row(f"{name}, defaults", partial(build, term=term, settings={})))
+    return rows
+
+
 METHODS: dict[str, Row] = {
     row.name: row
     for row in (
         plain_row(),
         Row("handwritten DCL", companion_by_hand),
-        Row("DCLOptimizer", companion_learning, by_hand="handwritten DCL"),
+        *_wrapped("DCL", companion_learning),
         Row("handwritten DCP", prototypes_by_hand),
-        Row("DCPOptimizer", companion_prototype, by_hand="handwritten DCP"),
+        *_wrapped("DCP", companion_prototype),
         Row("SAM", sharpness_aware, package="pytorch_optimizer"),
         Row("Lookahead", lookahead, package="pytorch_optimizer", period=LOOKAHEAD_STEPS),
         Row("EMA of the weights", weight_average),

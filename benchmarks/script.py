@@ -14,6 +14,8 @@ from torch.optim import SGD, Optimizer
 from benchmarks.setting import Setting
 from benchmarks.workloads import Batches, Workload
 
+Penalty = Callable[[Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class Script:
@@ -37,10 +39,12 @@ class Script:
         while True:
             yield list(itertools.islice(endless, self.micro_batches))
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Forward and loss, in the setting's precision."""
+    def loss(self, x: Tensor, y: Tensor, penalty: Penalty | None = None) -> Tensor:
+        """Forward and loss, in the setting's precision; with a penalty of logits and labels, if it is a term."""
         with self.setting.autocast():
-            return self.criterion(self.model(x), y)
+            z = self.model(x)
+            loss = self.criterion(z, y)
+            return loss if penalty is None else loss + penalty(z, y)
 
     def backward(self, loss: Tensor) -> None:
         """Backward through a micro-batch's share of the loss."""
@@ -50,22 +54,21 @@ class Script:
         self,
         optimizer: Optimizer,
         after: Callable[[], Any] = lambda: None,
-        targets: Callable[[Tensor], Any] = lambda y: None,
+        penalty: Penalty | None = None,
     ) -> Callable[[], None]:
         """One step of the loop of any script.
 
         Args:
             optimizer: what the script steps.
             after: called after the optimizer's step.
-            targets: called with the labels before the forward pass.
+            penalty: what the script adds to its loss.
         """
         steps = self.steps()
 
         def step() -> None:
             optimizer.zero_grad()
             for x, y in next(steps):
-                targets(y)
-                self.backward(self.loss(x, y))
+                self.backward(self.loss(x, y, penalty))
             optimizer.step()
             after()
 

@@ -13,9 +13,9 @@ and mirror, CE 84.3 and DCL 85.7 with TrivialAugment) and on ImageNet with ResNe
 
 A tenth of these training images is held out for validation, which the paper does not say of its own.
 
-mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019) come from torchvision. Their labels are soft, and the loss module
-that the optimizers are given hands them on: DCL needs them for nothing, DCP holds an image to its labels' mixture of
-prototypes. The step takes a closure, with the wrappers as without.
+mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019) come from torchvision. Their labels are soft. The penalty is a
+term of the loss: DCL needs no labels, and DCP holds an image to its labels' mixture of prototypes. The step takes a
+closure, with the wrappers as without.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torchvision.transforms import v2
 
-from dcl_optim import DCPOptimizer
 from examples.applications.classification import accuracy
 from examples.applications.comparison import Application, Row, main
-from examples.helpers.optimizers import METHODS, build_optimizer
+from examples.helpers.optimizers import METHODS, build_optimizer, penalty
 from examples.paper import networks
 from examples.paper.augmentations import seeded
 from examples.paper.datasets import load
@@ -60,10 +59,9 @@ def step(optimizer: Optimizer, model: nn.Module, criterion: nn.Module, x: Tensor
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        if isinstance(optimizer, DCPOptimizer):
-            optimizer.set_targets(y)  # mixed labels
-        loss: Tensor = criterion(model(x), y)
-        loss.backward()
+        z = model(x)
+        loss: Tensor = criterion(z, y)
+        (loss + penalty(optimizer, z, y)).backward()
         return loss
 
     return optimizer.step(closure).item()  # type: ignore[attr-defined,arg-type,no-any-return]
@@ -84,7 +82,7 @@ def train(
     model = networks.build(network, pictures.classes, pictures.shape).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model, weight=weight).
+    # New are this line, for "dcp" DCPOptimizer(optimizer, model, weight=weight), and the term in step().
     optimizer = build_optimizer(method, optimizer, model, weight=weight)
     scheduler = CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(seed)

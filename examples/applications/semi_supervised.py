@@ -1,8 +1,8 @@
 """Semi-supervised learning: FixMatch with a few labels, and with Deep Companion Learning on top of it.
 
-The companion needs no labels, so the penalty covers every row of the batch: labelled, weak and strong views. One
-forward of all three together is what makes it so. The loss is a mean over the labelled rows plus one over the
-unlabelled, from whose gradient no common factor can be read; it is 1, and said so: ``loss_scale=1.0``.
+The companion needs no labels, so the penalty covers every row of the batch: labelled, weak and strong views. The model
+is called on all three together. The loss is a mean over the labelled rows plus one over the unlabelled, from whose
+gradient no common factor can be read, so the penalty is a term of it: ``loss + optimizer.penalty(z)``.
 
 Data at hand: 3,000 images of Fashion-MNIST, 40 of them with a label. The paper's setting (its Figure 4, with
 FixMatch's own hyperparameters):
@@ -30,6 +30,7 @@ from dcl_optim import DCLOptimizer
 from examples.applications.classification import accuracy, moved, placed
 from examples.applications.comparison import Application, Row, main
 from examples.applications.fixmatch import Views, batches, cosine, fixmatch_loss
+from examples.helpers.optimizers import penalty
 from examples.paper import networks
 from examples.paper.datasets import AUGMENTATIONS, FOLDER, Data, load
 from examples.paper.datasets.base import InMemory
@@ -101,14 +102,15 @@ def train(
     deployed = moving_average(model, chosen.average, warm_up=True)
     optimizer: Optimizer = SGD(groups(model, chosen.weight_decay), lr=chosen.lr, momentum=0.9, nesterov=True)
     if weight is not None:
-        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6, loss_scale=1.0)
+        optimizer = DCLOptimizer(optimizer, model, weight=weight, alpha=0.6)
     scheduler = LambdaLR(optimizer, lambda step: cosine(step, chosen.steps))
     parts = [chosen.batch_size, chosen.ratio * chosen.batch_size, chosen.ratio * chosen.batch_size]
     for step, (x, y) in zip(range(1, chosen.steps + 1), stream, strict=False):
-        z, weak, strong = model(moved(x, device)).split(parts)
-        loss, counted = fixmatch_loss(z, y.to(device), weak, strong, chosen.threshold, chosen.unlabelled_weight)
+        z = model(moved(x, device))
+        known, weak, strong = z.split(parts)
+        loss, counted = fixmatch_loss(known, y.to(device), weak, strong, chosen.threshold, chosen.unlabelled_weight)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + penalty(optimizer, z)).backward()
         optimizer.step()
         scheduler.step()
         deployed.update_parameters(model)

@@ -1,10 +1,10 @@
-"""Plain training, DCL or DCP by name."""
+"""Plain training, DCL or DCP by name, and their penalty."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
@@ -30,3 +30,17 @@ def build_optimizer(method: str, base: Optimizer, model: nn.Module, **options: A
         return base
     given = {name: value for name, value in options.items() if value is not None}
     return DCLOptimizer(base, model, **given) if method == "dcl" else DCPOptimizer(base, model, **given)
+
+
+def penalty(optimizer: Optimizer, z: Tensor, y: Tensor | None = None) -> Tensor | float:
+    """The penalty as a term of the loss; 0 for an optimizer that is not wrapped.
+
+    Args:
+        optimizer: what :func:`build_optimizer` gave.
+        z: the logits that the model returned.
+        y: their labels, which DCP needs.
+    """
+    if isinstance(optimizer, DCPOptimizer):
+        assert y is not None
+        return optimizer.penalty(z, y)
+    return optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else 0.0

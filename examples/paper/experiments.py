@@ -38,6 +38,10 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "half as wide": {"companion": "small-cnn-half"},
     "a quarter as wide": {"companion": "small-cnn-quarter"},
 }
+# The share of each batch's rows that the companion learns from.
+FRACTIONS: dict[str, dict[str, Any]] = {
+    f"a share of {share:g}": {} if share == 1 else {"companion_fraction": share} for share in (0.1, 0.2, 0.5, 0.8, 1.0)
+}
 
 
 def _dcl(plain: Configuration, **options: Any) -> Configuration:
@@ -75,9 +79,11 @@ def _baselines(plain: Configuration) -> dict[str, Configuration]:
     return _main(plain) | twice | {label: replace(plain, method=method) for label, method in names.items()}
 
 
-def _ablation(title: str, options: dict[str, dict[str, Any]]) -> Experiment:
-    runs = {label: _dcl(SCRIPTS, **chosen) for label, chosen in options.items()}
-    return Experiment(f"{title}, on 100 scripts", "validation", 3, "CE", {"CE": SCRIPTS} | runs)
+def _ablation(
+    title: str, options: dict[str, dict[str, Any]], plain: Configuration = SCRIPTS, data: str = "100 scripts"
+) -> Experiment:
+    runs = {label: _dcl(plain, **chosen) for label, chosen in options.items()}
+    return Experiment(f"{title}, on {data}", "validation", 3, "CE", {"CE": plain} | runs)
 
 
 def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict[str, Experiment]:
@@ -115,6 +121,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "distance": _ablation("the distance (Table 6)", DISTANCES),
     "rate": _ablation("the companion's learning rate", RATES),
     "companion": _ablation("smaller companions (Table 9)", COMPANIONS),
+    "fraction-scripts": _ablation("the rows that the companion learns from (Table 10)", FRACTIONS),
+    "fraction-kanji": _ablation(
+        "the rows that the companion learns from (Table 10)", FRACTIONS, evidence.KANJI, "150 kanji, 4,000 steps"
+    ),
     **evidence.EXPERIMENTS,
     **pays.EXPERIMENTS,
     **peers.EXPERIMENTS,

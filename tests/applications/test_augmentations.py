@@ -72,7 +72,7 @@ def test_a_step_with_soft_labels_by_hand():
     by_hand = nn.Linear(4, 3).double()
     by_hand.load_state_dict(model.state_dict())
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DCPOptimizer(base, model, 3, weight=1.0, alpha=0.6)
+    optimizer = DCPOptimizer(base, model, weight=1.0, alpha=0.6)
     x = torch.randn(2, 6, 4, dtype=torch.float64)
     soft = torch.softmax(torch.randn(2, 6, 3, dtype=torch.float64), 2)
     found = [step(optimizer, model, criterion, x[number], soft[number]) for number in range(2)]

@@ -111,7 +111,7 @@ def test_ignored_pixels_leave_prototypes_alone():
     model, criterion = nn.Conv2d(1, 3, 1).double(), nn.CrossEntropyLoss(ignore_index=255)
     x, y = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.arange(32).view(2, 4, 4) % 3
     y[0] = 255
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, 3)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     z = model(x)
     criterion(z, y).backward()
     optimizer.step()

@@ -27,7 +27,7 @@ def run(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
 
 @needs_device
 def test_kernels_writes_what_it_counts_and_what_is_refused(tmp_path: Path) -> None:
-    methods = ("plain", "handwritten DCP", "DCPOptimizer, set_targets")
+    methods = ("plain", "handwritten DCP", "DCP, by the term")
     results, printed = run(tmp_path, "kernels", "--losses", "mixup", "--methods", *methods)
     assert [(row["dtype"], row["method"]) for row in results["kernels"]] == [
         (dtype, method) for dtype in ("float32", "bfloat16") for method in methods

@@ -64,6 +64,13 @@ def test_the_wrapper_trains_what_the_handwritten_loop_trains(workload):
     assert not torch.allclose(weights(wrapped.model), weights(plain.model))
 
 
+@pytest.mark.parametrize("settings", ["", ", defaults"])
+@pytest.mark.parametrize("method", ["DCL", "DCP"])
+def test_the_term_trains_what_the_line_trains(method, settings):
+    line, term = (trained(METHODS[f"{name}{settings}"], 5) for name in (f"{method}Optimizer", f"{method}, by the term"))
+    torch.testing.assert_close(weights(term.model), weights(line.model), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("method", "workload"), [*((method, "cnn") for method in METHODS), *(("DCLOptimizer", name) for name in ON_CPU)]
 )
@@ -101,12 +108,13 @@ class Explode(nn.Module):
 def test_state_is_counted_exactly():
     copy_bytes = 4 * MLP_PARAMETERS
     prototypes_and_numbers = 4 * 10 * 10 + 4 * 10
+    ways = ("{}Optimizer", "{}Optimizer, defaults", "{}, by the term", "{}, by the term, defaults")
     expected = {
         "plain": (0, copy_bytes),
         "handwritten DCL": (MLP_PARAMETERS, 3 * copy_bytes),
-        "DCLOptimizer": (MLP_PARAMETERS, 3 * copy_bytes),
+        **{way.format("DCL"): (MLP_PARAMETERS, 3 * copy_bytes) for way in ways},
         "handwritten DCP": (0, copy_bytes + 4 * 10 * 10),
-        "DCPOptimizer": (0, copy_bytes + prototypes_and_numbers),
+        **{way.format("DCP"): (0, copy_bytes + prototypes_and_numbers) for way in ways},
         "SAM": (0, copy_bytes),  # its copy of the weights is gone after the step
         "Lookahead": (0, 2 * copy_bytes),
         "EMA of the weights": (MLP_PARAMETERS, 2 * copy_bytes + 8),  # 8: how many were averaged

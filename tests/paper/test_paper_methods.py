@@ -277,6 +277,7 @@ WRONG = [
     ("dcl", "weight", -1.0),
     ("dcp", "alpha", 2.0),
     ("dcp", "random_prototypes", -1.0),
+    ("dcp", "prototypes", "medians"),
     ("dcl-dcp", "dcl_weight", -1.0),
     ("dcl-dcp", "dcl_alpha", 2.0),
     ("dcl-dcp", "dcp_weight", -1.0),
@@ -312,11 +313,23 @@ def test_an_option_out_of_range_is_refused_by_name(name: str, option: str, value
         make(name, setting(), **{option: value})
 
 
-def test_the_companions_options_are_the_wrappers_and_the_loss_scale_is_taken() -> None:
-    assert {"weight", "alpha", "distance", "companion", "companion_lr_scale"} <= set(METHODS["dcl"].options())
-    assert {"weight", "alpha", "distance"} <= set(METHODS["dcp"].options())
-    with pytest.raises(ValueError, match="has no option loss_scale"):
-        make("dcl", setting(), loss_scale=1.0)
+def test_the_options_are_the_wrappers_that_change_what_is_learned() -> None:
+    of_companions = {"companion", "companion_lr_scale", "companion_every", "companion_fraction"}
+    assert {"weight", "alpha", "distance", "temperature"} | of_companions <= set(METHODS["dcl"].options())
+    assert {"weight", "alpha", "distance", "temperature", "update"} <= set(METHODS["dcp"].options())
+    with pytest.raises(ValueError, match="has no option strict"):
+        make("dcl", setting(), strict=False)
+
+
+def test_a_temperature_is_that_of_the_distance() -> None:
+    """At T = 100 the divergence is 625 times as flat as at T = 4, the default."""
+    moved = []
+    for options in ({}, {"temperature": 4.0}, {"temperature": 100.0}):
+        method = started("dcl", weight=100.0, distance="kl", **options)
+        train(method, 1)
+        moved.append(method.networks()["model"][0].weight)
+    torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-12)
+    assert not torch.allclose(moved[1], moved[2], atol=1e-4)
 
 
 def test_sam_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from examples.paper.methods import Method, make
-from examples.paper.methods.companion_and_prototypes import CompanionPrototypeOptimizer
+from examples.paper.methods import METHODS, Method, make
 from tests.paper.test_paper_methods import (
     BATCH,
     CLASSES,
@@ -185,8 +184,8 @@ def test_the_training_step_with_each_option_is_the_one_written_out(name: str, sh
     if hand.companion is not None:
         assert_close(method.networks()["companion"], hand.companion, tolerance)
     if hand.prototypes is not None:
-        forecaster = method.main.optimizer.forecaster
-        ours = getattr(forecaster, "prototypes", forecaster).values
+        own = method.prototypes
+        ours = method.main.optimizer.prototypes if own is None else own.values
         torch.testing.assert_close(ours, torch.stack(hand.prototypes), rtol=0, atol=tolerance)
     if option == "online_label_smoothing":
         assert any(row.std() > 0 for row in task.table)  # something was classified right
@@ -211,9 +210,8 @@ def test_mixed_labels_have_the_mixed_loss_of_their_two_classes() -> None:
 
 def test_the_logit_penalty_is_dcp_with_prototypes_of_zero() -> None:
     plain = started("plain", by_hand(normed), logit_penalty=0.6)
-    held = started("dcp", by_hand(normed), weight=0.6, alpha=1.0, update="batch", distance="squared")
-    state = {"values": torch.zeros(CLASSES, CLASSES), "numbers": torch.ones(CLASSES)}
-    held.main.optimizer.forecaster.load_state_dict(state)
+    held = started("dcp", by_hand(normed), weight=0.6, random_prototypes=1.0, distance="squared")
+    held.prototypes.fix(torch.zeros(CLASSES, CLASSES))
     train(plain), train(held)
     assert_close(plain.networks()["model"], held.networks()["model"])
 
@@ -340,18 +338,17 @@ def test_without_its_weight_class_wise_distillation_is_plain_training_but_for_wh
 
 def test_random_prototypes_are_there_from_the_start_and_stay() -> None:
     method = started("dcp", by_hand(), weight=0.5, random_prototypes=2.0, distance="squared")
-    optimizer, net = method.main.optimizer, twin(method)
-    prototypes = optimizer.prototypes
+    net, prototypes = twin(method), method.prototypes.values.clone()
     assert 1.0 < float(prototypes.std()) < 3.0
     for batch in batches():
         epoch, _, x, y, _ = batch
         advance(method, batch)
         z = net(x)
         descend(net, cross_entropy(z, y) + 0.5 * (z - prototypes[y]).square().mean(), epoch)
-    assert torch.equal(optimizer.prototypes, prototypes)
+    assert torch.equal(method.prototypes.values, prototypes)
     assert_close(method.networks()["model"], net)
     same, twice, other = (
-        started("dcp", seed=seed, random_prototypes=scale).main.optimizer.prototypes
+        started("dcp", seed=seed, random_prototypes=scale).prototypes.values
         for seed, scale in ((0, 2.0), (0, 4.0), (1, 2.0))
     )
     torch.testing.assert_close(twice, 2 * same)
@@ -387,36 +384,20 @@ def test_dcl_reports_the_mean_of_both_softmaxes() -> None:
 # ---- dcl-dcp ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_alphas_of_both_are_the_wrappers_and_the_distances_the_papers() -> None:
-    ours = inspect.signature(CompanionPrototypeOptimizer).parameters
+def test_the_alphas_of_both_are_the_wrappers() -> None:
+    ours = inspect.signature(METHODS["dcl-dcp"].__init__).parameters
     for prefix, wrapper in (("dcl_", DCLOptimizer), ("dcp_", DCPOptimizer)):
         assert ours[prefix + "alpha"].default == inspect.signature(wrapper).parameters["alpha"].default
-        assert (ours[prefix + "weight"].default, ours[prefix + "distance"].default) == (0.1, "squared")
-    assert ours["companion_lr_scale"].default == 1.0
+        assert ours[prefix + "weight"].default == 0.1
 
 
 @pytest.mark.parametrize(("alone", "without"), [("dcl", "dcp_weight"), ("dcp", "dcl_weight")])
 def test_without_one_of_its_weights_both_is_the_other(alone: str, without: str) -> None:
     given = setting(normed)
-    options = {"weight": 0.5, "alpha": 0.3, "distance": "kl"}
-    single = started(alone, given, **options, **({"update": "batch"} if alone == "dcp" else {}))
+    options = {"weight": 0.5, "alpha": 0.3}
+    further = {"distance": "squared"} | ({"update": "batch"} if alone == "dcp" else {})
+    single = started(alone, given, **options, **further)
     both = started("dcl-dcp", given, **{without: 0.0, **{f"{alone}_{name}": value for name, value in options.items()}})
     train(single), train(both)
     for name, net in single.networks().items():
         assert_close(net, both.networks()[name])
-
-
-def test_a_second_backward_through_one_forward_adds_the_penalty_to_the_same_companion() -> None:
-    method = started("dcl-dcp", by_hand(normed), **WRAPPED["dcl-dcp"])
-    train(method, 1)
-    net, (_, _, x, y, _) = method.main.network, next(batches())
-    method.main.optimizer.zero_grad()
-    away = (twin(method)(x) - twin(method, "companion")(x)).square().mean()
-    apart = (twin(method)(x) - method.main.optimizer.forecaster.prototypes.values[y]).square().mean()
-    loss = method.criterion(net(x), y)
-    loss.backward(retain_graph=True)
-    assert method.main.optimizer.penalty == pytest.approx((0.5 * away + 0.7 * apart).item())
-    once = [parameter.grad.clone() for parameter in net.parameters()]
-    loss.backward()
-    for parameter, gradient in zip(net.parameters(), once, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=0, atol=1e-12)

@@ -10,17 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dcl_optim import AutoWeight
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcp_step
-from tests.paper.test_paper_methods import CLASSES, STEPS, advance, assert_close, assert_resumes, batches, started
+from tests.paper.test_paper_methods import (
+    CLASSES,
+    STEPS,
+    advance,
+    assert_close,
+    assert_resumes,
+    assert_same,
+    batches,
+    frozen,
+    started,
+    train,
+)
 from tests.paper.test_paper_methods_formulas import DECAY, by_hand, rate, twin
 
 DCP: dict[str, Any] = {"alpha": 0.9, "update": "rows"}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "accuracy": ("dcp", DCP | {"rule": {"signal": "accuracy", "power": 2}}),
     "loss": ("dcp", DCP | {"rule": {"signal": "loss", "power": 0.5}}),
-    "by class": ("dcp", DCP | {"weight": 1.0, "prototypes": "weights by class"}),
-    "batch means": ("dcp", DCP | {"weight": 0.5, "prototypes": "batch means"}),
+    "by class": ("dcp", DCP | {"weight": 1.0, "prototypes": "weights by class", "distance": "squared"}),
+    "batch means": ("dcp", DCP | {"weight": 0.5, "prototypes": "batch means", "distance": "squared"}),
     "dcl": ("dcl", {"distance": "kl", "rule": {"signal": "accuracy", "power": 2, "floor": 0.0, "factor": 16}}),
 }
 
@@ -47,6 +59,16 @@ def test_the_weight_follows_a_running_mean_of_the_training(signal: str) -> None:
         seen.append(float((z.argmax(1) == y).double().mean() if signal == "accuracy" else F.cross_entropy(z, y)))
         dcp_step(net, prototypes, plain, x, y, F.cross_entropy, mse, weight=weight, alpha=0.9, numbers=numbers)
     assert_close(method.networks()["model"], net, 1e-6)
+
+
+def test_prototypes_of_the_experiments_follow_the_accuracy_of_an_automatic_weight() -> None:
+    options = DCP | {"prototypes": "batch means", "distance": "squared"}
+    ends = []
+    for weight in ({"rule": {"signal": "accuracy", "power": 2}}, {"weight": AutoWeight(power=2)}):
+        method = started("dcp", **options, **weight)
+        train(method)
+        ends.append(frozen(method))
+    assert_same(*ends)
 
 
 def by_class_and_batch_means(arm: str, z: Tensor, y: Tensor, state: dict[int, Any]) -> None:

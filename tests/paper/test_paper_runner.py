@@ -47,7 +47,30 @@ def test_the_rows_dcl_and_dcp_are_the_wrappers_defaults():
 
 
 def test_choices_are_made_on_validation_pictures():
-    assert {EXPERIMENTS[name].part for name in ("alpha", "distance", "rate", "companion")} == {"validation"}
+    ablations = ("alpha", "distance", "rate", "companion", "fraction-scripts", "fraction-kanji")
+    assert {EXPERIMENTS[name].part for name in ablations} == {"validation"}
+
+
+@pytest.mark.parametrize("name", ["fraction-scripts", "fraction-kanji"])
+def test_the_companion_learns_from_shares_of_the_batches_by_the_papers_settings(name):
+    plain, *runs = EXPERIMENTS[name].runs.values()
+    paper = {"weight": 1.0, "alpha": 0.6, "distance": "squared"}
+    assert {run.method for run in runs} == {"dcl"}
+    assert [replace(run, method="plain", options={}) for run in runs] == [plain] * 5
+    assert [run.options for run in runs] == [*(paper | {"companion_fraction": f} for f in (0.1, 0.2, 0.5, 0.8)), paper]
+
+
+def test_a_share_of_rows_reaches_the_wrapper(monkeypatch):
+    given = {}
+
+    class Noted(DCLOptimizer):
+        def __init__(self, base, model, *, companion_fraction, **options):
+            super().__init__(base, model, **options)
+            given["companion_fraction"] = companion_fraction
+
+    monkeypatch.setattr(methods.companion, "DCLOptimizer", Noted)
+    Run(replace(TINY, method="dcl", options={"companion_fraction": 0.2}), 0, CPU)
+    assert given == {"companion_fraction": 0.2}
 
 
 @pytest.mark.parametrize("method", ["plain", "dcl", "dcp", "saf", "cs-kd"])
@@ -113,9 +136,6 @@ def test_prototypes_are_frozen_after_the_first_epoch():
     assert held[0].any()
     assert torch.equal(held[0], held[1])
     assert torch.equal(held[0], held[2])
-    run = Run(replace(TINY, method="dcl-dcp", options={"dcp_alpha": "frozen-after-first-epoch"}), 0, CPU)
-    assert run.method.main.optimizer.forecaster._dcp.alpha(3) == 0.97
-    assert run.method.main.optimizer.forecaster._dcp.alpha(4) == 1.0
 
 
 DRAWING = [("dcp", {"random_prototypes": 1.0}), ("plain", {"mixup": 0.2}), ("dcl", {"mixup": 0.2, "rho": 0.05})]
@@ -420,7 +440,7 @@ def test_presets_in_older_records_are_read_as_the_arguments_that_they_stood_for(
 
 
 # A part of an experiment's runs would be a choice: the repository has all of them, or none yet.
-NOT_RUN = {"main-cifar100"}
+NOT_RUN = {"main-cifar100", "fraction-scripts", "fraction-kanji"}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -60,18 +60,12 @@ def score(network: stages.Staged, data: Data, device: torch.device, part: str) -
 
 
 def with_dcl(optimizer: Optimizer, method: methods.Plain, settings: Settings) -> DCLOptimizer:
-    """Wrap the optimizer: all that DCL changes.
+    """Wrap the optimizer.
 
     DCL holds the deployed network to its companion; the teacher and what ReviewKD trains beside it have none. A factor
-    on the loss cannot be read off the gradient of a distillation loss, so it is said: here the loss has none.
+    on the loss cannot be read off the gradient of a distillation loss, so the penalty is a term of the loss.
     """
-    return DCLOptimizer(
-        optimizer,
-        method.model,
-        weight=settings.weight,
-        alpha=settings.alpha,
-        loss_scale=1.0,
-    )
+    return DCLOptimizer(optimizer, method.model, weight=settings.weight, alpha=settings.alpha)
 
 
 def _rows() -> dict[str, Row]:

@@ -14,6 +14,7 @@ from examples.applications.classification import moved, placed
 from examples.applications.distillation import stages
 from examples.applications.distillation.methods import Plain
 from examples.helpers.checkpoint import save_atomically
+from examples.helpers.optimizers import penalty
 from examples.paper import datasets
 from examples.paper.datasets import Data
 from examples.paper.networks.weights import load
@@ -105,8 +106,8 @@ def fit(
         share = min(1.0, epoch / max(1, settings.warmup))
         for x, y, _ in data.epoch(settings.batch_size, generator):
             optimizer.zero_grad()
-            loss = method(moved(x, device), y.to(device), share)
-            loss.backward()
+            loss, z = method(moved(x, device), y.to(device), share)
+            (loss + penalty(optimizer, z)).backward()
             optimizer.step()
         scheduler.step()
         progress(f"epoch {epoch} of {epochs}, loss {loss.item():.3f}")

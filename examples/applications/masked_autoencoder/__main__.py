@@ -52,8 +52,9 @@ def pretraining_optimizer(model: nn.Module, setting: Pretraining, method: str) -
     groups = param_groups_weight_decay(model, WEIGHT_DECAY)
     optimizer: Optimizer = torch.optim.AdamW(groups, lr=setting.pretraining_lr, betas=(0.9, 0.95))
     if method == "dcl":
-        pixels = {"logits": attrgetter("logits"), "class_dim": -1, "loss_scale": 1.0}
-        optimizer = DCLOptimizer(optimizer, model, weight=setting.weight, **pixels)
+        # The squared distance is the mean over all pixels, whichever dimension is taken for the classes.
+        options: dict[str, Any] = {"distance": "squared", "logits": attrgetter("logits")}
+        optimizer = DCLOptimizer(optimizer, model, weight=setting.weight, **options)
     return optimizer
 
 

@@ -15,6 +15,7 @@ from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
 from examples.applications.masked_autoencoder.settings import Pretraining
 from examples.helpers.checkpoint import random_state, restore_random_state, save_atomically
+from examples.helpers.optimizers import penalty
 from examples.paper.datasets import Data
 from examples.paper.datasets.base import steps_per_epoch
 
@@ -26,7 +27,7 @@ class Trainer:
 
     Args:
         model: called with what ``feed`` makes of a batch.
-        optimizer: with or without DCL: nothing here depends on it.
+        optimizer: with or without DCL.
         epochs: until the learning rate is zero.
     """
 
@@ -49,8 +50,9 @@ class Trainer:
 
     def _step(self, batch: dict[str, Tensor]) -> Tensor:
         self.optimizer.zero_grad()
-        loss: Tensor = self.model(**batch).loss
-        loss.backward()
+        output = self.model(**batch)
+        loss: Tensor = output.loss
+        (loss + penalty(self.optimizer, output.logits)).backward()
         self.optimizer.step()
         self.scheduler.step()
         return loss.detach()

@@ -85,7 +85,7 @@ class Plain(Method):
                 self.main.optimizer.step(lambda: self._evaluate(x, target)[1])
         else:
             self.main.optimizer.step()
-        self.criterion.learn(z, y)
+        self._learn(z, y, target)
         return loss
 
     def end_epoch(self) -> None:
@@ -97,8 +97,16 @@ class Plain(Method):
         self.main.optimizer.zero_grad()
         z = self.main.network(x)
         loss = self.criterion(z, target)
-        loss.backward()
+        (loss + self._penalty(z, target)).backward()
         return z.detach(), loss.detach()
+
+    def _penalty(self, z: Tensor, target: Tensor) -> Tensor | float:
+        """What a method adds to the loss."""
+        return 0.0
+
+    def _learn(self, z: Tensor, y: Tensor, target: Tensor) -> None:
+        """Learn from a step: its logits, class indices, and the labels that the loss had."""
+        self.criterion.learn(z, y)
 
     def _mixed(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         alpha = torch.tensor(self._mixup, dtype=torch.float64)
