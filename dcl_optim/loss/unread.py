@@ -59,14 +59,16 @@ class Skipped:
 
     def questions(self, answered: Callable[[], None]) -> list[Question]:
         """What waits on a device, and what to call when it is known."""
-        if not self._fits:
+        waiting = [fits for fits in self._fits if isinstance(fits, Tensor)]
+        if not waiting:
+            self._answer([], answered)
             return []
-        on_device = next((fits.device for fits in self._fits[::-1] if isinstance(fits, Tensor)), None)
-        fits = [torch.as_tensor(fits, device=on_device) for fits in self._fits]
-        return [Question(torch.stack(fits).double(), lambda values: self._answer(values, answered))]
+        together = torch.stack([fits.to(waiting[-1].device) for fits in waiting])
+        return [Question(together, lambda values: self._answer(values, answered))]
 
     def _answer(self, values: list[float], answered: Callable[[], None]) -> None:
-        self._fits = [bool(value) for value in values]
+        known = iter(values)
+        self._fits = [bool(next(known)) if isinstance(fits, Tensor) else fits for fits in self._fits]
         self._before += self._fits[:-WINDOW].count(False)
         del self._fits[:-WINDOW]
         answered()
