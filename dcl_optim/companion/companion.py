@@ -263,7 +263,7 @@ class Companion(Forecaster):
             return pull.number, None
         slope = pull.rows.slope
         number = max(round(self._options.fraction * len(slope)), 1)
-        drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device)
+        drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device, non_blocking=True)
         return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
 
     def skip(self, forward: Forward, alpha: float) -> None:
