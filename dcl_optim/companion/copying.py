@@ -101,25 +101,28 @@ def _computed(modules: list[nn.Module]) -> list[Tensor]:
 def _rebuild_functions(module: nn.Module, memo: dict[int, Any]) -> None:
     """Rebuild the functions in a module's attributes over what was copied of what they hold, which deepcopy keeps."""
     for name, value in list(vars(module).items()):
-        cells = getattr(value, "__closure__", None) if isinstance(value, FunctionType) else None
-        if not cells:
-            continue
-        contents = [cell.cell_contents for cell in cells]
-        copies = [_copied(one, memo) for one in contents]
-        if any(copied is not one for copied, one in zip(copies, contents, strict=True)):
-            closure = tuple(CellType(copied) for copied in copies)
+        cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
+        contents = [_content_of(cell) for cell in cells]
+        if any(_copied(held, memo) is not held for content in contents for held in content):
+            closure = tuple(CellType(*(_copied(held, memo) for held in content)) for content in contents)
             rebuilt = FunctionType(value.__code__, value.__globals__, name, value.__defaults__, closure)
             rebuilt.__kwdefaults__ = value.__kwdefaults__
             vars(module)[name] = rebuilt
 
 
+def _content_of(cell: CellType) -> list[Any]:
+    """What a variable of a function holds: nothing before it is assigned."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
 def _copied(held: Any, memo: dict[int, Any]) -> Any:
-    """What a function of the copy holds in place of a module of the model, or of a method of one."""
-    if isinstance(held, nn.Module):
-        return memo.get(id(held), held)
+    """What a function of the copy holds in place of what was copied of the model, or of a method of that."""
     if isinstance(held, MethodType) and id(held.__self__) in memo:
         return MethodType(held.__func__, memo[id(held.__self__)])
-    return held
+    return memo.get(id(held), held)
 
 
 # ---- the first prediction --------------------------------------------------------------------------------------------
