@@ -217,8 +217,8 @@ class Companion(Forecaster):
                 f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
             )
         if self._learns and not network.has_shown_its_leaves:
-            trained = parameters_of(network.optimizer.optimizer)
-            copying.require_own_leaves(logits, unwrapped(self._model), trained, arguments)
+            own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters()]
+            copying.require_own_leaves(logits, unwrapped(self._model), own, arguments)
             network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)

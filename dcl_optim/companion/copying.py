@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Iterable
 from operator import attrgetter, is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -128,21 +127,20 @@ def _copied(held: Any, memo: dict[int, Any]) -> Any:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(logits: Tensor, model: nn.Module, trained: Iterable[Tensor], arguments: Any) -> None:
-    """Raise RuntimeError if the companion's logits depend on tensors that train and are not in its optimizer.
+def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor], arguments: Any) -> None:
+    """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
-        model: the model, for the names of its parameters.
-        trained: the parameters of the companion's optimizer.
+        model: the model, whose parameters are never the companion's own.
+        own: the parameters of the companion and of its optimizer.
         arguments: of the forward pass, which may require a gradient.
     """
-    trained = list(trained)
-    if any(map(is_sharded, trained)):
+    if any(map(is_sharded, own)):
         return
     leaves = _leaves_of(logits)
-    allowed = {id(tensor) for tensor in (*trained, *tensors_of(arguments))}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    allowed = {id(tensor) for tensor in (*own, *tensors_of(arguments))}.difference(names)
     for leaf in leaves:
         if id(leaf) not in allowed:
             what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
