@@ -296,8 +296,7 @@ class Companion(Forecaster):
                 network.optimizer.fill_gradients()
             self._average(list(gradients_of(network.optimizer.optimizer)))
             network.optimizer.step()
-            for parameter in network.follower.parameters:
-                parameter.grad = None
+            network.follower.clear_gradients()
         network.optimizer.note_options()
         diverged = self._diverged
         self._start()
@@ -336,7 +335,7 @@ class Companion(Forecaster):
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.module.zero_grad()
+            self._network.follower.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ class Follower:
         self._group = group
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._forward = vars(model).get("forward")
-        self.parameters = list(companion.parameters())
+        self._parameters = [parameter for parameter in companion.parameters() if parameter.requires_grad]
         self._trained = trained_parameters(base)
         self._modules: list[nn.Module] = []
         self._copies: list[nn.Module] = []
@@ -230,7 +230,7 @@ class Follower:
             self._modules = list(model.modules())
             self._copies = list(companion.modules())
             trained = set(map(id, self._trained))
-            for theirs, ours in zip(model.parameters(), self.parameters, strict=True):
+            for theirs, ours in zip(model.parameters(), companion.parameters(), strict=True):
                 if id(theirs) in trained:
                     self._sample = (theirs, ours)
                 else:
@@ -264,10 +264,15 @@ class Follower:
                     ours_shared.data = theirs_shared.data
                 optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
 
+    def clear_gradients(self) -> None:
+        """Clear the gradients of the companion's own parameters; those that it shares are the script's affair."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _give_all_ranks_the_same(self) -> None:
         """DistributedDataParallel may come later than the companion."""
         self._num_ranks = self._group.size
-        self._group.broadcast(parameter.data for parameter in self.parameters if parameter.requires_grad)
+        self._group.broadcast(parameter.data for parameter in self._parameters)
         self._group.broadcast(self._companion.buffers())
 
     def _follow_forward(self) -> None:
