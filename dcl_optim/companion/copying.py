@@ -284,11 +284,12 @@ class Follower:
         elif getattr(forward, "__self__", None) is self._model:
             self._companion.forward = MethodType(forward.__func__, self._companion)
 
-    def versions(self) -> list[int]:
-        """How often each parameter that both networks share was written to."""
-        return versions_of([theirs for theirs, _ in self._shared])
+    def versions(self) -> list[tuple[int, int]]:
+        """How often each shared parameter was written to, and where its values are, which ``.data =`` changes."""
+        shared = [theirs for theirs, _ in self._shared]
+        return list(zip(versions_of(shared), map(Tensor.data_ptr, shared), strict=True))
 
-    def require_unwritten(self, before: list[int]) -> None:
+    def require_unwritten(self, before: list[tuple[int, int]]) -> None:
         """Raise RuntimeError if the model's forward has written to them, since the companion's would do so again."""
         pairs = zip(self._shared, before, self.versions(), strict=True)
         written = {id(theirs) for (theirs, _), one, other in pairs if one != other}
