@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
 from dcl_optim._optim import parameters_of
-from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, versions_of, warn
+from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, convert, hooks_of, remove_hook, versions_of, warn
 from dcl_optim._tree import tensors_of
 from dcl_optim.distributed import DataParallelGroup, is_sharded
 
@@ -197,6 +197,10 @@ def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> N
 # ---- keeping the companion as the model is ---------------------------------------------------------------------------
 
 
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
 class Follower:
     """Brings the companion, at each forward pass, to where the model is: mode, device, dtype, a patched forward.
 
@@ -259,10 +263,21 @@ class Follower:
         if self._sample is not None:
             theirs_now, ours_now = self._sample
             if ours_now.device != theirs_now.device or ours_now.dtype != theirs_now.dtype:
-                self._companion.to(device=theirs_now.device, dtype=theirs_now.dtype)
-                for theirs_shared, ours_shared in self._shared:
-                    ours_shared.data = theirs_shared.data
+                self._convert(theirs_now)
                 optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
+
+    def _convert(self, sample: Tensor) -> None:
+        """Convert each tensor as the model's is; gradients as a sample of the model. What is shared is as it is."""
+        theirs = _named_tensors(self._model)
+        targets = {id(ours): theirs.get(name, sample) for name, ours in _named_tensors(self._companion).items()}
+
+        def as_the_models(tensor: Tensor) -> Tensor:
+            target = targets.get(id(tensor), sample)
+            return tensor if tensor is target else tensor.to(device=target.device, dtype=target.dtype)
+
+        convert(self._companion, as_the_models)
+        for theirs_shared, ours_shared in self._shared:
+            ours_shared.data = theirs_shared.data
 
     def clear_gradients(self) -> None:
         """Clear the gradients of the companion's own parameters; those that it shares are the script's affair."""
