@@ -239,6 +239,9 @@ class Follower:
                     self._sample = (theirs, ours)
                 else:
                     self._shared.append((theirs, ours))
+        views = [pair for pair in self._shared if pair[0] is not pair[1]]  # of the same memory
+        self._viewed = [theirs for theirs, _ in views]
+        self._views = [ours for _, ours in views]
 
     def is_outdated(self) -> bool:
         """Whether the base optimizer trains other parameters than when the companion was copied."""
@@ -265,6 +268,13 @@ class Follower:
             if ours_now.device != theirs_now.device or ours_now.dtype != theirs_now.dtype:
                 self._convert(theirs_now)
                 optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
+        self._follow_views()
+
+    def _follow_views(self) -> None:
+        """Share the memory again of what a script has assigned to ``.data`` of a parameter that is not trained."""
+        if list(map(Tensor.data_ptr, self._views)) != list(map(Tensor.data_ptr, self._viewed)):
+            for theirs, ours in zip(self._viewed, self._views, strict=True):
+                ours.data = theirs.data
 
     def _convert(self, sample: Tensor) -> None:
         """Convert each tensor as the model's is; gradients as a sample of the model. What is shared is as it is."""
@@ -276,8 +286,6 @@ class Follower:
             return tensor if tensor is target else tensor.to(device=target.device, dtype=target.dtype)
 
         convert(self._companion, as_the_models)
-        for theirs_shared, ours_shared in self._shared:
-            ours_shared.data = theirs_shared.data
 
     def clear_gradients(self) -> None:
         """Clear the gradients of the companion's own parameters; those that it shares are the script's affair."""
