@@ -217,8 +217,8 @@ class Companion(Forecaster):
                 f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
             )
         if self._learns and not network.has_shown_its_leaves:
-            trained = parameters_of(network.optimizer.optimizer)
-            copying.require_own_leaves(logits, unwrapped(self._model), trained, arguments)
+            own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters()]
+            copying.require_own_leaves(logits, unwrapped(self._model), own, arguments)
             network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
@@ -299,8 +299,7 @@ class Companion(Forecaster):
                 network.optimizer.fill_gradients()
             self._average(list(gradients_of(network.optimizer.optimizer)))
             network.optimizer.step()
-            for parameter in network.follower.parameters:
-                parameter.grad = None
+            network.follower.clear_gradients()
         network.optimizer.note_options()
         diverged = self._diverged
         self._start()
@@ -339,7 +338,7 @@ class Companion(Forecaster):
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.module.zero_grad()
+            self._network.follower.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
