@@ -135,6 +135,11 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
         notes.pop(key, None)
 
 
+def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Convert each tensor of a module by a function; as in ``to``, recurrent layers lay out their weights anew."""
+    module._apply(function)
+
+
 def running_ddp() -> nn.Module | None:
     """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None

@@ -47,6 +47,9 @@ def squared(z: Tensor, c: Tensor) -> Tensor:
 
     The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use this mean.
 
+    Args:
+        z, c: as in :func:`mse`.
+
     Examples:
         >>> squared(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor([2.5000])
@@ -56,6 +59,9 @@ def squared(z: Tensor, c: Tensor) -> Tensor:
 
 def l1(z: Tensor, c: Tensor) -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{K}\lVert z_i - c_i\rVert_1`, of the paper's Table 6.
+
+    Args:
+        z, c: as in :func:`mse`.
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -166,6 +172,10 @@ def rows_of(distance: Distance, z: Tensor, c: Tensor) -> Rows:
     Args:
         distance: a function (z, c) that returns one value a row.
         z, c: rows (N, K).
+
+    Examples:
+        >>> rows_of(squared, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).values()
+        tensor([2.5000])
     """
     if distance is mse or distance is squared:  # in every step by default, so written out
         apart = difference(z, c)

@@ -216,5 +216,10 @@ def pull_of(distance: Distance, z: Tensor, c: Tensor) -> Pull:
     Args:
         distance: a function (z, c) of rows that returns one value a row.
         z, c: rows (N, K).
+
+    Examples:
+        >>> from dcl_optim.distances import squared
+        >>> pull_of(squared, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).value
+        tensor(2.5000)
     """
     return Pull(rows_of(distance, z, c), max(len(z), 1))

@@ -286,7 +286,7 @@ class Prototypes(Forecaster):
             self._numbers = torch.where(is_here, numbers, self._numbers)
             return divisors
         # Equation 6, where the first mean becomes the prototype.
-        rates = torch.where(self._numbers > 0, self._one * (1.0 - self._alpha), self._one)  # two floats are float32
+        rates = 1.0 - self._alpha * self._numbers.sign()
         self._numbers = torch.maximum(self._numbers, is_here.to(counts))
         return torch.where(is_here, counts / rates, infinity)
 
@@ -360,16 +360,24 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
             "logits.flatten(0, 1), labels.flatten()"
         )
     rows = labels.detach().reshape(-1).long()
+    if may_read and not 0 <= ignore_index < num_classes and _are_classes(rows, num_classes):
+        return Labels(rows, len(rows))
     is_ignored = rows == ignore_index
     if may_read:
-        lowest, highest = map(int, rows.masked_fill(is_ignored, 0).aminmax())
-        if lowest < 0 or highest >= num_classes:
+        others = rows.masked_fill(is_ignored, 0)
+        if not _are_classes(others, num_classes):
+            wrong = others[(others < 0) | (others >= num_classes)]
             raise ValueError(
-                f"labels has {lowest if lowest < 0 else highest}; labels must lie in 0..{num_classes - 1} or equal "
+                f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal "
                 f"ignore_index={ignore_index}"
             )
     number = len(rows) - is_ignored.sum()
     return Labels(rows.masked_fill(is_ignored, num_classes), number)
+
+
+def _are_classes(labels: Tensor, num_classes: int) -> bool:
+    lowest, highest = labels.aminmax()
+    return bool(lowest >= 0) and bool(highest < num_classes)
 
 
 def _check_shares(shares: Tensor) -> None:

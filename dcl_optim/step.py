@@ -38,7 +38,8 @@ class Forward:
         self.output = weakref.ref(logits)
         self.version = version_of(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
-        self.lay_out(1)
+        self.class_dim = 1
+        self._rows: Tensor | None = None
         self.last_backward = -1
         self.observed = False
         self.prediction: Any = None
@@ -46,8 +47,9 @@ class Forward:
 
     def lay_out(self, class_dim: int) -> None:
         """Lay the logits out as rows along the dimension that holds the classes."""
-        self.class_dim = class_dim
-        self._rows: Tensor | None = None
+        if class_dim != self.class_dim:
+            self.class_dim = class_dim
+            self._rows = None
 
     @property
     def rows(self) -> Tensor:

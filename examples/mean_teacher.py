@@ -5,15 +5,16 @@ docs/dev/extending.md explains it.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from dcl_optim.companion.copying import copy_model
-from dcl_optim.distances import Distance
-from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, Forward, Loss, Penalty, RngState, replayed
+from dcl_optim.companion.replay import Replay
+from dcl_optim.distances import squared, to_rows
+from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale, pull_of
 from dcl_optim.loss.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
 
@@ -27,15 +28,24 @@ class WeightAverage(Forecaster):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = unwrapped(model)
-        self.module = copy_model(self._model).requires_grad_(False)
-        self._alpha: float | None = None  # of the forwards since the last step
+        self.distance = squared
+        self._model = model
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        self._replay = Replay()
+        self._alpha: float | None = None  # of the batches since the last step
 
-    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, rng_state: RngState) -> None:
-        with torch.no_grad(), replayed(rng_state):
-            forward.prediction = find_logits(self.module(*args, **kwargs))
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
+        self._replay.before_forward(args, kwargs, next(self._model.parameters()).device)
 
-    def observe(self, forward: Forward, loss: Loss, penalty: Penalty, distance: Distance, alpha: float) -> None:
+    def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch.no_grad():
+            output = self._replay.call(self.module, *self._replay.arguments(args, kwargs))
+        forward.prediction = find_logits(output)
+
+    def pull(self, forward: Forward, labels: Labels | None) -> Pull:
+        return pull_of(self.distance, forward.rows, to_rows(forward.prediction, forward.class_dim))
+
+    def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         self._alpha = alpha
 
     def forget(self) -> None:
@@ -63,7 +73,7 @@ class MeanTeacherOptimizer(ForecastOptimizer):
     forecaster: WeightAverage
 
     def __init__(
-        self, base_optimizer: torch.optim.Optimizer, model: nn.Module, *, weight: float = 0.1, alpha: float = 0.99
+        self, base_optimizer: Optimizer, model: nn.Module, *, weight: float = 0.1, alpha: float = 0.99
     ) -> None:
         super().__init__(base_optimizer, model, lambda: WeightAverage(model), weight=weight, alpha=alpha)
 

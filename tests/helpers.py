@@ -240,7 +240,7 @@ def unreadable_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"), NoTransfers():
         patch.setattr(torch, "autocast", lambda *arguments, **options: nullcontext())
         patch.setattr(torch, "is_autocast_enabled", lambda device: False)
-        patch.setattr("dcl_optim._sync.may_sync", lambda step, tensor: False)
+        patch.setattr("dcl_optim._sync.is_sync_step", lambda step: False)
         yield
 
 

@@ -9,6 +9,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,34 +17,47 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import fake_device, kernels
+from benchmarks import fake_device, kernels, methods
 from benchmarks.launches import counted
 from tests.on_device import answers, needs_device
 
 pytestmark = needs_device
-WARM_UP, COUNTED = 10, 3  # step 10 reads the accuracy
-METHODS = ("plain", "DCLOptimizer", "DCPOptimizer", "DCPOptimizer, defaults")
+SYNC_STEP, COUNTED = 16, 3  # the step that may read values, after which steps are counted
+METHODS = (
+    "plain",
+    "DCLOptimizer, defaults",
+    "DCL, by the term, defaults",
+    "DCPOptimizer, defaults",
+    "DCP, by the term, defaults",
+)
+FRACTION = "DCLOptimizer, companion_fraction"
 # The most kernels that a step may take. Those of plain training are torch's, and exact: they say that the counting is
 # right. Lower a figure when a step gets cheaper; python -m benchmarks kernels prints what it takes.
 BUDGETS = {
-    ("hard labels", "float32"): (24, 73, 59, 66),
-    ("hard labels", "bfloat16"): (24, 77, 62, 69),
-    ("label smoothing 0.1", "float32"): (42, 96, 81, 88),
-    ("4 micro-batches", "float32"): (110, 325, 241, 260),
+    ("hard labels", "float32"): (24, 80, 71, 81, 78),
+    ("hard labels", "bfloat16"): (24, 84, 75, 84, 81),
+    ("label smoothing 0.1", "float32"): (42, 102, 89, 103, 96),
+    ("4 micro-batches", "float32"): (110, 334, 298, 302, 290),
 }
 
 
 # ---- in the process with the device ----------------------------------------------------------------------------------
 
 
-def count_steps() -> dict[str, Any]:
-    """The kernels of the dearest step after the warm-up, and the synchronizations of all these steps."""
+def count_steps() -> dict[str, list[int]]:
+    """The kernels of the dearest step, and the synchronizations of all these and of the step that may read values."""
+    kernels.METHODS[FRACTION] = partial(methods.companion_learning, settings={"companion_fraction": 0.5})
+    cases = [(loss, dtype, method) for loss, dtype in BUDGETS for method in METHODS]
     found = {}
-    for loss, dtype in BUDGETS:
-        for method in METHODS:
-            steps = kernels.count(method, kernels.LOSSES[loss], kernels.DTYPES[dtype], WARM_UP + COUNTED)[WARM_UP:]
-            most = max(step.kernels for step in steps)
-            found[f"{loss}, {dtype}, {method}"] = [most, sum(step.synchronizations for step in steps)]
+    for loss, dtype, method in [*cases, ("hard labels", "float32", FRACTION)]:
+        steps = kernels.count(method, kernels.LOSSES[loss], kernels.DTYPES[dtype], SYNC_STEP + COUNTED)
+        last = steps[SYNC_STEP:]
+        waits = sum(step.synchronizations for step in last)
+        found[f"{loss}, {dtype}, {method}"] = [
+            max(step.kernels for step in last),
+            waits,
+            steps[SYNC_STEP - 1].synchronizations,
+        ]
     return found
 
 
@@ -135,16 +149,17 @@ def found() -> Any:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("loss", "dtype"), BUDGETS)
 def test_a_step_launches_no_more_kernels_than_its_budget(found: Any, loss: str, dtype: str, method: str) -> None:
-    count, _ = found["steps"][f"{loss}, {dtype}, {method}"]
+    count = found["steps"][f"{loss}, {dtype}, {method}"][0]
     budget = BUDGETS[loss, dtype][METHODS.index(method)]
     assert count <= budget
     assert method != "plain" or count == budget
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("loss", "dtype"), BUDGETS)
-def test_a_step_does_not_wait_for_the_device(found: Any, loss: str, dtype: str, method: str) -> None:
-    assert found["steps"][f"{loss}, {dtype}, {method}"][1] == 0
+def test_a_step_does_not_wait_for_the_device_unless_it_may_read_values(found: Any) -> None:
+    assert {case: waits for case, (_, waits, _) in found["steps"].items() if waits} == {}
+    most = {case: waits for case, (_, _, waits) in found["steps"].items() if waits > (9 if "4 micro" in case else 3)}
+    assert most == {}
+    assert any(waits for _, _, waits in found["steps"].values())
 
 
 def test_operations_are_counted_as_cuda_runs_them(found: Any) -> None:

@@ -41,7 +41,7 @@ def weighted(z: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A script; ``options`` are the wrapper's."""
+    """A script; ``term`` says whether it adds the penalty to its loss, ``options`` are the wrapper's."""
 
     loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
     classes: int = 10
@@ -49,6 +49,7 @@ class Case:
     images: bool = False
     ignored: bool = False
     mixed: bool = False
+    term: bool = False
     options: dict[str, Any] = field(default_factory=lambda: {"weight": 0.5})
 
 
@@ -64,6 +65,10 @@ CASES = {
     "two classes": Case(classes=2),
     "mixup": Case(mixed=True),
     "kl": Case(options={"weight": 5.0, "distance": "kl"}),
+    "term": Case(quarter, term=True),
+    "term, bfloat16": Case(dtype=torch.bfloat16, term=True),
+    "term, (N, K, H, W), ignored labels": Case(images=True, classes=5, ignored=True, term=True),
+    "term, mixup": Case(mixed=True, term=True),
 }
 
 
@@ -97,9 +102,11 @@ def trained(case: Case, method: str, device: torch.device) -> tuple[Tensor, Tens
     for step in range(STEPS):
         x, y = data[step % len(data)]
         optimizer.zero_grad()
-        if case.mixed and method == "DCP":
-            optimizer.set_targets(y)
-        case.loss(model(x), y).backward()
+        z = model(x)
+        loss = case.loss(z, y)
+        if case.term and method in WRAPPERS:
+            loss = loss + (optimizer.penalty(z, y) if method == "DCP" else optimizer.penalty(z))
+        loss.backward()
         optimizer.step()
     weights = torch.cat([parameter.detach().cpu().double().flatten() for parameter in model.parameters()])
     return weights, optimizer.prototypes.cpu().double() if method == "DCP" else torch.ones(1)

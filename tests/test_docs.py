@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -73,22 +72,22 @@ def blocks():
 def what_a_script_has():
     """Names that the pages take for granted."""
     model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    views = dict.fromkeys(("labelled", "weak_views", "strong_views"), torch.zeros(2, 4)) | {"sizes": [2, 2, 2]}
-    frozen = {"build": lambda: nn.Linear(4, 3), "shard": lambda module: module, "self": SimpleNamespace(net=model)}
-    trainers = {
+    return vars(dcl_optim) | {
+        "torch": torch,
+        "nn": nn,
+        "SGD": torch.optim.SGD,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "build": lambda: nn.Linear(4, 3),
+        "shard": lambda module: module,
         "DistributedDataParallel": lambda module: module,
         "Trainer": MagicMock,
         "arguments": None,
+        "num_classes": 3,
         "data": [],
-        "accelerator": SimpleNamespace(prepare=lambda *given: given),
         "loader": [],
+        "accelerator": SimpleNamespace(prepare=lambda *given: given),
     }
-    known = {"torch": torch, "nn": nn, "SGD": torch.optim.SGD, "attrgetter": attrgetter, "num_labels": 3}
-    own = {"model": model, "student": model, "optimizer": optimizer, "criterion": nn.CrossEntropyLoss()}
-    return (
-        vars(dcl_optim) | known | own | views | frozen | trainers | {"num_classes": 3, "trained": [*model.parameters()]}
-    )
 
 
 @pytest.mark.parametrize("block", blocks())

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
-from dcl_optim._torch import call_after_backward, current_backward, warn
+from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying
 from dcl_optim.companion.copying import Follower
@@ -62,6 +62,7 @@ class Network:
     optimizer: CompanionOptimizer
     follower: Follower
     starts_equal: bool  # whether its first prediction has to be the model's logits
+    versions: list[int]  # how often its parameters had been written to when it was made
     has_predicted: bool = False
     has_shown_its_leaves: bool = False
     loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
@@ -73,6 +74,7 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
+    rows: Tensor | None = None  # the logits as rows (N, K), on the model's device
 
 
 class Companion(Forecaster):
@@ -141,7 +143,8 @@ class Companion(Forecaster):
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        self._network = Network(module, optimizer, follower, starts_equal=is_copy)
+        versions = versions_of(follower.parameters)
+        self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
         if self._mode is not None:
             self.switch(self._mode)
         return self._network
@@ -190,6 +193,8 @@ class Companion(Forecaster):
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             self._versions = network.follower.versions()
+            if versions_of(network.follower.parameters) != network.versions:
+                network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
 
@@ -212,8 +217,8 @@ class Companion(Forecaster):
                 f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
             )
         if self._learns and not network.has_shown_its_leaves:
-            trained = parameters_of(network.optimizer.optimizer)
-            copying.require_own_leaves(logits, unwrapped(self._model), trained, arguments)
+            own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters()]
+            copying.require_own_leaves(logits, unwrapped(self._model), own, arguments)
             network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
@@ -222,7 +227,8 @@ class Companion(Forecaster):
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         z = forward.rows
-        c = to_rows(forward.prediction.logits.detach(), forward.class_dim).to(z.device)
+        prediction: Prediction = forward.prediction
+        prediction.rows = c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
         if _sync.is_sync_step(forward.step):
             self._diverged = (z.isfinite() & ~c.isfinite()).any()
         return Pull(rows_of(self.distance, z, c), max(len(z), 1))
@@ -236,8 +242,11 @@ class Companion(Forecaster):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
-        c = to_rows(prediction.logits, forward.class_dim)
-        rows = rows_towards_target(self.distance, forward.rows.to(c.device), c, pull.rows, alpha)
+        if not prediction.learns:
+            return
+        c = prediction.rows
+        assert c is not None
+        rows = rows_towards_target(self.distance, forward.rows, c, pull.rows, alpha)
         number, weights = self._drawn_rows(pull)
         towards = Pull(rows, number, weights)
         gradient = towards.gradient(logits.shape, logits.dtype, forward.class_dim, scale, overwrites=True)
@@ -254,7 +263,7 @@ class Companion(Forecaster):
             return pull.number, None
         slope = pull.rows.slope
         number = max(round(self._options.fraction * len(slope)), 1)
-        drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device)
+        drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device, non_blocking=True)
         return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
 
     def skip(self, forward: Forward, alpha: float) -> None:
@@ -290,8 +299,7 @@ class Companion(Forecaster):
                 network.optimizer.fill_gradients()
             self._average(list(gradients_of(network.optimizer.optimizer)))
             network.optimizer.step()
-            for parameter in network.follower.parameters:
-                parameter.grad = None
+            network.follower.clear_gradients()
         network.optimizer.note_options()
         diverged = self._diverged
         self._start()
@@ -330,7 +338,7 @@ class Companion(Forecaster):
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.module.zero_grad()
+            self._network.follower.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 

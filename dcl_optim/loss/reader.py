@@ -114,9 +114,9 @@ class LossReader:
         if self._form is None:
             self._num_silent += 1
         if self._form is not None and dim is not None:
-            seen = _LaidOut(forward, gradient, dim, self._form)
             forward.lay_out(dim)
-            reading: Reading | None = self._read_as(self._form, seen)
+            seen = _LaidOut(forward.rows, to_rows(gradient, dim), dim, self._form)
+            reading: Reading | None = self._read_as(self._form, seen, forward.step)
             count = seen.count
             if may_read and reading is not None and not bool(reading.fits):
                 reading, count, is_finite = self._choose(forward, gradient)
@@ -177,8 +177,10 @@ class LossReader:
         if self._was_refused and (gradient.dtype == torch.float16 or not is_first):
             raise RuntimeError(unread.UNREADABLE_SCALE.format(name=self._name))
 
-    def _read_as(self, form: Form, seen: _LaidOut) -> Reading:
-        return cross_entropy.read(form, seen.gradient(self.reads_labels or form.kind == "weighted"), self.reads_labels)
+    def _read_as(self, form: Form, seen: _LaidOut, step: int) -> Reading:
+        # The rows of the largest gradient may all be of the class of the largest weight, and show another factor.
+        all_rows = self.reads_labels or form.kind == "weighted" or _sync.is_sync_step(step)
+        return cross_entropy.read(form, seen.gradient(all_rows), self.reads_labels)
 
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, Tensor | None, bool]:
         """Choose form and class dimension from all rows, and read: the reading, the number of live rows, is_finite."""
@@ -186,7 +188,9 @@ class LossReader:
         dims = [known]
         if known is None:
             dims = [dim for dim in range(1, gradient.ndim) if gradient.shape[dim] > 1] or [1]
-        layouts = [_LaidOut(forward, gradient, dim, None) for dim in dims if dim is not None]
+        layouts = [
+            _LaidOut(to_rows(forward.logits, dim), to_rows(gradient, dim), dim, None) for dim in dims if dim is not None
+        ]
         if not len(layouts[0].g):
             return None, None, True
         vectors = [cross_entropy.examine(layout.gradient(all_rows=True)) for layout in layouts]
@@ -278,10 +282,10 @@ class _LaidOut:
     A live row, whose gradient is not zero, has a positive entry, since it sums to 0, except of ``NLLLoss``.
     """
 
-    def __init__(self, forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> None:
+    def __init__(self, z: Tensor, g: Tensor, dim: int, form: Form | None) -> None:
         self.dim = dim
-        self.z = to_rows(forward.logits, dim)
-        self.g = to_rows(gradient, dim)
+        self.z = z
+        self.g = g
         self._tolerance = cross_entropy.tolerance_of(self.z.dtype, self.g.dtype)
         if form is None or form.kind == "log":
             self._size = self.g.abs().amax(1)

@@ -60,10 +60,11 @@ class Skipped:
     def questions(self, answered: Callable[[], None]) -> list[Question]:
         """What waits on a device, and what to call when it is known."""
         waiting = [fits for fits in self._fits if isinstance(fits, Tensor)]
-        if waiting:
-            return [Question(torch.stack(waiting), lambda values: self._answer(values, answered))]
-        self._answer([], answered)
-        return []
+        if not waiting:
+            self._answer([], answered)
+            return []
+        together = torch.stack([fits.to(waiting[-1].device) for fits in waiting])
+        return [Question(together, lambda values: self._answer(values, answered))]
 
     def _answer(self, values: list[float], answered: Callable[[], None]) -> None:
         known = iter(values)
