@@ -143,7 +143,7 @@ class Companion(Forecaster):
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        versions = versions_of(follower.parameters)
+        versions = versions_of(module.parameters())
         self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
         if self._mode is not None:
             self.switch(self._mode)
@@ -193,7 +193,7 @@ class Companion(Forecaster):
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             self._versions = network.follower.versions()
-            if versions_of(network.follower.parameters) != network.versions:
+            if versions_of(network.module.parameters()) != network.versions:
                 network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
