@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -117,26 +116,6 @@ def test_strict_false_allows_unregularized_steps():
     train(model, wrap("dcl", model, strict=False), batches(3))
     train(alone, sgd(alone), batches(3))
     assert_same(model, alone)
-
-
-# ---- buffers that the script refills before the step -----------------------------------------------------------------
-
-
-def test_inputs_that_are_refilled_before_the_step_are_learned_from_as_they_were():
-    """The companion's backward runs when the model's has ended. Autograd does not notice what numpy writes."""
-    model, hand, companion = mlp(), mlp(), mlp()
-    optimizer, base, second = wrap("dcl", model), sgd(hand), sgd(companion)
-    buffer = np.empty((8, FEATURES))
-    for x, y in batches(5):
-        optimizer.zero_grad()
-        for rows, labels in zip(x.chunk(2), y.chunk(2), strict=True):
-            buffer[:] = rows.numpy()
-            (F.cross_entropy(model(torch.from_numpy(buffer)), labels) / 2).backward()
-            buffer[:] = 100.0
-        optimizer.step()
-        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.squared, **METHOD)
-    assert_same(model, hand, **CLOSE)
-    assert_same(optimizer.companion, companion, **CLOSE)
 
 
 # ---- several networks ------------------------------------------------------------------------------------------------
