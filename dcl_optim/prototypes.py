@@ -361,7 +361,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
         )
     rows = labels.detach().reshape(-1).long()
     if may_read and not 0 <= ignore_index < num_classes and _are_classes(rows, num_classes):
-        return Labels(rows, len(rows))
+        return Labels(rows.clone(), len(rows))  # the script may write to its own before the step
     is_ignored = rows == ignore_index
     if may_read:
         others = rows.masked_fill(is_ignored, 0)

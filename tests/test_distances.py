@@ -18,6 +18,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.distances import DISTANCES, companion_target, from_rows, rows_of, rows_towards_target, to_rows
 from dcl_optim.forecaster import Pull
 from dcl_optim.reference import dcl_step
+from tests.by_hand import VARIANTS, learned, term_of, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train
 
 INF, NAN = float("inf"), float("nan")
@@ -38,15 +39,6 @@ def random_rows(rows: int = 5, classes: int = 7) -> tuple[Tensor, Tensor]:
 
 def huber(z: Tensor, c: Tensor) -> Tensor:
     return F.smooth_l1_loss(z, c, reduction="none").mean(1)
-
-
-def wrapped(variant: str, model: nn.Module, **options: Any) -> Any:
-    return {"dcl": DCLOptimizer, "dcp": DCPOptimizer}[variant](sgd(model), model, **{"weight": 1.0} | options)
-
-
-def loss_with_term(optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
-    is_dcp = isinstance(optimizer, DCPOptimizer)
-    return F.cross_entropy(z, y) + (optimizer.penalty(z, y) if is_dcp else optimizer.penalty(z))
 
 
 FUNCTIONS = DISTANCES | {huber: huber}
@@ -108,7 +100,7 @@ def test_in_infonce_rows_of_z_look_for_rows_of_c():
 
 def test_the_repr_names_the_function_that_was_given():
     for distance, name in (("l1", "l1"), (huber, "huber"), (partial(distances.kl, temperature=2.0), "kl")):
-        assert f"distance={name}" in repr(wrapped("dcp", mlp(), distance=distance))
+        assert f"distance={name}" in repr(wrap("dcp", mlp(), distance=distance))
 
 
 # ---- rows and gradients ----------------------------------------------------------------------------------------------
@@ -155,7 +147,7 @@ def test_a_custom_distance_may_keep_what_it_was_called_with():
         return distances.squared(z, c)
 
     model = mlp()
-    train(model, wrapped("dcp", model, distance=distance), list(batches(1)) * 5)
+    train(model, wrap("dcp", model, distance=distance), list(batches(1)) * 5)
     assert len(kept) == 5
     for held, copied in kept:
         assert_same(held, copied)
@@ -166,17 +158,16 @@ def test_a_custom_distance_may_keep_what_it_was_called_with():
     [(F.mse_loss, r"\(\)"), (lambda z, c: z - c, r"\(16, 5\)"), (lambda z, c: 0.0, "float")],
     ids=["a scalar", "all entries", "no tensor"],
 )
-@pytest.mark.parametrize("by_term", [False, True])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_a_function_that_does_not_return_one_value_a_row_is_refused_at_first_use(variant, by_term, distance, found):
+@pytest.mark.parametrize("way", ["line", "term"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_function_that_does_not_return_one_value_a_row_is_refused_at_first_use(variant, way, distance, found):
     model = mlp()
-    optimizer = wrapped(variant, model, distance=distance)
+    optimizer = wrap(variant, model, distance=distance)
     x, y = one()
     z = model(x)
-    with pytest.raises(
-        ValueError, match=rf"must return one value a row, of shape \(16,\), but returned {found}; leave"
-    ):
-        (loss_with_term(optimizer, z, y) if by_term else F.cross_entropy(z, y)).backward()
+    message = rf"must return one value a row, of shape \(16,\), but returned {found}; leave"
+    with pytest.raises(ValueError, match=message):
+        (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -403,7 +394,7 @@ class Masked(nn.Module):
         return torch.cat([z[:, :CLASSES], z[:, CLASSES:] - INF], 1) if self.masked else z[:, :CLASSES]
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["mse", "l1", "kl", "infonce"])
 def test_a_masked_model_trains_as_one_of_its_other_classes(name, variant):
     """Where the mean is over all classes, the weight makes up for it, and so does the companion's learning rate; all
@@ -413,11 +404,11 @@ def test_a_masked_model_trains_as_one_of_its_other_classes(name, variant):
     for masked, weight, lr_scale in ((0, 0.5 * share, share), (2, 0.5, 1.0)):
         model = Masked(masked)
         options = {"companion_lr_scale": lr_scale} if variant == "dcl" else {}
-        optimizer = wrapped(variant, model, weight=weight, alpha=0.4, distance=name, **options)
+        optimizer = wrap(variant, model, weight=weight, alpha=0.4, distance=name, **options)
         train(model, optimizer, batches(12))
-        learned = optimizer.companion.net.state_dict() if variant == "dcl" else optimizer.prototypes[:CLASSES, :CLASSES]
+        own = optimizer.companion.net.state_dict() if variant == "dcl" else optimizer.prototypes[:CLASSES, :CLASSES]
         penalty = torch.tensor(weight * optimizer.logs()["penalty"], dtype=torch.float64)
-        found.append((model.net.state_dict(), learned, penalty))
+        found.append((model.net.state_dict(), own, penalty))
     assert_same(*found, rtol=1e-7, atol=1e-9)
 
 
@@ -428,47 +419,43 @@ EMPTY = torch.empty(0, FEATURES, dtype=torch.float64), torch.empty(0, dtype=torc
 
 
 def loss_by(way: str, optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(z, y, reduction="sum") / 16
-    if way == "the line":
-        return loss
-    labels = F.one_hot(y, CLASSES).double() if way == "the term, soft labels" else y
-    return loss + (optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else optimizer.penalty(z, labels))
+    labels = F.one_hot(y, CLASSES).double() if way == "term, soft labels" else y
+    return F.cross_entropy(z, y, reduction="sum") / 16 + term_of(optimizer, way)(z, labels)
 
 
 @pytest.mark.parametrize(
     ("variant", "way", "distance"),
     [
-        *((variant, "the line", "mse") for variant in ("dcl", "dcp")),
-        *((variant, "the term", distance) for variant in ("dcl", "dcp") for distance in ("mse", "kl", "infonce")),
-        ("dcp", "the term, soft labels", "mse"),
+        *((variant, "line", "mse") for variant in VARIANTS),
+        *((variant, "term", distance) for variant in VARIANTS for distance in ("mse", "kl", "infonce")),
+        ("dcp", "term, soft labels", "mse"),
     ],
 )
 def test_a_batch_without_rows_beside_others_changes_nothing(variant, way, distance):
     found = []
     for with_empty in (False, True):
         model = mlp()
-        optimizer = wrapped(variant, model, distance=distance)
+        optimizer = wrap(variant, model, distance=distance)
         for batch in batches(4):
             optimizer.zero_grad()
             for x, y in [EMPTY, batch, EMPTY] if with_empty else [batch]:
                 loss_by(way, optimizer, model(x), y).backward()
             optimizer.step()
-        learned = optimizer.companion.state_dict() if variant == "dcl" else optimizer.prototypes
-        found.append((model.state_dict(), learned))
+        found.append((model.state_dict(), learned(optimizer)))
     assert_same(*found, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("way", ["the line", "the term"])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("way", ["line", "term"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_on_no_rows_at_all_is_the_plain_optimizers(variant, way):
     model, plain = mlp(), mlp()
-    optimizer, theirs = wrapped(variant, model), sgd(plain)
+    optimizer, theirs = wrap(variant, model), sgd(plain)
     for _ in range(2):
         optimizer.zero_grad()
         loss_by(way, optimizer, model(EMPTY[0]), EMPTY[1]).backward()
         optimizer.step()
         theirs.zero_grad()
-        loss_by("the line", theirs, plain(EMPTY[0]), EMPTY[1]).backward()
+        loss_by("line", theirs, plain(EMPTY[0]), EMPTY[1]).backward()
         theirs.step()
     assert_same(model, plain)
     assert not optimizer.logs()["penalty"] > 0.0

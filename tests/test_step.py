@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.by_hand import VARIANTS, WEIGHT, learned, wrap
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -28,20 +28,10 @@ from tests.helpers import (
     dropout_net,
     mlp,
     one,
-    sgd,
     surviving_tensors,
     train,
     training_forwards,
-    wrap,
 )
-
-VARIANTS = ["dcl", "dcp"]
-
-
-def wrapped(variant: str, model: nn.Module, base: Any = sgd, **options: Any) -> Any:
-    kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
-    return kind(base(model), model, **{"weight": 0.7, "alpha": 0.4} | options)
-
 
 # ---- batches that no step takes --------------------------------------------------------------------------------------
 
@@ -50,7 +40,7 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
     with_extra = []
     for use in (False, True):
         model = mlp()
-        optimizer = wrap(model)
+        optimizer = wrap("dcl", model)
         forwards = training_forwards(optimizer)
         for x, y in batches(5):
             optimizer.zero_grad()
@@ -63,8 +53,8 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
                 assert graph() is None
             backward(model, x, y)
             optimizer.step()
-        with_extra.append([*model.parameters(), *optimizer.companion.parameters()])
-    assert_same([p.detach() for p in with_extra[0]], [p.detach() for p in with_extra[1]])
+        with_extra.append((model.state_dict(), learned(optimizer)))
+    assert_same(*with_extra)
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
@@ -77,7 +67,7 @@ def test_a_step_that_a_gradient_scaler_skips_leaves_no_gradient_in_the_companion
     runs = []
     for overflows in (False, True):
         model = mlp()
-        optimizer = wrap(model, companion=mlp(seed=3))
+        optimizer = wrap("dcl", model, companion=mlp(seed=3))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         if overflows:
             handle = model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
@@ -105,7 +95,7 @@ def test_a_step_that_never_came_is_dropped_when_the_next_accumulation_begins(var
     results = []
     for clears, skipped in (("optimizer first", False), (clear, True)):
         model = mlp()
-        optimizer = wrapped(variant, model)
+        optimizer = wrap(variant, model)
         train(model, optimizer, batches(2, seed=5))
         if skipped:
             backward(model, *one(99))  # a gradient scaler found an infinity: no step
@@ -125,7 +115,7 @@ def test_a_step_that_never_came_is_dropped_when_the_next_accumulation_begins(var
 
 def test_a_closure_after_a_backward_whose_step_never_came():
     model, expected = mlp(), mlp()
-    optimizer, calm = wrap(model), wrap(expected)
+    optimizer, calm = wrap("dcl", model), wrap("dcl", expected)
     backward(model, *one(x_seed=9))  # a script's guard against outliers leaves this step out
     x, y = one()
 
@@ -145,7 +135,7 @@ def test_a_closure_after_a_backward_whose_step_never_came():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not_learned_from(variant, set_to_none):
     model = mlp()
-    optimizer = wrapped(variant, model)
+    optimizer = wrap(variant, model)
     train(model, optimizer, batches(2))
     own = f"dcl_optim.{type(optimizer).__name__}"
     before = copy.deepcopy(optimizer.state_dict()[own]["forecaster"])
@@ -166,7 +156,7 @@ def test_a_forward_counts_once_and_is_learned_from_once(variant):
     found = []
     for times in (1, 3):
         model = mlp()
-        optimizer = wrapped(variant, model, **{"companion": mlp(seed=1)} if variant == "dcl" else {})
+        optimizer = wrap(variant, model, **{"companion": mlp(seed=1)} if variant == "dcl" else {})
         z = model(one()[0])
         for _ in range(times):
             optimizer.zero_grad()
@@ -178,7 +168,7 @@ def test_a_forward_counts_once_and_is_learned_from_once(variant):
 
 def test_a_graph_kept_over_several_steps_carries_the_penalty_in_each_and_is_learned_from_in_the_first():
     model = mlp()
-    optimizer = wrap(model, weight=2.0, companion=mlp(seed=1))
+    optimizer = wrap("dcl", model, companion=mlp(seed=1))
     x, y = one()
     c = optimizer.companion(x).detach()
     z = model(x)
@@ -190,7 +180,7 @@ def test_a_graph_kept_over_several_steps_carries_the_penalty_in_each_and_is_lear
         (of_loss,) = torch.autograd.grad(F.cross_entropy(leaf, y), leaf)
         parameter = model[-1].bias  # what lies behind a weight autograd refuses, since the step has changed that
         F.cross_entropy(z, y).backward(retain_graph=True, inputs=[parameter])
-        expected = (of_loss + 2.0 * 2 * (kept - c) / kept.numel()).sum(0)
+        expected = (of_loss + WEIGHT * 2 * (kept - c) / kept.numel()).sum(0)
         assert_same(parameter.grad, expected, rtol=1e-9, atol=1e-12)
         before = parameter.detach().clone()
         optimizer.step()
@@ -207,7 +197,7 @@ def test_several_backwards_under_activation_checkpointing(variant):
     found = []
     for checkpointed in (False, True):
         model = dropout_net()
-        optimizer = wrapped(variant, model)
+        optimizer = wrap(variant, model)
         torch.manual_seed(0)
         for x, y in batches(4):
             optimizer.zero_grad()
@@ -234,7 +224,7 @@ def test_gradients_asked_for_in_a_closure():
     found = []
     for asks in (False, True):
         model = mlp()
-        optimizer = wrap(model, weight=2.0, companion=mlp(seed=1))
+        optimizer = wrap("dcl", model, companion=mlp(seed=1))
         for x, y in batches(4):
             optimizer.step(functools.partial(evaluated, model, optimizer, x, y, asks))
         found.append((model.state_dict(), optimizer.companion.state_dict()))
@@ -281,7 +271,7 @@ class Script:
         torch.manual_seed(0)
         layers = (nn.Linear(FEATURES, 12), nn.Tanh(), Fragile(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
         self.model, self.loop = nn.Sequential(*layers).double(), loop
-        self.optimizer = wrapped(variant, self.model, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+        self.optimizer = wrap(variant, self.model, torch.optim.AdamW(self.model.parameters(), lr=1e-2))
         self.fails_after = None
 
     def closure(self, x, y):
