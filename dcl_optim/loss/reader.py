@@ -197,7 +197,7 @@ class LossReader:
         vectors = [cross_entropy.examine(layout.gradient(all_rows=True)) for layout in layouts]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]  # one wait for all
         if not 0 < found[0].total < math.inf:
-            return self._no_gradient(found[0].total, layouts[0])
+            return self._no_gradient(found[0].total, layouts[0], known is not None)
         trials = [
             (rank, form, layout, evidence)
             for layout, evidence in zip(layouts, found, strict=True)
@@ -221,10 +221,14 @@ class LossReader:
         forward.lay_out(layout.dim)
         return reading, layout.count, True
 
-    def _no_gradient(self, total: float, layout: _LaidOut) -> tuple[Reading | None, Tensor | None, bool]:
+    def _no_gradient(
+        self, total: float, layout: _LaidOut, knows_dim: bool
+    ) -> tuple[Reading | None, Tensor | None, bool]:
         """A gradient of zero says that the loss has the factor 0; one that is not finite says nothing."""
         if total != 0:
             return None, None, False
+        if self.reads_labels and not knows_dim:  # the number of classes is not known either
+            return None, None, True
         zero = torch.zeros((), device=layout.g.device)
         none = torch.full((len(layout.g),), layout.g.shape[1], device=layout.g.device)
         return Reading(none, zero, zero == 0, zero == 0), layout.count, True
