@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
+from dcl_optim._tree import tensors_of
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying
 from dcl_optim.companion.copying import Follower
@@ -204,6 +205,8 @@ class Companion(Forecaster):
         arguments = self._replay.arguments(args, kwargs)
         if not network.has_predicted:
             network.follower.require_unwritten(self._versions)
+        shows_its_leaves = self._learns and not network.has_shown_its_leaves
+        given = copying.leaves_of(tensors_of(arguments)) if shows_its_leaves else []  # before the forward edits them
         with torch.set_grad_enabled(self._learns):
             try:
                 output = self._replay.call(network.module, *arguments)
@@ -216,9 +219,9 @@ class Companion(Forecaster):
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
                 f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
             )
-        if self._learns and not network.has_shown_its_leaves:
-            own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters()]
-            copying.require_own_leaves(logits, unwrapped(self._model), own, arguments)
+        if shows_its_leaves:
+            own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
+            copying.require_own_leaves(logits, unwrapped(self._model), own)
             network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
