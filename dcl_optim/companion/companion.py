@@ -270,9 +270,12 @@ class Companion(Forecaster):
         return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
 
     def skip(self, forward: Forward, alpha: float) -> None:
-        forward.prediction.logits = forward.prediction.logits.detach()
-        if forward.prediction.learns and self._group.size > 1:  # the others wait for this one's share in the mean
-            self._num_observed += 1
+        prediction: Prediction = forward.prediction
+        prediction.logits = prediction.logits.detach()
+        if self._group.size > 1:  # the others wait for this one's share in the mean, and for its answer
+            self._num_observed += prediction.learns
+            if self._diverged is None and _sync.is_sync_step(forward.step):
+                self._diverged = torch.zeros((), dtype=torch.bool, device=forward.logits.device)
 
     def _run_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
@@ -297,10 +300,11 @@ class Companion(Forecaster):
         if network is None:
             return
         self._run_backward()  # of which only compiled autograd leaves something
-        if self._num_observed:
-            if self._group.size > 1:  # every rank must bring the same tensors to the reduction
-                network.optimizer.fill_gradients()
-            self._average(list(gradients_of(network.optimizer.optimizer)))
+        learns = self._num_observed > 0
+        if learns and self._group.size > 1:  # every rank must bring the same tensors to the reduction
+            network.optimizer.fill_gradients()
+        self._average(list(gradients_of(network.optimizer.optimizer)) if learns else [])
+        if learns:
             network.optimizer.step()
             network.follower.clear_gradients()
         network.optimizer.note_options()
@@ -317,8 +321,8 @@ class Companion(Forecaster):
             torch._foreach_div_(gradients, total)
         if self._group.size > 1:
             together = list(gradients)
-            if self._diverged is not None:  # the ranks are recreated together, or none is
-                self._diverged = self._diverged.to(gradients[0].dtype)[None]
+            if self._diverged is not None:  # all ranks copy the model again, or none does
+                self._diverged = self._diverged.to(gradients[0].dtype if gradients else torch.float32)[None]
                 together.append(self._diverged)
             self._group.average(together)
 
