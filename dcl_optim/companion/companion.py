@@ -63,7 +63,7 @@ class Network:
     optimizer: CompanionOptimizer
     follower: Follower
     starts_equal: bool  # whether its first prediction has to be the model's logits
-    versions: list[int]  # how often its parameters had been written to when it was made
+    versions: list[int]  # how often the parameters that it trains had been written to when it was made
     has_predicted: bool = False
     has_shown_its_leaves: bool = False
     loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
@@ -144,7 +144,7 @@ class Companion(Forecaster):
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        versions = versions_of(module.parameters())
+        versions = versions_of(parameters_of(optimizer.optimizer))
         self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
         if self._mode is not None:
             self.switch(self._mode)
@@ -194,7 +194,7 @@ class Companion(Forecaster):
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             self._versions = network.follower.versions()
-            if versions_of(network.module.parameters()) != network.versions:
+            if versions_of(parameters_of(network.optimizer.optimizer)) != network.versions:
                 network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
