@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, batches, mlp
+from tests.helpers import batches, mlp
 
 VARIANTS = ("dcl", "dcp")
 # What is put in place of each part of a state in turn.
@@ -28,7 +28,7 @@ class Training:
         if variant == "dcl":
             self.optimizer: Any = DCLOptimizer(base, self.model, **options)
         else:
-            self.optimizer = DCPOptimizer(base, self.model, CLASSES, **options)
+            self.optimizer = DCPOptimizer(base, self.model, **options)
         for x, y in batches(steps):
             self.optimizer.zero_grad()
             self.criterion(self.model(x), y).backward()
