@@ -80,9 +80,9 @@ class Case:
         distance = GIVEN.get(self.distance, self.distance)
         return {"weight": self.weight, "alpha": self.alpha, "distance": distance}
 
-    def mean_distance(self, z: Tensor, c: Tensor) -> Tensor:
-        """The distance as the reference takes it."""
-        return (NAMED | GIVEN)[self.distance](z, c).mean()
+    @property
+    def by_rows(self) -> Distance:
+        return (NAMED | GIVEN)[self.distance]
 
     def weight_at(self, step: int) -> float:
         """What the penalty is multiplied by in step number ``step``, counted from 1."""
@@ -167,7 +167,7 @@ class Literal:
         self.steps += 1
         for optimizer in self.optimizers:
             set_rates(optimizer, rate)
-        functions = (self.case.loss, self.case.mean_distance)
+        functions = (self.case.loss, self.case.by_rows)
         settings: Any = {"weight": self.case.weight_at(self.steps), "alpha": self.case.alpha_at(self.steps)}
         if self.variant == "dcl":
             settings["learns"] = self.steps % self.options.get("companion_every", 1) == 0

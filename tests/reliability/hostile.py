@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,12 +42,6 @@ class Training:
         file = io.BytesIO()
         torch.save(self.state() | {"random": torch.get_rng_state(), "hooks": hooks}, file)
         return file.getvalue()
-
-    def resume(self, path: Path) -> None:
-        """As a script does it: the optimizer, which checks what it is given, comes first."""
-        state = torch.load(path, weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.model.load_state_dict(state["model"])
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
