@@ -197,16 +197,6 @@ def test_a_skipped_batch_draws_what_the_model_alone_draws(variant):
     assert torch.equal(*streams)
 
 
-def test_classes_that_only_a_skipped_batch_had_get_no_prototype():
-    script = Script("dcp")
-    (x, y), (other, _) = data(2)
-    poison_loss(script, [(x, y)], at=0)
-    script.finish()
-    assert not script.optimizer.forecaster.seen.any()
-    script.step([(other, torch.zeros_like(y))])
-    assert script.optimizer.forecaster.seen.tolist() == [True, False, False, False, False]
-
-
 @pytest.mark.usefixtures("older_objects")
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_a_skipped_step_keeps_no_graph(variant):

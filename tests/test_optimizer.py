@@ -128,33 +128,6 @@ def test_strict_false_allows_unregularized_steps():
     assert_same(model, alone)
 
 
-def test_a_step_after_a_backward_with_create_graph_is_refused():
-    model = mlp()
-    optimizer = wrap(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        F.cross_entropy(model(one()[0]), one()[1]).backward(create_graph=True)
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_stepping_twice_names_its_cause(kind):
-    model = mlp()
-    optimizer = kind(sgd(model), model)
-    train(model, optimizer, batches(1))
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    with pytest.raises(RuntimeError, match=r"(?s)step found gradients.*or the gradients are those of the last step"):
-        optimizer.step()
-    assert_same((model.state_dict(), optimizer.state_dict()), before)
-    train(model, optimizer, batches(1))
-    model.eval()
-    optimizer.zero_grad()
-    backward(model, *one())
-    with pytest.raises(RuntimeError, match=r"(?s)step found gradients.*the model is in eval mode"):
-        optimizer.step()
-
-
 # ---- buffers that the script refills before the step -----------------------------------------------------------------
 
 
