@@ -256,27 +256,12 @@ def test_a_copy_that_is_asked_for_inside_a_mode_trains_all_the_same(mode: Any) -
     assert_same(optimizer.companion, other.companion)
 
 
-class Remembering(nn.Module):
-    """Keeps what it has computed, as feature extractors and the older spectral norm do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-        self.kept: Any = None
-        self.all: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.net[0](x)
-        self.all = [self.kept]
-        return self.net[2](self.net[1](self.kept))
-
-
-@pytest.mark.parametrize("build", [Remembering, lambda: nn.Sequential(nn.utils.spectral_norm(mlp()[0]))])
-def test_tensors_that_an_evaluation_has_left_on_the_model_do_not_prevent_the_copy(build: Any) -> None:
-    model = build()
-    optimizer = wrap(model)
+def test_tensors_that_an_evaluation_has_left_on_the_model_do_not_prevent_the_copy() -> None:
+    """As the older spectral norm and feature extractors keep them."""
     x, y = DATA[0]
-    model.eval()(x)
+    model = nn.Sequential(nn.utils.spectral_norm(mlp()[0]))
+    optimizer = wrap(model)
+    model.kept = [model.eval()(x)]
     train(model.train(), optimizer, [(x, y)] * 3)
     assert optimizer.logs()["penalty"] > 0
 
@@ -440,14 +425,20 @@ def test_a_first_prediction_that_is_not_the_models_is_warned_of_once() -> None:
     assert len(caught) == 1
 
 
-def test_a_copy_that_was_made_before_the_model_changed_is_warned_of() -> None:
+def test_a_copy_that_was_made_before_the_models_weights_is_warned_of_unless_it_got_its_own() -> None:
+    """Also where layers are frozen, whose weights it has as soon as the model."""
     model = mlp()
+    model[0].requires_grad_(False)
     optimizer = wrap(model)
     assert optimizer.companion is not None
     load_weights(model, optimizer)
     with pytest.warns(UserWarning, match=NOT_EQUAL):
         model(DATA[0][0])
     optimizer.reset_companion()
+    train(model, optimizer, DATA)
+
+    optimizer.reset_companion()
+    optimizer.companion.load_state_dict(mlp(seed=8).state_dict())
     train(model, optimizer, DATA)
 
 

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -142,21 +143,15 @@ def test_a_reentrant_checkpoint_inside_the_model() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["BatchEncoding", "ModelOutput"])
+@pytest.mark.parametrize("kind", ["BatchEncoding", "modeling_outputs.BaseModelOutput"])
 def test_the_mappings_of_transformers(kind: str) -> None:
-    import transformers
-
-    if kind == "BatchEncoding":
-        pack: Callable[[Tensor], Any] = lambda x: transformers.BatchEncoding({"last_hidden_state": x})  # noqa: E731
-    else:
-        from transformers.modeling_outputs import BaseModelOutput
-
-        pack = lambda x: BaseModelOutput(last_hidden_state=x)  # noqa: E731
+    transformers = pytest.importorskip("transformers")
+    make = attrgetter(kind)(transformers)
     model = Reading(lambda batch: batch["last_hidden_state"])
     optimizer = wrap(model)
     x, y = one()
     prompt = nn.Parameter(torch.full((FEATURES,), 0.1, dtype=torch.float64))
-    given = pack(torch.tanh(x * prompt))
+    given = make({"last_hidden_state": torch.tanh(x * prompt)})
     F.cross_entropy(model(given), y).backward()
     optimizer.step()
     (theirs,) = optimizer.companion.seen
