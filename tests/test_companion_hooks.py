@@ -1,4 +1,4 @@
-"""The model's hooks: those of libraries are the copy's too, none of the script's reports the companion's values to it."""
+"""Hooks of the model: those of libraries are the copy's too, those of the script see the model alone."""
 
 from __future__ import annotations
 
