@@ -20,6 +20,10 @@ from torch.optim import Optimizer
 # and a forward hook that it runs inside a backward pass (activation checkpointing recomputes there).
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
+# Whether the node that runs now may run another backward pass: no `inputs` were named for this one, and none is asked
+# for by `autograd.grad`. Torch's reentrant checkpoints, whose parameters are in no graph, ask the same.
+_fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+
 # Whether a node is going to run in the backward pass that runs in this thread. Raises for a leaf that `autograd.grad`
 # was asked for, which has a gradient then.
 _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
@@ -28,12 +32,14 @@ _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> bool:
     """Whether the backward pass that runs now brings gradients through these nodes to parameters of an optimizer.
 
-    A backward pass for the gradient of the inputs alone, as an adversarial attack runs it, brings none.
+    A backward pass for the gradient of the inputs, as an adversarial attack runs it, or of the logits brings none.
     """
     if nodes is None or current_backward() == -1:  # compiled autograd
         return True
     if not any(node is not None and _gets_gradient(node) for node, _ in nodes):
         return False
+    if _fills_all_leaves():
+        return True
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
 
@@ -129,6 +135,11 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
         notes.pop(key, None)
 
 
+def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Convert each tensor of a module by a function; as in ``to``, recurrent layers lay out their weights anew."""
+    module._apply(function)
+
+
 def running_ddp() -> nn.Module | None:
     """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
@@ -167,6 +178,6 @@ class OptimizerInternals(Optimizer):
 
 
 @functools.lru_cache(maxsize=64)
-def constant(value: int, device: torch.device) -> Tensor:
-    """An integer as a tensor; making it anew in each step would be one kernel more."""
+def constant(value: float, device: torch.device) -> Tensor:
+    """A number as a tensor; making it anew in each step would be one kernel more."""
     return torch.full((), value, device=device)

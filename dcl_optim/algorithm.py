@@ -104,10 +104,10 @@ class Algorithm:
         z = self._find_logits(output)
         if not z.requires_grad:
             return
-        forward = Forward(z, self.step.number)
+        forward = Forward(z, self.step.number, self.reader.dim_of(z) or 1)
         self.forecaster.predict(forward, args, kwargs)
         if output is not z:
-            self._find_logits.warn_of_choice(output, z)
+            forward.choice = self._find_logits.choice_of(output, z)
             source = conversion_source(z)
             if source is not None:  # the loss may be that of the logits before they were converted
                 node, index = source
@@ -123,6 +123,8 @@ class Algorithm:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
         if gradient is None or not self._begin_batch(forward) or self.step.num_terms:
             return None
+        if forward.choice is not None:
+            self._find_logits.warn_of_choice(forward.choice)
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
         loss = self.reader.read(forward, gradient, is_first=self.step.num_batches == 1)
@@ -198,7 +200,7 @@ class Algorithm:
         self.step.num_terms = num_terms  # also if an earlier step was forgotten
         self.step.num_terms_used += 1
         self.last = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.without_slope()}
-        if _sync.may_sync(forward.step, s) and not bool(s.isfinite() & ~forward.logits.sum().isnan()):
+        if _sync.may_sync(forward.step, s) and not bool(s.isfinite() & (forward.logits < torch.inf).all()):
             self._skip(forward, alpha, is_finite=False)
         else:
             self._observe(forward, pull, labels, s, alpha)

@@ -96,7 +96,8 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
 
     .. math:: -\log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
 
-    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity.
+    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity. Rows of c that
+    are zero, as those of DCP without a label or a prototype, are left out of the other rows' sums.
 
     Args:
         z, c: rows (N, K).
@@ -109,6 +110,8 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     z = z.masked_fill(z == -torch.inf, 0.0)
     c = c.masked_fill(c == -torch.inf, 0.0)
     similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
+    is_another = ~torch.eye(len(z), dtype=torch.bool, device=z.device)
+    similarity = similarity.masked_fill(is_another & (c == 0).all(1), -torch.inf)
     return F.cross_entropy(similarity, torch.arange(len(z), device=z.device), reduction="none")
 
 

@@ -66,9 +66,10 @@ class DataParallelGroup:
         self._group: Any = process_group if is_group else None
         self._has_looked = False
         self.size = process_group.size() if is_group else 1
+        self.find()
 
     def find(self) -> None:
-        """Look for the model's group, at a forward of the model; one that was found stays."""
+        """Look for the model's group, now and at each forward of the model; one that was found stays."""
         if self._group is None and self._given is not None and dist.is_available() and dist.is_initialized():
             # Later only for what may have come since.
             self._group = _group_of(_torch.running_ddp()) if self._has_looked else _group_of_model(self._model)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcl_optim import _sync
+from dcl_optim._torch import constant
 from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance, difference, rows_of, to_rows, wide
 from dcl_optim.distributed import DataParallelGroup
@@ -32,7 +34,7 @@ class Prototypes(Forecaster):
     weigh :math:`t_{ik}` in the mean of class k. The penalty is :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the
     n rows with a label; :math:`w_i = 0` for a class that no step has seen.
 
-    The tables have a row K for the rows without a label. No step gives it a number, so it counts as not seen.
+    The tables have a row K for the rows without a label, which counts as a class that no step has seen.
 
     Args:
         num_classes: K, or None for that of the first logits.
@@ -54,7 +56,7 @@ class Prototypes(Forecaster):
     _num_pending: int  # rows
     _sums: Tensor | None  # of further differences, by class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,)
-    _num_right: Tensor | None  # rows whose class was predicted right
+    _fit_of_step: Tensor | None  # how many rows were predicted right, and how many had a label, (2,)
     _alpha: float
 
     def __init__(
@@ -86,6 +88,8 @@ class Prototypes(Forecaster):
         self._rows = torch.zeros(num_classes + 1, num_classes, dtype=dtype, device=like.device)
         self._numbers = self._rows.new_zeros(num_classes + 1)  # n_k
         self._one = self._rows.new_ones(())
+        self._no_rows = torch.zeros_like(self._numbers)  # of each class in an empty batch
+        self._no_rows[num_classes:] = -math.inf  # so that no step gives row K a number
         self._fit = self._rows.new_tensor([0.0, TINY])  # decayed numbers of rows predicted right, and with a label
 
     @property
@@ -147,7 +151,8 @@ class Prototypes(Forecaster):
             weights = ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
         rows = rows_of(self.distance, z, c)
         forward.prediction = classes, shares, rows.slope if rows.norms is not None else None
-        return Pull(rows, labels.number, weights)
+        number = labels.number
+        return Pull(rows, number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1), weights)
 
     def _prepare(self, forward: Forward) -> Tensor:
         """Follow the logits to their number, device and dtype; return them as rows."""
@@ -222,8 +227,10 @@ class Prototypes(Forecaster):
         if self._num_pending > self.num_classes or self._group.size > 1:
             self._sum_by_class()  # which takes less memory than the rows
         if self._measures_accuracy:
-            is_right = (forward.rows.argmax(1) == self._hard(labels.rows)).sum()
-            self._num_right = is_right if self._num_right is None else self._num_right + is_right
+            num_right = (forward.rows.argmax(1) == self._hard(labels.rows)).sum(dtype=self._fit.dtype)
+            number = labels.number if isinstance(labels.number, Tensor) else self._one * labels.number
+            fit = torch.stack((num_right, number.to(num_right.dtype)))
+            self._fit_of_step = fit if self._fit_of_step is None else self._fit_of_step + fit
 
     def skip(self, forward: Forward, alpha: float) -> None:
         self._alpha = alpha
@@ -233,7 +240,7 @@ class Prototypes(Forecaster):
     def _counts_of_step(self) -> Tensor:
         """The rows of each class since the last step, (K + 1,)."""
         if self._counts is None:
-            self._counts = torch.zeros_like(self._numbers)
+            self._counts = self._no_rows.clone()
         return self._counts
 
     def _sum_by_class(self) -> Tensor:
@@ -249,14 +256,11 @@ class Prototypes(Forecaster):
         counts = self._counts
         if counts is None:
             return
-        num_right = self._num_right
         if self._group.size > 1:
             self._group.all_reduce_sum(self._sum_by_class())
-            num_right = self._reduce_counts(counts)
-        counts[-1].zero_()  # rows without a label
-        if self._measures_accuracy and num_right is not None:
-            now = torch.stack((num_right.to(counts.dtype), counts.sum()))
-            self._fit = torch.add(now, self._fit, alpha=DECAY)
+            self._reduce_counts(counts)
+        if self._fit_of_step is not None:
+            self._fit = torch.add(self._fit_of_step, self._fit, alpha=DECAY)
         divisors = self._divisors(counts)
         if self._sums is not None:
             self._rows.addcdiv_(self._sums, divisors[:, None])
@@ -264,38 +268,39 @@ class Prototypes(Forecaster):
             self._rows.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)[:, None]))
         self.forget()
 
-    def _reduce_counts(self, counts: Tensor) -> Tensor:
-        """Sum over the ranks the rows of each class, in place, and the rows predicted right, in one reduction."""
-        num_right = counts.new_zeros(()) if self._num_right is None else self._num_right.to(counts.dtype)
-        together = torch.cat((counts, num_right[None]))
+    def _reduce_counts(self, counts: Tensor) -> None:
+        """Sum over the ranks, in one reduction, the rows of each class, and those that the accuracy is of."""
+        fit = torch.zeros_like(self._fit) if self._fit_of_step is None else self._fit_of_step
+        together = torch.cat((counts, fit))
         self._group.all_reduce_sum(together)
-        counts.copy_(together[:-1])
-        return together[-1]
+        counts.copy_(together[:-2])
+        self._fit_of_step = together[-2:]
 
     def _divisors(self, counts: Tensor) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
         is_here = counts > 0
+        infinity = constant(math.inf, counts.device)
         if self._counts_rows:
             numbers = torch.add(counts, self._numbers, alpha=self._alpha)
-            divisors = torch.where(is_here, numbers, torch.inf)
+            divisors = torch.where(is_here, numbers, infinity)
             self._numbers = torch.where(is_here, numbers, self._numbers)
             return divisors
         # Equation 6, where the first mean becomes the prototype.
-        rates = torch.where(self._numbers > 0, 1.0 - self._alpha, 1.0)
+        rates = 1.0 - self._alpha * self._numbers.sign()
         self._numbers = torch.maximum(self._numbers, is_here.to(counts))
-        return torch.where(is_here, counts / rates, torch.inf)
+        return torch.where(is_here, counts / rates, infinity)
 
     def forget(self) -> None:
         self._pending = []
         self._num_pending = 0
         self._sums = None
         self._counts = None
-        self._num_right = None
+        self._fit_of_step = None
         self._alpha = 0.0
 
     def _convert(self, device: torch.device, dtype: torch.dtype) -> None:
         """Follow the model to another device, and to a wider dtype."""
-        for name in ("_rows", "_numbers", "_one", "_fit", "_counts", "_sums"):
+        for name in ("_rows", "_numbers", "_one", "_no_rows", "_fit", "_fit_of_step", "_counts", "_sums"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.to(device, dtype))
@@ -342,7 +347,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
         shares = to_rows(labels.detach())
         if may_read:
             _check_shares(shares)
-        return Labels(shares, max(len(shares), 1))
+        return Labels(shares, len(shares))
     if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dtype.is_complex:
         raise TypeError(
             f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} are neither class indices nor soft labels "
@@ -355,16 +360,24 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
             "logits.flatten(0, 1), labels.flatten()"
         )
     rows = labels.detach().reshape(-1).long()
+    if may_read and not 0 <= ignore_index < num_classes and _are_classes(rows, num_classes):
+        return Labels(rows.clone(), len(rows))  # the script may write to its own before the step
     is_ignored = rows == ignore_index
     if may_read:
-        wrong = ((rows < 0) | (rows >= num_classes)) & ~is_ignored
-        if wrong.any():
+        others = rows.masked_fill(is_ignored, 0)
+        if not _are_classes(others, num_classes):
+            wrong = others[(others < 0) | (others >= num_classes)]
             raise ValueError(
-                f"labels has {int(rows[wrong][0])}; labels must lie in 0..{num_classes - 1} or equal "
+                f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal "
                 f"ignore_index={ignore_index}"
             )
     number = len(rows) - is_ignored.sum()
-    return Labels(rows.masked_fill(is_ignored, num_classes), number.clamp(min=1))
+    return Labels(rows.masked_fill(is_ignored, num_classes), number)
+
+
+def _are_classes(labels: Tensor, num_classes: int) -> bool:
+    lowest, highest = labels.aminmax()
+    return bool(lowest >= 0) and bool(highest < num_classes)
 
 
 def _check_shares(shares: Tensor) -> None:

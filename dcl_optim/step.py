@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcl_optim._torch import version_of
 from dcl_optim.distances import to_rows
 
 
@@ -18,32 +19,45 @@ class Forward:
     Args:
         logits: the logits z, of any shape with the batch first.
         step: the number of the optimizer step that the pass belongs to, from 1.
+        class_dim: the dimension of the classes, as far as it is known.
         copies: whether the logits are copied, so that in-place edits by the script do not reach them.
 
     Attributes:
         logits: z, detached.
-        output: a weak reference to the tensor that the script holds.
+        output, version: a weak reference to the tensor that the script holds, and how often it was written to before.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
-        class_dim, rows: the dimension of the classes, and z as rows (N, K) along it.
+        class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.
         observed: whether the forecaster has learned from it, or was told to skip it.
         prediction: what the forecaster keeps for the backward pass, which only it writes.
+        choice: a warning, if the model returned other tensors that may be the logits.
     """
 
-    def __init__(self, logits: Tensor, step: int, copies: bool = True) -> None:
-        self.logits = logits.detach().clone() if copies else logits.detach()
+    def __init__(self, logits: Tensor, step: int, class_dim: int = 1, copies: bool = True) -> None:
+        self.logits = _copy_of(logits.detach(), class_dim) if copies else logits.detach()
         self.step = step
         self.output = weakref.ref(logits)
+        self.version = version_of(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
-        self.lay_out(1)
+        self.class_dim = class_dim
+        self._rows: Tensor | None = None
         self.last_backward = -1
         self.observed = False
         self.prediction: Any = None
+        self.choice: str | None = None
 
     def lay_out(self, class_dim: int) -> None:
         """Lay the logits out as rows along the dimension that holds the classes."""
-        self.class_dim = class_dim
-        self.rows = to_rows(self.logits, class_dim)
+        if class_dim != self.class_dim:
+            self.class_dim = class_dim
+            self._rows = None
+
+    @property
+    def rows(self) -> Tensor:
+        """z as rows (N, K)."""
+        if self._rows is None:
+            self._rows = to_rows(self.logits, self.class_dim)
+        return self._rows
 
 
 class Step:
@@ -94,7 +108,7 @@ class Step:
         """
         forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
         for forward in forwards:
-            if forward.output() is logits:
+            if forward.output() is logits and forward.version == version_of(logits):
                 return forward
         alike = [one for one in forwards if one.logits.shape == logits.shape and not one.observed]
         if may_read:
@@ -106,6 +120,13 @@ class Step:
         copied = copy.copy(self)
         copied._forwards = []
         return copied
+
+
+def _copy_of(logits: Tensor, class_dim: int) -> Tensor:
+    """A copy in whose memory the rows lie one after the other, so that no further one is made of them."""
+    if logits.ndim <= 2:
+        return logits.clone()
+    return logits.movedim(class_dim, -1).clone(memory_format=torch.contiguous_format).movedim(-1, class_dim)
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

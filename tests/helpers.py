@@ -297,9 +297,9 @@ def training_forwards(optimizer: Any) -> list[weakref.ref[Forward]]:
     forwards: list[weakref.ref[Forward]] = []
     predict = optimizer.forecaster.predict
 
-    def noted(args: Any, kwargs: Any, forward: Forward, rng_state: Any) -> None:
+    def noted(forward: Forward, args: Any, kwargs: Any) -> None:
         forwards.append(weakref.ref(forward))
-        predict(args, kwargs, forward, rng_state)
+        predict(forward, args, kwargs)
 
     optimizer.forecaster.predict = noted
     return forwards

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -14,15 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, distances
-from dcl_optim.companion import Companion
-from dcl_optim.distances import mse, to_rows
-from dcl_optim.loss.outputs import find_logits
+from dcl_optim.distances import to_rows
 from dcl_optim.reference import dcl_step
 from tests.helpers import (
     CLASSES,
     FEATURES,
     assert_same,
-    backward,
     batch_norm_net,
     batches,
     dropout_net,
@@ -34,13 +30,6 @@ from tests.helpers import (
 )
 
 DATA = list(batches(5))
-
-
-def test_companion_is_a_forecaster_on_its_own():
-    model = mlp()
-    forecaster = Companion(model, sgd(model), find_logits)
-    assert_same(forecaster.module, model)
-
 
 # ---- learning --------------------------------------------------------------------------------------------------------
 
@@ -75,19 +64,29 @@ def test_the_companions_backward_runs_when_the_models_has_ended(bring):
     assert all(parameter.grad is None for parameter in optimizer.companion.parameters())
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_the_buffer_of_the_inputs_may_be_refilled_before_the_step(parts):
+def test_forward_passes_of_one_backward_pass_share_one_of_the_companion():
+    model = mlp()
+    optimizer = wrap(model)
+    gradients = []
+    optimizer.companion[0].weight.register_hook(gradients.append)
+    x, y = one()
+    (F.cross_entropy(model(x), y) + F.cross_entropy(model(2 * x), y)).backward()
+    assert len(gradients) == 1
+    optimizer.step()
+
+
+def test_the_buffer_of_the_inputs_may_be_refilled_before_the_step():
     """As a loader's does that hands out one array; the step may also never come, and the batch is given up then."""
     runs = []
     for refills in (False, True):
-        model, buffer = mlp(), numpy.zeros((16 // parts, FEATURES))
+        model, buffer = mlp(), numpy.zeros((8, FEATURES))
         optimizer = wrap(model)
         for step, (x, y) in enumerate(batches(8)):
             optimizer.zero_grad()
-            for rows, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            for rows, labels in zip(x.chunk(2), y.chunk(2), strict=True):
                 inputs = buffer if refills else numpy.empty(rows.shape)
                 inputs[:] = rows
-                (F.cross_entropy(model(torch.from_numpy(inputs)), labels) / parts).backward()
+                (F.cross_entropy(model(torch.from_numpy(inputs)), labels) / 2).backward()
                 if refills:
                     inputs[:] = 1000.0
             if step % 3 != 1:
@@ -96,15 +95,29 @@ def test_the_buffer_of_the_inputs_may_be_refilled_before_the_step(parts):
     assert_same(*runs)
 
 
+def test_another_architecture_equals_the_loop_written_out():
+    def small() -> nn.Module:
+        torch.manual_seed(8)
+        return nn.Sequential(nn.Linear(FEATURES, CLASSES)).double()
+
+    model, theirs, companion = mlp(), mlp(), small()
+    optimizer = wrap(model, companion=small(), companion_lr_scale=0.5)
+    train(model, optimizer, batches(20))
+    plain, second = sgd(theirs), sgd(companion, lr=0.05)
+    for x, y in batches(20):
+        dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, distances.mse)
+    assert_same(model, theirs, rtol=1e-9, atol=1e-10)
+    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
+
+
 # ---- random draws ----------------------------------------------------------------------------------------------------
 
 
 def test_companion_replays_the_models_draws():
     model = dropout_net()
     optimizer = wrap(model)
-    x, y = one()
-    backward(model, x, y)
-    assert optimizer.penalty == 0.0, "same weights and same masks give the same logits"
+    train(model, optimizer, batches(1))
+    assert optimizer.logs()["penalty"] == 0.0, "same weights and same masks give the same logits"
 
 
 def test_layers_that_draw_from_a_generator_of_their_own():
@@ -126,12 +139,14 @@ def test_layers_that_draw_from_a_generator_of_their_own():
     assert_same(model.drawn, optimizer.companion.drawn)
 
 
-def test_the_script_draws_from_its_stream_as_if_no_companion_ran():
+@pytest.mark.parametrize("draws", ["as many as the model", "more"])
+def test_the_script_draws_from_its_stream_as_if_no_companion_ran(draws):
     """Between the forward and the backward, too."""
     found = []
     for wrapped in (True, False):
         model, drawn = dropout_net(), []
-        optimizer = wrap(model) if wrapped else sgd(model)
+        companion = nn.Sequential(nn.Dropout(0.1), dropout_net(seed=3)) if draws == "more" else None
+        optimizer = wrap(model, companion=companion) if wrapped else sgd(model)
         torch.manual_seed(4)
         for x, y in batches(4):
             optimizer.zero_grad()
@@ -145,104 +160,27 @@ def test_the_script_draws_from_its_stream_as_if_no_companion_ran():
     assert_same(*found)
 
 
-@pytest.mark.parametrize("draws", ["as many", "more"])
-def test_random_streams_are_left_as_without_the_companion(draws):
-    model = dropout_net()
-    companion = None if draws == "as many" else nn.Sequential(nn.Dropout(0.1), dropout_net(seed=3))
-    alone = dropout_net()
-    x, _ = one()
-    torch.manual_seed(4)
-    alone(x)
-    expected = torch.get_rng_state()
-    with wrap(model, companion=companion):
-        torch.manual_seed(4)
-        model(x)
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
-# ---- another architecture --------------------------------------------------------------------------------------------
-
-
-def small() -> nn.Module:
-    torch.manual_seed(8)
-    return nn.Sequential(nn.Linear(FEATURES, CLASSES)).double()
-
-
-def test_other_architecture_as_module_and_as_callable():
-    states = []
-    for companion in (small(), small):
-        model = mlp()
-        optimizer = wrap(model, companion=companion)
-        train(model, optimizer, batches(10))
-        assert not torch.equal(optimizer.companion[0].weight, small()[0].weight)
-        states.append((model, optimizer.companion))
-    assert_same(states[0][0], states[1][0])
-    assert_same(states[0][1], states[1][1])
-
-
-def test_other_architecture_equals_the_loop_written_out():
-    model, theirs, companion = mlp(), mlp(), small()
-    optimizer = wrap(model, companion=small(), companion_lr_scale=0.5)
-    train(model, optimizer, batches(20))
-    plain, second = sgd(theirs), sgd(companion, lr=0.05)
-    for x, y in batches(20):
-        dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, mse)
-    assert_same(model, theirs, rtol=1e-9, atol=1e-10)
-    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
-
-
 # ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: torch.Tensor
+def test_logits_of_its_output_are_found_as_the_models():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
 
+        def forward(self, x, *, scale):
+            return {"deep": [self.net(x * scale)]}
 
-class Wrapped(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        self.net, self.form = mlp(), form
-
-    def forward(self, x, *, scale=1.0):
-        return self.form(self.net(x * scale))
-
-
-FORMS = {
-    "tuple": (lambda z: (z, z.detach()), lambda out: out[0], None),
-    "mapping": (lambda z: {"logits": z, "other": 1}, lambda out: out["logits"], None),
-    "segmentation": (lambda z: {"out": z, "aux": z.detach()}, lambda out: out["out"], None),
-    "dataclass": (lambda z: Output(z, z), lambda out: out.logits, None),
-    "function": (lambda z: {"deep": [z]}, lambda out: out["deep"][0], lambda out: out["deep"][0]),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_outputs_that_are_not_a_tensor(name):
-    form, pick, logits = FORMS[name]
-    model, bare = Wrapped(form), mlp()
-    optimizer = wrap(model, logits=logits)
-    reference = wrap(bare)
+    model, bare = Nested(), mlp()
+    optimizer, reference = wrap(model, logits=lambda output: output["deep"][0]), wrap(bare)
     for x, y in batches(5):
-        for m, o, get in ((model, optimizer, pick), (bare, reference, lambda z: z)):
-            o.zero_grad()
-            out = m(x, scale=1.0) if m is model else m(x)
-            F.cross_entropy(get(out), y).backward()
-            o.step()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, scale=2.0)["deep"][0], y).backward()
+        optimizer.step()
+    train(bare, reference, [(2.0 * x, y) for x, y in batches(5)])
     assert_same(model.net, bare)
     assert_same(optimizer.companion.net, reference.companion)
-
-
-@pytest.mark.parametrize("output", [{"deep": 1}, (), "text", torch.tensor(1.0), torch.zeros(3, dtype=torch.long)])
-def test_outputs_without_logits_name_the_fix(output):
-    with pytest.raises(TypeError, match="pass logits="):
-        find_logits(output)
-
-
-def dense() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Conv2d(2, CLASSES, 3, padding=1).double()
 
 
 class Sequence(nn.Module):
@@ -255,31 +193,40 @@ class Sequence(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
+def square_of(z: Tensor) -> Tensor:
+    return z.square().mean()
+
+
+def of_tokens(z: Tensor) -> Tensor:
+    """A cross-entropy, whose gradient shows that the classes are the last dimension."""
+    return F.cross_entropy(z.flatten(0, 1), torch.arange(28) % CLASSES)
+
+
 SHAPES = {
-    "dense": (dense, (4, 2, 5, 6), {"class_dim": 1}),
-    "sequence": (lambda: Sequence().double(), (4, 7, 3), {"class_dim": -1}),
-    "reconstruction": (lambda: nn.Conv2d(2, 2, 3, padding=1).double(), (4, 2, 5, 6), {"class_dim": 1}),
-    "regression": (lambda: nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).double(), (4, 3), {}),
+    "dense": (lambda: nn.Conv2d(2, CLASSES, 3, padding=1), (4, 2, 5, 6), 1, square_of),
+    "sequence": (Sequence, (4, 7, 3), 2, of_tokens),
+    "regression": (lambda: nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), (4, 3), 1, square_of),
 }
 
 
-@pytest.mark.parametrize("distance", ["mse", "kl", "infonce"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "distance"), [("dense", "mse"), ("dense", "infonce"), ("sequence", "kl"), ("regression", "mse")]
+)
 def test_any_output_shape(shape, distance):
     """The penalty's gradient on the weights is that of the distance between rows, classes last."""
-    build, size, options = SHAPES[shape]
-    model, companion = build(), build()
+    build, size, dim, loss_of = SHAPES[shape]
+    torch.manual_seed(0)
+    model = build().double()
+    companion = copy.deepcopy(model)
     for p in companion.parameters():
         p.data += 0.1
     alone = copy.deepcopy(model)
-    x = torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    wrap(model, companion=companion, distance=distance, loss_scale=1.0, **options)  # dies at once: no penalty
-    optimizer = wrap(model, companion=companion, distance=distance, loss_scale=1.0, **options)
-    model(x).square().mean().backward()
+    x = torch.randn(*size, dtype=torch.float64)
+    optimizer = wrap(model, companion=copy.deepcopy(companion), distance=distance)
+    z = model(x)
+    (loss_of(z) if loss_of is of_tokens else loss_of(z) + optimizer.penalty(z)).backward()
     z, c = alone(x), companion(x).detach()
-    dim = options.get("class_dim", 1)
-    delta = getattr(distances, distance)(to_rows(z, dim), to_rows(c, dim))
-    (z.square().mean() + delta).backward()
+    (loss_of(z) + getattr(distances, distance)(to_rows(z, dim), to_rows(c, dim)).mean()).backward()
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert_same(ours.grad, theirs.grad, rtol=1e-10, atol=1e-13)
     optimizer.step()
@@ -322,6 +269,7 @@ def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_star
     train(model, optimizer, DATA[:1])
     assert len(caught) == 1
 
+    F.cross_entropy(model(DATA[2][0]), DATA[2][1]).backward()  # what it has learned from an unfinished step goes too
     model.load_state_dict(best)
     optimizer.base.load_state_dict(sgd(model).state_dict())
     optimizer.reset_companion()
@@ -334,9 +282,7 @@ def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_star
 
 
 @pytest.mark.parametrize("model_first", [False, True])
-def test_weights_loaded_with_the_optimizers_state_or_before_training_bring_no_warning(
-    model_first: bool,
-) -> None:
+def test_weights_loaded_with_the_optimizers_state_or_before_training_bring_no_warning(model_first: bool) -> None:
     model = mlp()
     optimizer = wrap(nn.Sequential(model))
     model.load_state_dict(mlp(seed=2).state_dict())
@@ -353,21 +299,7 @@ def test_weights_loaded_with_the_optimizers_state_or_before_training_bring_no_wa
     train(optimizer.model, optimizer, DATA)
 
 
-def test_what_was_learned_from_an_unfinished_step_is_dropped_with_the_companion() -> None:
-    model = mlp()
-    optimizer = wrap(model)
-    train(model, optimizer, DATA[:2])
-    F.cross_entropy(model(DATA[2][0]), DATA[2][1]).backward()
-    optimizer.reset_companion()
-    optimizer.step()
-    assert_same(optimizer.companion, model)
-
-
-def test_a_companion_that_was_given_is_built_again_or_refuses() -> None:
-    optimizer = wrap(mlp(), companion=lambda: mlp(seed=6))
-    train(optimizer.model, optimizer, DATA)
-    optimizer.reset_companion()
-    assert_same(optimizer.companion, mlp(seed=6))
+def test_a_companion_that_was_given_is_not_built_again() -> None:
     given = wrap(mlp(), companion=mlp(seed=6))
     with pytest.raises(RuntimeError, match=r"given as a module.*load weights into it"):
         given.reset_companion()

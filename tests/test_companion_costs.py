@@ -1,4 +1,4 @@
-"""What makes the companion cheaper: learning at every k-th step."""
+"""The companion that learns at every k-th step, which costs less, or from a share of the rows (the paper's Table 10)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from dcl_optim import distances, reference
 from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, wrap
 
+# ---- every k-th step -------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("name", "every"), [("mlp", 2), ("batch_norm", 3), ("dropout", 2)])
+
+@pytest.mark.parametrize(("name", "every"), [("batch_norm", 3), ("dropout", 2)])
 def test_every_kth_step_is_the_reference_that_learns_at_every_kth_step(name, every):
     model, hand = MODELS[name](), MODELS[name]()
     companion = copy.deepcopy(hand)
@@ -65,19 +67,67 @@ def test_all_forwards_of_a_step_are_learned_from_or_none():
     assert_same(in_one.companion, in_two.companion, rtol=1e-10, atol=1e-12)
 
 
-def test_resuming_keeps_the_count_of_steps():
+# ---- a share of the rows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fraction", "number", "distance"), [(0.3, 5, "mse"), (0.01, 1, "kl"), (0.5, 8, "infonce")])
+def test_a_share_of_the_rows_is_the_reference_that_learns_from_these(fraction, number, distance):
+    """Of 16 rows; the distances are those of whole batches, which infonce is not of a part."""
+    model, hand = MODELS["dropout"](), MODELS["dropout"]()
+    companion = copy.deepcopy(hand)
+    optimizer = wrap(model, companion_fraction=fraction, distance=distance)
+    base, second = sgd(hand), sgd(companion)
+    drawn = torch.Generator().manual_seed(0)
+    torch.manual_seed(3)
+    train(model, optimizer, batches(20))
+    torch.manual_seed(3)
+    for x, y in batches(20):
+        rows = torch.randperm(16, generator=drawn)[:number]
+        function = distances.DISTANCES[distance]
+        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, function, rows=rows)
+    assert_same(model, hand, rtol=1e-9, atol=1e-11)
+    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-11)
+
+
+def test_a_share_is_drawn_of_the_rows_of_dense_logits_and_all_of_them_is_no_share():
+    torch.manual_seed(0)
+    start = torch.nn.Conv2d(2, 3, 1).double()
+    found = []
+    for fraction in (0.999, 1.0, 0.25):
+        model, companion = copy.deepcopy(start), copy.deepcopy(start)
+        companion.bias.data += torch.tensor([1.0, 0.0, 0.0])
+        optimizer = wrap(model, companion=companion, companion_fraction=fraction, weight=0.0)
+        train(model, optimizer, [(torch.ones(2, 2, 4, 4).double(), torch.zeros(2, 4, 4, dtype=torch.long))])
+        found.append(companion.bias.detach().clone())
+    assert_same(found[0], found[1])
+    assert_same(found[2], found[1], rtol=1e-12)  # all rows are alike, and the mean is that of the drawn ones
+
+
+# ---- resumption, and what is refused ---------------------------------------------------------------------------------
+
+
+def test_resuming_keeps_the_count_of_steps_and_the_draws():
+    """Of rows and of dropout masks, bit for bit."""
     data = list(batches(7))
-    model = mlp()
-    optimizer = wrap(model, companion_every=3)
+
+    def built(seed):
+        model = MODELS["dropout"](seed)
+        return model, wrap(model, companion_every=3, companion_fraction=0.3)
+
+    model, optimizer = built(0)
     train(model, optimizer, data[:4])
-    again = mlp(seed=9)
-    other = wrap(again, companion_every=3)
+    again, other = built(9)
+    train(again, other, data[:1])
     again.load_state_dict(model.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, data[4:])
-    train(again, other, data[4:])
-    assert_same(again, model)
-    assert_same(other.companion, optimizer.companion)
+    twin, copied = copy.deepcopy((model, optimizer))
+    for network, trained_by in ((model, optimizer), (again, other), (twin, copied)):
+        torch.manual_seed(3)
+        train(network, trained_by, data[4:])
+    for network, trained_by in ((again, other), (twin, copied)):
+        assert_same(network, model)
+        assert_same(trained_by.companion, optimizer.companion)
+        assert_same(trained_by.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -86,6 +136,9 @@ def test_resuming_keeps_the_count_of_steps():
         ({"companion_every": 0}, ValueError, r"companion_every=0 must be at least 1"),
         ({"companion_every": 1.5}, TypeError, r"companion_every=1.5 must be an integer, got float"),
         ({"companion_every": True}, TypeError, r"companion_every=True must be an integer"),
+        ({"companion_fraction": 0}, ValueError, r"companion_fraction=0 must be a positive"),
+        ({"companion_fraction": 1.01}, ValueError, r"companion_fraction=1.01 must be in \(0, 1\]"),
+        ({"companion_fraction": "half"}, TypeError, r"companion_fraction='half' must be a number"),
     ],
 )
 def test_bad_values(options, error, message):

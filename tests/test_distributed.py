@@ -14,26 +14,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batch_norm_net, batches, mlp, on_two_ranks, sgd
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, on_two_ranks, sgd, train
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 8
+VARIANTS = ["dcl", "dcp"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def optimize(variant, model, base=None, **options):
-    base = base or sgd(model)
-    if variant == "dcl":
-        return DCLOptimizer(base, model, weight=1.0, **options)
-    if variant == "dcp given":
-        options["num_classes"] = CLASSES
-    return DCPOptimizer(base, model, weight=1.0, alpha=0.6, **options)
+    kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
+    return kind(base or sgd(model), model, weight=1.0, alpha=0.6, **options)
 
 
 def snapshot(model, optimizer):
@@ -48,53 +43,50 @@ def halves(x, y, rank):
     return x[half], y[half]
 
 
-def train_rank(rank, parallel, optimizer, criterion, data, accumulate=1, given=False):
+def train_rank(rank, parallel, optimizer, data, accumulate=1):
     """The last micro-batch synchronizes, those before it do not, as DDP's documentation has it."""
     for x, y in data:
         optimizer.zero_grad()
         parts = list(zip(*(t.chunk(accumulate) for t in halves(x, y, rank)), strict=True))
         for index, (part, labels) in enumerate(parts):
             last = index == accumulate - 1
-            if given:
-                optimizer.set_targets(labels)
             with contextlib.nullcontext() if last else parallel.no_sync():
-                (criterion(parallel(part), labels) / accumulate).backward()
+                (F.cross_entropy(parallel(part), labels) / accumulate).backward()
             part.fill_(1000.0)  # as a loader does that fills its buffers again
         optimizer.step()
 
 
-CASES = [(v, order, a) for v in ("dcl", "dcp") for order in ("wrapped before", "wrapped after") for a in (1, 2)]
+CASES = [
+    ("dcl", "wrapped before", 1),
+    ("dcl", "wrapped after", 2),
+    ("dcp", "wrapped before", 2),
+    ("dcp", "wrapped after", 1),
+]
 
 
 def worker(rank: int, folder: Path) -> None:
     for case in CASES:
         torch.save(trained_on_rank(rank, *case), folder / f"{case} {rank}.pt")
-        if case[0] == "dcp":
-            assert_same(trained_on_rank(rank, *case), trained_on_rank(rank, "dcp given", *case[1:]), **CLOSE)
     torch.save(branch_trained_on_rank(rank), folder / f"branch {rank}.pt")
     train_in_groups(rank, folder)
 
 
 def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
     model = mlp(seed=10 * rank)  # seeded differently: rank 0's weights have to win
-    criterion = nn.CrossEntropyLoss()
     if order == "wrapped before":
         optimizer = optimize(variant, model)
         parallel = DistributedDataParallel(model)
     else:
         parallel = DistributedDataParallel(model)
         optimizer = optimize(variant, parallel)
-    train_rank(rank, parallel, optimizer, criterion, batches(STEPS), accumulate, variant == "dcp given")
+    train_rank(rank, parallel, optimizer, batches(STEPS), accumulate)
     return snapshot(model, optimizer)
 
 
-def trained_alone(variant, steps=STEPS):
-    model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
+def trained_alone(variant):
+    model = mlp(seed=0)
     optimizer = optimize(variant, model)
-    for x, y in batches(steps):
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, batches(STEPS))
     return snapshot(model, optimizer)
 
 
@@ -117,23 +109,23 @@ class Branches(nn.Module):
 
 
 def branch_trained_on_rank(rank: int):
-    model, criterion = Branches(seed=10 * rank), nn.CrossEntropyLoss()
+    model = Branches(seed=10 * rank)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimize("dcl", parallel)
     for x, y in batches(STEPS):
         optimizer.zero_grad()
-        criterion(parallel(x.chunk(2)[rank], rank), y.chunk(2)[rank]).backward()
+        F.cross_entropy(parallel(x.chunk(2)[rank], rank), y.chunk(2)[rank]).backward()
         optimizer.step()
     return snapshot(model, optimizer)
 
 
 def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
-    model, criterion = Branches(), nn.CrossEntropyLoss()
+    model = Branches()
     optimizer = optimize("dcl", model)
     for x, y in batches(STEPS):
         optimizer.zero_grad()
         for which, (part, labels) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-            (criterion(model(part, which), labels) / 2).backward()
+            (F.cross_entropy(model(part, which), labels) / 2).backward()
         optimizer.step()
     for rank in (0, 1):
         trained = torch.load(ranks / f"branch {rank}.pt", weights_only=True)
@@ -142,7 +134,7 @@ def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
 
 # ---- process groups --------------------------------------------------------------------------------------------------
 
-PARTS, VARIANTS = 2, ["dcl", "dcp"]
+PARTS = 2
 
 
 def rows_of(rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -209,27 +201,16 @@ def wrapped_after(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.M
     return model, optimizer
 
 
-def sharded(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    """Sharded over a mesh of this rank alone."""
-    model = mlp(seed=rank)
-    fully_shard(model, mesh=DeviceMesh.from_group(own, "cpu"))
-    optimizer = optimize(variant, model)
-    train_and_average(model, optimizer, rank, by_hand=False)
-    return model, optimizer
-
-
-# For each cell the variants, whether the ranks' models are one, and whether their forecasters are.
-GROUPS: dict[Callable[..., Any], tuple[list[str], bool, bool]] = {
-    independent: (VARIANTS, False, False),
-    averaged_by_hand: (VARIANTS, True, True),
-    averaged_by_hand_in_no_group: (VARIANTS, True, False),
-    parallel_without_a_group: (VARIANTS, True, False),
-    wrapped_before: (VARIANTS, False, False),
-    wrapped_after: (VARIANTS, False, False),
+# For each cell whether the ranks' models are one, and whether their forecasters are.
+GROUPS: dict[Callable[..., Any], tuple[bool, bool]] = {
+    independent: (False, False),
+    averaged_by_hand: (True, True),
+    averaged_by_hand_in_no_group: (True, False),
+    parallel_without_a_group: (True, False),
+    wrapped_before: (False, False),
+    wrapped_after: (False, False),
 }
-if SHARDS_ON_CPU:
-    GROUPS[sharded] = (["dcp"], False, False)
-IN_GROUPS = [(cell, variant) for cell, (variants, *_) in GROUPS.items() for variant in variants]
+IN_GROUPS = list(itertools.product(GROUPS, VARIANTS))
 
 
 def train_in_groups(rank: int, folder: Path) -> None:
@@ -238,14 +219,10 @@ def train_in_groups(rank: int, folder: Path) -> None:
         try:
             model, optimizer = cell(variant, rank, groups[rank])
             own = optimizer.companion.state_dict() if variant == "dcl" else optimizer.prototypes
-            found = {"model": whole(model.state_dict()), "own": own if variant == "dcp" else whole(own)}
+            found = {"model": model.state_dict(), "own": own}
         except Exception as error:  # shown by the cell's own test: the same on both ranks, so that none waits
             found = {"error": f"{type(error).__name__}: {error}"}
         torch.save(found, folder / f"{cell.__name__} {variant} {rank}.pt")
-
-
-def whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t) for name, t in state.items()}
 
 
 def by_hand(variant: str, seeds: list[int], one_model: bool, one_forecaster: bool) -> list[dict[str, Any]]:
@@ -293,7 +270,7 @@ def by_hand(variant: str, seeds: list[int], one_model: bool, one_forecaster: boo
 def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cell, variant, ranks: Path):
     found = [torch.load(ranks / f"{cell.__name__} {variant} {rank}.pt", weights_only=True) for rank in range(PARTS)]
     assert [part["error"] for part in found if "error" in part] == []
-    _, one_model, one_forecaster = GROUPS[cell]
+    one_model, one_forecaster = GROUPS[cell]
     expected = by_hand(variant, [0, 0] if one_model else [0, 1], one_model, one_forecaster)
     for part, hand in zip(found, expected, strict=True):
         assert_same(part, hand, **CLOSE)
@@ -324,22 +301,22 @@ def resuming_worker(rank: int, folder: Path) -> None:
 def resume_on_rank(rank: int, file: Path, variant: str) -> None:
     def build():
         model = mlp(seed=rank)
-        parallel, criterion = DistributedDataParallel(model), nn.CrossEntropyLoss()
-        return model, parallel, criterion, optimize(variant, parallel)
+        parallel = DistributedDataParallel(model)
+        return model, parallel, optimize(variant, parallel)
 
-    model, parallel, criterion, optimizer = build()
-    train_rank(rank, parallel, optimizer, criterion, batches(3))
+    model, parallel, optimizer = build()
+    train_rank(rank, parallel, optimizer, batches(3))
     if rank == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     dist.barrier()
-    train_rank(rank, parallel, optimizer, criterion, batches(3, seed=5))
+    train_rank(rank, parallel, optimizer, batches(3, seed=5))
     expected = snapshot(model, optimizer)
 
-    model, parallel, criterion, optimizer = build()
+    model, parallel, optimizer = build()
     checkpoint = torch.load(file, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    train_rank(rank, parallel, optimizer, criterion, batches(3, seed=5))
+    train_rank(rank, parallel, optimizer, batches(3, seed=5))
     assert_same(snapshot(model, optimizer), expected)
 
 
@@ -348,12 +325,12 @@ def test_a_checkpoint_of_rank_0_resumes_all_ranks_bit_for_bit(tmp_path: Path):
 
 
 def zero_redundancy_worker(rank: int, folder: Path) -> None:
-    for variant in ("dcl", "dcp", "dcp given"):
-        model, criterion = mlp(seed=0), nn.CrossEntropyLoss()
+    for variant in VARIANTS:
+        model = mlp(seed=0)
         parallel = DistributedDataParallel(model)
         base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
         optimizer = optimize(variant, parallel, base)
-        train_rank(rank, parallel, optimizer, criterion, batches(STEPS), given=variant == "dcp given")
+        train_rank(rank, parallel, optimizer, batches(STEPS))
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             optimizer.state_dict()
         base.consolidate_state_dict(to=0)
@@ -364,8 +341,7 @@ def zero_redundancy_worker(rank: int, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*functional optimizers is deprecated", "ignore:.*torch.jit")
 def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
     on_two_ranks(zero_redundancy_worker, tmp_path)
-    runs = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("dcl", "dcp", "dcp given")}
-    assert_same(runs["dcp given"], runs["dcp"], **CLOSE)
+    runs = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in VARIANTS}
     assert_same(runs["dcp"], trained_alone("dcp"), **CLOSE)
     joint = trained_alone("dcl")
     assert_same(runs["dcl"]["model"], joint["model"], **CLOSE)
@@ -379,7 +355,7 @@ def buffers_worker(rank: int, folder: Path) -> None:
     companion = optimizer.companion  # made now, while each rank has its own model
     parallel = DistributedDataParallel(model)
     model[1].eval()  # nothing but the start moves them
-    train_rank(rank, parallel, optimizer, nn.CrossEntropyLoss(), batches(2))
+    train_rank(rank, parallel, optimizer, batches(2))
     torch.save(companion.state_dict(), folder / f"{rank}.pt")
 
 

@@ -39,28 +39,6 @@ def test_step_returns_the_loss_without_the_penalty():
     assert optimizer.step(lambda: F.cross_entropy(model(x), y)).item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_companion_learns_from_the_first_of_several_evaluations():
-    model = mlp()
-    companion, expected = mlp(seed=3), mlp(seed=3)
-    base = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    optimizer = DCLOptimizer(base, model, companion=companion, companion_optimizer=sgd(companion, lr=1.0))
-    x, y = one()
-    z, c, evaluations = model(x).detach(), expected(x), []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        evaluations.append(loss)
-        return loss
-
-    optimizer.step(closure)
-    assert len(evaluations) > 1
-    F.mse_loss(c, 0.6 * c.detach() + 0.4 * z).backward()
-    sgd(expected, lr=1.0).step()
-    assert_same(companion, expected, rtol=1e-9, atol=1e-11)
-
-
 def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
     def run(wrapped):
         model = mlp()
@@ -91,14 +69,14 @@ def test_logs():
     before = optimizer.logs()
     assert before.pop("step") == 0.0
     assert list(before) == ["penalty", "weight", "alpha", "loss_scale"]
-    assert all(map(math.isnan, [*before.values(), optimizer.penalty]))
+    assert all(map(math.isnan, before.values()))
     x, y = one()
     expected = F.mse_loss(model(x), optimizer.companion(x)).item()
     optimizer.zero_grad()
     backward(model, x, y)
     optimizer.step()
     logs = optimizer.logs()
-    assert logs["penalty"] == optimizer.penalty == pytest.approx(expected, abs=1e-12)
+    assert logs["penalty"] == pytest.approx(expected, abs=1e-12)
     assert (logs["step"], logs["weight"], logs["alpha"]) == (1.0, 0.1, 0.25)
     assert optimizer.logs(prefix="dcl/") == {f"dcl/{name}": value for name, value in logs.items()}
     assert logs["loss_scale"] == pytest.approx(1.0)
@@ -110,7 +88,7 @@ def test_an_empty_first_group(variant):
         torch.manual_seed(0)
         model = nn.Linear(FEATURES, CLASSES).double()
         base = torch.optim.SGD([*groups, {"params": model.parameters()}], lr=0.1)
-        optimizer = DCLOptimizer(base, model) if variant == "dcl" else DCPOptimizer(base, model, CLASSES)
+        optimizer = (DCLOptimizer if variant == "dcl" else DCPOptimizer)(base, model)
         train(model, optimizer, batches(3))
         return model.state_dict()
 
@@ -166,7 +144,7 @@ def test_stepping_twice_names_its_cause(kind):
     optimizer = kind(sgd(model), model)
     train(model, optimizer, batches(1))
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    with pytest.raises(RuntimeError, match=r"(?s)step found gradients.*step was called twice for one backward"):
+    with pytest.raises(RuntimeError, match=r"(?s)step found gradients.*or the gradients are those of the last step"):
         optimizer.step()
     assert_same((model.state_dict(), optimizer.state_dict()), before)
     train(model, optimizer, batches(1))
@@ -180,38 +158,21 @@ def test_stepping_twice_names_its_cause(kind):
 # ---- buffers that the script refills before the step -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_inputs_that_are_refilled_before_the_step_are_learned_from_as_they_were(parts):
+def test_inputs_that_are_refilled_before_the_step_are_learned_from_as_they_were():
     """The companion's backward runs when the model's has ended. Autograd does not notice what numpy writes."""
     model, hand, companion = mlp(), mlp(), mlp()
     optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
-    buffer = np.empty((16 // parts, FEATURES))
+    buffer = np.empty((8, FEATURES))
     for x, y in batches(5):
         optimizer.zero_grad()
-        for rows, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        for rows, labels in zip(x.chunk(2), y.chunk(2), strict=True):
             buffer[:] = rows.numpy()
-            (F.cross_entropy(model(torch.from_numpy(buffer)), labels) / parts).backward()
+            (F.cross_entropy(model(torch.from_numpy(buffer)), labels) / 2).backward()
             buffer[:] = 100.0
         optimizer.step()
         reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
     assert_same(model, hand, **CLOSE)
     assert_same(optimizer.companion, companion, **CLOSE)
-
-
-def test_labels_that_are_written_over_before_the_step_are_those_of_their_batch():
-    found = []
-    for reused in (False, True):
-        model = mlp()
-        optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CLASSES, alpha=0.5)
-        buffer = torch.empty(2, dtype=torch.int64)
-        optimizer.zero_grad()
-        for x, y in batches(2, size=2):
-            labels = buffer.copy_(y) if reused else y
-            optimizer.set_targets(labels)
-            F.cross_entropy(model(x), labels).backward()
-        optimizer.step()
-        found.append(optimizer.prototypes)
-    assert_same(found[0], found[1])
 
 
 # ---- several networks ------------------------------------------------------------------------------------------------
@@ -231,24 +192,25 @@ def noise(step, half):
     return torch.randn(16, 3, generator=torch.Generator().manual_seed(10 * step + half), dtype=torch.float64)
 
 
-def says(discriminator, x, real):
-    z = discriminator(x)
+def says(z, real):
     return F.binary_cross_entropy_with_logits(z, torch.full_like(z, float(real)))
 
 
 def wrapped_gan(steps, toggled):
     generator, omega_g, discriminator, omega_d = gan()
-    options = METHOD | {"loss_scale": 1.0}
-    g_optimizer = DCLOptimizer(sgd(generator, lr=0.05), generator, companion=omega_g, **options)
-    d_optimizer = DCLOptimizer(sgd(discriminator, lr=0.05), discriminator, companion=omega_d, **options)
+    g_optimizer = DCLOptimizer(sgd(generator, lr=0.05), generator, companion=omega_g, **METHOD)
+    d_optimizer = DCLOptimizer(sgd(discriminator, lr=0.05), discriminator, companion=omega_d, **METHOD)
     for step, (x, _) in enumerate(batches(steps)):
         d_optimizer.zero_grad()
         fake = generator(noise(step, 0)).detach()
-        (says(discriminator, x, True) + says(discriminator, fake, False)).backward()
+        true, false = discriminator(x), discriminator(fake)
+        loss = says(true, True) + says(false, False)
+        (loss + d_optimizer.penalty(true) + d_optimizer.penalty(false)).backward()
         d_optimizer.step()
         g_optimizer.zero_grad()
         discriminator.requires_grad_(not toggled)
-        says(discriminator, generator(noise(step, 1)), True).backward()
+        made = generator(noise(step, 1))
+        (says(discriminator(made), True) + g_optimizer.penalty(made)).backward()
         discriminator.requires_grad_(True)
         g_optimizer.step()
     return generator, omega_g, discriminator, omega_d
@@ -259,12 +221,12 @@ def learn(omega, optimizer, pairs):
     optimizer.zero_grad()
     for x, z in pairs:
         c = omega(x)
-        (distances.mse(c, 0.4 * c.detach() + 0.6 * z.detach()) / len(pairs)).backward()
+        (distances.mse(c, 0.4 * c.detach() + 0.6 * z.detach()).mean() / len(pairs)).backward()
     optimizer.step()
 
 
 def penalty(z, c):
-    return METHOD["weight"] * distances.mse(z, c.detach())
+    return METHOD["weight"] * distances.mse(z, c.detach()).mean()
 
 
 def gan_by_hand(steps, toggled):
@@ -278,14 +240,14 @@ def gan_by_hand(steps, toggled):
     for step, (x, _) in enumerate(batches(steps)):
         fake = generator(noise(step, 0)).detach()
         pairs = [(inputs, discriminator(inputs)) for inputs in (x, fake)]
-        loss = says(discriminator, x, True) + says(discriminator, fake, False)
+        loss = says(discriminator(x), True) + says(discriminator(fake), False)
         d_step.zero_grad()
         (loss + sum(penalty(z, omega_d(inputs)) for inputs, z in pairs)).backward()
         d_step.step()
         learn(omega_d, d_second, pairs)
 
         made = generator(noise(step, 1))
-        loss = says(discriminator, made, True) + penalty(made, omega_g(noise(step, 1)))
+        loss = says(discriminator(made), True) + penalty(made, omega_g(noise(step, 1)))
         if not toggled:
             loss = loss + penalty(discriminator(made), omega_d(made.detach()))
         g_step.zero_grad()

@@ -30,9 +30,9 @@ def build(variant: str, base: str):
     schedules = {"weight": LinearWarmup(1.0, steps=8), "alpha": RunningAverage()}
     inner = BASES[base](model.parameters())
     if variant == "dcl":
-        optimizer = DCLOptimizer(inner, model, **{"weight": 1.0} | schedules)
+        optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **schedules)
     else:
-        optimizer = DCPOptimizer(inner, model, CLASSES, **{"weight": 1.0, "alpha": 0.6} | schedules)
+        optimizer = DCPOptimizer(inner, model, **schedules)
     return model, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, TOTAL)
 
 
@@ -92,10 +92,7 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, resumed):
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
     optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0)
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, batches(3))
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "dcl_optim.DCLOptimizer"}
     plain = BASES["sgd"](model.parameters())
@@ -106,7 +103,7 @@ def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
 def dcl_and_other():
     model, other = mlp(), mlp()
     dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0)
-    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, CLASSES, weight=1.0, alpha=0.6)
+    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, num_classes=CLASSES)
     return dcl, dcp
 
 
@@ -116,7 +113,7 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, weight=1.0)
     assert dcl.companion is not other_shape.companion  # a state without one fits everywhere
     three = mlp()
-    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, 3, weight=1.0, alpha=0.6)
+    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, num_classes=3)
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
     without_companion = {"dcl_optim.DCLOptimizer": dcl.state_dict()["dcl_optim.DCLOptimizer"] | {"forecaster": {}}}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.by_hand import term_of
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -46,13 +47,15 @@ def network() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def losses(model, optimizer, loop):
+def losses(model, optimizer, loop, way="line"):
     torch.manual_seed(3)
+    term = term_of(optimizer, way)
     for x, y in batches(12, dtype=torch.float32):
 
         def closure(x=x, y=y):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
+            z = model(x)
+            loss = F.cross_entropy(z, y) + term(z, y)
             loss.backward()
             return loss
 
@@ -68,24 +71,24 @@ def takes_only_closures(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "loop"),
+    ("name", "variant", "loop", "way"),
     cells(
         [
             cell
-            for cell in product(DENSE, ["dcl", "dcp"], ["plain", "closure"])
-            if cell[2] == "closure" or not takes_only_closures(cell[0])
+            for cell in product(DENSE, ["dcl", "dcp"], ["plain", "closure"], ["line", "term"])
+            if cell[2:] == ("closure", "term") or not takes_only_closures(cell[0])
         ],
-        ("SGD nesterov", "dcl", "plain"),
-        ("AdamW fused", "dcl", "closure"),
-        ("Rprop", "dcl", "plain"),  # by signs
-        ("ASGD", "dcp", "closure"),  # a learning rate in its state
-        ("Adafactor", "dcl", "closure"),  # by the parameters' own size
-        ("LBFGS", "dcp", "closure"),
-        ("LBFGS strong Wolfe", "dcl", "closure"),
-        *([("Muon", "dcl", "plain")] if "Muon" in DENSE else []),  # orthogonalized
+        ("SGD nesterov", "dcl", "plain", "line"),
+        ("AdamW fused", "dcl", "closure", "line"),
+        ("Rprop", "dcl", "plain", "term"),  # by signs
+        ("ASGD", "dcp", "closure", "line"),  # a learning rate in its state
+        ("Adafactor", "dcl", "closure", "term"),  # by the parameters' own size
+        ("LBFGS", "dcp", "closure", "term"),
+        ("LBFGS strong Wolfe", "dcl", "closure", "term"),
+        *([("Muon", "dcl", "plain", "line")] if "Muon" in DENSE else []),  # orthogonalized
     ),
 )
-def test_zero_weight_is_the_base_optimizer(name, variant, loop):
+def test_zero_weight_is_the_base_optimizer(name, variant, loop, way):
     model = network()
     alone = copy.deepcopy(model)
     expected = list(losses(alone, DENSE[name](alone.parameters()), loop))
@@ -94,13 +97,13 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop):
         second = SGD if takes_only_closures(name) else None
         optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=second)
     else:
-        optimizer = DCPOptimizer(
-            base, model, CLASSES, weight=0.0, targets=lambda args, kwargs: (args[0][:, 0] > 0).long(), alpha=0.6
-        )
-    assert list(losses(model, optimizer, loop)) == expected
+        optimizer = DCPOptimizer(base, model, weight=0.0)
+    assert list(losses(model, optimizer, loop, way)) == expected
     assert_same(model, alone)
     if variant == "dcl":
         assert not torch.equal(optimizer.companion[0].weight, network()[0].weight), "the companion learns all the same"
+    else:
+        assert optimizer.forecaster.seen.all(), "the prototypes learn all the same"
 
 
 class Langevin(torch.optim.SGD):
@@ -140,58 +143,20 @@ def test_lbfgs_needs_another_optimizer_for_the_companion():
         DCLOptimizer(torch.optim.LBFGS(model.parameters()), model, weight=1.0)
 
 
-def test_lbfgs_minimizes_loss_plus_penalty_at_a_fixed_companion():
-    """With a line search the value and the gradient must belong together: compare with the sum written out."""
-    model, x = nn.Linear(3, 4).double(), torch.randn(20, 3, dtype=torch.float64)
-    y = torch.arange(20) % 4
-    alone, companion = copy.deepcopy(model), nn.Linear(3, 4).double()
-    fixed = copy.deepcopy(companion)
-
-    def make(parameters):
-        return torch.optim.LBFGS(parameters, lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
-
-    optimizer = DCLOptimizer(make(model.parameters()), model, weight=2.0, companion=companion, companion_optimizer=SGD)
-    base = make(alone.parameters())
-
-    def task():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    def regularized():
-        base.zero_grad()
-        z = alone(x)
-        loss = F.cross_entropy(z, y) + 2.0 * F.mse_loss(z, fixed(x).detach())
-        loss.backward()
-        return loss
-
-    start = F.cross_entropy(alone(x), y).item()
-    chased = copy.deepcopy(fixed)
-    distance = F.mse_loss(chased(x), 0.6 * fixed(x).detach() + 0.4 * alone(x).detach())
-    returned = optimizer.step(task)
-    base.step(regularized)
-    assert_same(model, alone, rtol=1e-7, atol=1e-9)
-    assert returned.item() == pytest.approx(start, abs=1e-12), "the task's loss at the start, without the penalty"
-
-    distance.backward()  # the companion learns once, from the first evaluation
-    SGD(chased.parameters()).step()
-    assert_same(companion, chased, rtol=1e-12, atol=1e-12)
-
-
 def test_lbfgs_with_a_closure_that_returns_a_number():
     """As torch types it: the same run as with a tensor."""
     models = []
     for convert in (Tensor.item, Tensor.detach):
-        model, criterion = network().double(), nn.CrossEntropyLoss()
+        model = network().double()
         model[2].p = 0.0
         base = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
-        optimizer = DCPOptimizer(base, model, CLASSES)
-        for x, y in batches(3, dtype=torch.float64):
+        optimizer = DCPOptimizer(base, model)
+        for x, y in batches(3):
 
-            def closure(x=x, y=y, model=model, optimizer=optimizer, criterion=criterion, convert=convert):
+            def closure(x=x, y=y, model=model, optimizer=optimizer, convert=convert):
                 optimizer.zero_grad()
-                loss = criterion(model(x), y)
+                z = model(x)
+                loss = F.cross_entropy(z, y) + optimizer.penalty(z, y)
                 loss.backward()
                 return convert(loss)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Iterable
 from operator import attrgetter, is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
 from dcl_optim._optim import parameters_of
-from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, versions_of, warn
+from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, convert, hooks_of, remove_hook, versions_of, warn
 from dcl_optim._tree import tensors_of
 from dcl_optim.distributed import DataParallelGroup, is_sharded
 
@@ -101,38 +100,46 @@ def _computed(modules: list[nn.Module]) -> list[Tensor]:
 def _rebuild_functions(module: nn.Module, memo: dict[int, Any]) -> None:
     """Rebuild the functions in a module's attributes over what was copied of what they hold, which deepcopy keeps."""
     for name, value in list(vars(module).items()):
-        cells = getattr(value, "__closure__", None) if isinstance(value, FunctionType) else None
-        if not cells:
-            continue
-        contents = [cell.cell_contents for cell in cells]
-        copies = [memo[id(one)] if isinstance(one, nn.Module) and id(one) in memo else one for one in contents]
-        if any(copied is not one for copied, one in zip(copies, contents, strict=True)):
-            closure = tuple(CellType(copied) for copied in copies)
+        cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
+        contents = [_content_of(cell) for cell in cells]
+        if any(_copied(held, memo) is not held for content in contents for held in content):
+            closure = tuple(CellType(*(_copied(held, memo) for held in content)) for content in contents)
             rebuilt = FunctionType(value.__code__, value.__globals__, name, value.__defaults__, closure)
             rebuilt.__kwdefaults__ = value.__kwdefaults__
             vars(module)[name] = rebuilt
 
 
+def _content_of(cell: CellType) -> list[Any]:
+    """What a variable of a function holds: nothing before it is assigned."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _copied(held: Any, memo: dict[int, Any]) -> Any:
+    """What a function of the copy holds in place of what was copied of the model, or of a method of that."""
+    if isinstance(held, MethodType) and id(held.__self__) in memo:
+        return MethodType(held.__func__, memo[id(held.__self__)])
+    return memo.get(id(held), held)
+
+
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(
-    logits: Tensor, model: nn.Module, companion: nn.Module, trained: Iterable[Tensor], arguments: Any
-) -> None:
-    """Raise RuntimeError if the companion's logits depend on tensors that train and are not in its optimizer.
+def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor]) -> None:
+    """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
-        model, companion: both networks.
-        trained: the parameters of the companion's optimizer.
-        arguments: of the forward pass, which may require a gradient.
+        model: the model, whose parameters are never the companion's own.
+        own: the parameters of the companion and of its optimizer, and the leaves of the forward pass's arguments.
     """
-    if any(map(is_sharded, companion.parameters())):
+    if any(map(is_sharded, own)):
         return
-    leaves = _leaves_of(logits)
-    allowed = {id(tensor) for tensor in (*trained, *tensors_of(arguments))}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for leaf in leaves:
+    allowed = set(map(id, own)).difference(names)
+    for leaf in leaves_of([logits]):
         if id(leaf) not in allowed:
             what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
             raise RuntimeError(
@@ -146,10 +153,10 @@ def require_own_leaves(
         )
 
 
-def _leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The leaves that a backward pass from a tensor would give a gradient to."""
-    leaves = []
-    waiting: list[Any] = [tensor.grad_fn]
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that a backward pass from tensors would give a gradient to."""
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen = set()
     while waiting:
         node = waiting.pop()
@@ -188,6 +195,10 @@ def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> N
 # ---- keeping the companion as the model is ---------------------------------------------------------------------------
 
 
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
 class Follower:
     """Brings the companion, at each forward pass, to where the model is: mode, device, dtype, a patched forward.
 
@@ -211,7 +222,7 @@ class Follower:
         self._group = group
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._forward = vars(model).get("forward")
-        self.parameters = list(companion.parameters())
+        self._parameters = [parameter for parameter in companion.parameters() if parameter.requires_grad]
         self._trained = trained_parameters(base)
         self._modules: list[nn.Module] = []
         self._copies: list[nn.Module] = []
@@ -221,11 +232,14 @@ class Follower:
             self._modules = list(model.modules())
             self._copies = list(companion.modules())
             trained = set(map(id, self._trained))
-            for theirs, ours in zip(model.parameters(), self.parameters, strict=True):
+            for theirs, ours in zip(model.parameters(), companion.parameters(), strict=True):
                 if id(theirs) in trained:
                     self._sample = (theirs, ours)
                 else:
                     self._shared.append((theirs, ours))
+        views = [pair for pair in self._shared if pair[0] is not pair[1]]  # of the same memory
+        self._viewed = [theirs for theirs, _ in views]
+        self._views = [ours for _, ours in views]
 
     def is_outdated(self) -> bool:
         """Whether the base optimizer trains other parameters than when the companion was copied."""
@@ -250,15 +264,36 @@ class Follower:
         if self._sample is not None:
             theirs_now, ours_now = self._sample
             if ours_now.device != theirs_now.device or ours_now.dtype != theirs_now.dtype:
-                self._companion.to(device=theirs_now.device, dtype=theirs_now.dtype)
-                for theirs_shared, ours_shared in self._shared:
-                    ours_shared.data = theirs_shared.data
+                self._convert(theirs_now)
                 optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
+        self._follow_views()
+
+    def _follow_views(self) -> None:
+        """Share the memory again of what a script has assigned to ``.data`` of a parameter that is not trained."""
+        if list(map(Tensor.data_ptr, self._views)) != list(map(Tensor.data_ptr, self._viewed)):
+            for theirs, ours in zip(self._viewed, self._views, strict=True):
+                ours.data = theirs.data
+
+    def _convert(self, sample: Tensor) -> None:
+        """Convert each tensor as the model's is; gradients as a sample of the model. What is shared is as it is."""
+        theirs = _named_tensors(self._model)
+        targets = {id(ours): theirs.get(name, sample) for name, ours in _named_tensors(self._companion).items()}
+
+        def as_the_models(tensor: Tensor) -> Tensor:
+            target = targets.get(id(tensor), sample)
+            return tensor if tensor is target else tensor.to(device=target.device, dtype=target.dtype)
+
+        convert(self._companion, as_the_models)
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of the companion's own parameters; those that it shares are the script's affair."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _give_all_ranks_the_same(self) -> None:
         """DistributedDataParallel may come later than the companion."""
         self._num_ranks = self._group.size
-        self._group.broadcast(parameter.data for parameter in self.parameters if parameter.requires_grad)
+        self._group.broadcast(parameter.data for parameter in self._parameters)
         self._group.broadcast(self._companion.buffers())
 
     def _follow_forward(self) -> None:
@@ -270,11 +305,12 @@ class Follower:
         elif getattr(forward, "__self__", None) is self._model:
             self._companion.forward = MethodType(forward.__func__, self._companion)
 
-    def versions(self) -> list[int]:
-        """How often each parameter that both networks share was written to."""
-        return versions_of([theirs for theirs, _ in self._shared])
+    def versions(self) -> list[tuple[int, int]]:
+        """How often each shared parameter was written to, and where its values are, which ``.data =`` changes."""
+        shared = [theirs for theirs, _ in self._shared]
+        return list(zip(versions_of(shared), map(Tensor.data_ptr, shared), strict=True))
 
-    def require_unwritten(self, before: list[int]) -> None:
+    def require_unwritten(self, before: list[tuple[int, int]]) -> None:
         """Raise RuntimeError if the model's forward has written to them, since the companion's would do so again."""
         pairs = zip(self._shared, before, self.versions(), strict=True)
         written = {id(theirs) for (theirs, _), one, other in pairs if one != other}

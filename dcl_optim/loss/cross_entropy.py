@@ -192,22 +192,21 @@ def _read_weighted(gradient: Gradient) -> Reading:
 
 
 def _is_one_slope_a_label(slopes: Tensor, lengths: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    """Whether, of two classes, the rows of each label share one slope, and are far enough apart to show it.
+    """Whether, of two classes, the rows of each label have one slope, and those of one label are apart enough to show.
 
-    A label with one row shows nothing; then the other one has to. Without any of these rows nothing contradicts.
+    One row, or rows close together, show nothing. Without any of these rows nothing contradicts.
     """
-    shows = []
-    may_be = []
+    share = []
+    are_apart = []
     for label in (0, 1):
         mine = rows & (y == label)
         low = torch.where(mine, slopes, torch.inf).amin()
         high = torch.where(mine, slopes, 0.0).amax()
         near = torch.where(mine, lengths, torch.inf).amin()
         far = torch.where(mine, lengths, 0.0).amax()
-        shows.append((high <= 1.01 * low) & (far > 1.02 * near))
-        may_be.append(mine.sum() <= 1)
-    one_shows = shows[0] | shows[1] | ~rows.any()
-    return one_shows & (shows[0] | may_be[0]) & (shows[1] | may_be[1])
+        share.append(high <= 1.01 * low)
+        are_apart.append(far > 1.02 * near)
+    return share[0] & share[1] & (are_apart[0] | are_apart[1] | ~rows.any())
 
 
 def _line(p: Tensor, g: Tensor, weights: Tensor, floor: Any) -> tuple[Tensor, Any]:

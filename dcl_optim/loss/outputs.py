@@ -57,10 +57,10 @@ class LogitsFinder:
             )
         return found
 
-    def warn_of_choice(self, output: Any, z: Tensor) -> None:
-        """Warn if other tensors in a tuple or list may be the logits; no name decides there."""
+    def choice_of(self, output: Any, z: Tensor) -> str | None:
+        """Say if other tensors in a tuple or list may be the logits; no name decides there."""
         if self._warned or not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
-            return
+            return None
         taken = ""
         others = []
         for index, item in enumerate(output):
@@ -70,12 +70,18 @@ class LogitsFinder:
                     taken = name
                 else:
                     others.append(name)
-        if others:
+        if not others:
+            return None
+        return (
+            f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty is "
+            f"on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
+        )
+
+    def warn_of_choice(self, choice: str) -> None:
+        """Warn once."""
+        if not self._warned:
             self._warned = True
-            warn(
-                f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty "
-                f"is on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
-            )
+            warn(choice)
 
 
 def _inside(output: Any) -> Any:

@@ -33,7 +33,7 @@ class Labels(NamedTuple):
 
     Attributes:
         rows: the label of each row (N,), K for none; or soft labels (N, K), 0 in rows without.
-        number: the number of rows that the penalty is the mean of.
+        number: the number of rows that have one.
     """
 
     rows: Tensor
@@ -110,13 +110,13 @@ class LossReader:
             is_first: whether this is the first backward pass of the step.
         """
         may_read = _sync.may_sync(forward.step, gradient)
-        dim = self._known_dim(gradient)
+        dim = self.dim_of(gradient)
         if self._form is None:
             self._num_silent += 1
         if self._form is not None and dim is not None:
-            seen = _LaidOut(forward, gradient, dim, self._form)
             forward.lay_out(dim)
-            reading: Reading | None = self._read_as(self._form, seen)
+            seen = _LaidOut(forward.rows, to_rows(gradient, dim), dim, self._form)
+            reading: Reading | None = self._read_as(self._form, seen, forward.step)
             count = seen.count
             if may_read and reading is not None and not bool(reading.fits):
                 reading, count, is_finite = self._choose(forward, gradient)
@@ -130,12 +130,13 @@ class LossReader:
             self._note_whether_read(reading, may_read)
         return self._loss_of(reading, count, is_finite, forward, gradient, is_first)
 
-    def _known_dim(self, gradient: Tensor) -> int | None:
-        if gradient.ndim <= 2:
+    def dim_of(self, logits: Tensor) -> int | None:
+        """The dimension of the classes; None while it is not known."""
+        if logits.ndim <= 2:
             return 1
-        if self.class_dim is not None and self.class_dim >= gradient.ndim:
+        if self.class_dim is not None and self.class_dim >= logits.ndim:
             raise ValueError(
-                f"the logits have shape {tuple(gradient.shape)}, but the classes were along dimension {self.class_dim} "
+                f"the logits have shape {tuple(logits.shape)}, but the classes were along dimension {self.class_dim} "
                 f"before: keep their layout, or use the penalty term, {unread.term_of(self.reads_labels)}"
             )
         return self.class_dim
@@ -161,7 +162,7 @@ class LossReader:
     ) -> Loss:
         last = 1.0 if self._scale is None else self._scale
         if reading is None or count is None:
-            forward.lay_out(self._known_dim(gradient) or 1)
+            forward.lay_out(self.dim_of(gradient) or 1)
             if not self.reads_labels and is_finite and self._scale is None:
                 self._require_a_scale(gradient, is_first)
             return Loss(last, None, None, is_finite)
@@ -169,7 +170,7 @@ class LossReader:
             last = torch.full_like(reading.scale, last)
         self._scale = scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
         if self.reads_labels:
-            return Loss(scale, Labels(reading.labels, count.clamp(min=1)), reading.scale)
+            return Loss(scale, Labels(reading.labels, count), reading.scale)
         return Loss(scale * (count > 0), None, reading.scale)  # a gradient of zero: the loss has the factor 0
 
     def _require_a_scale(self, gradient: Tensor, is_first: bool) -> None:
@@ -177,22 +178,26 @@ class LossReader:
         if self._was_refused and (gradient.dtype == torch.float16 or not is_first):
             raise RuntimeError(unread.UNREADABLE_SCALE.format(name=self._name))
 
-    def _read_as(self, form: Form, seen: _LaidOut) -> Reading:
-        return cross_entropy.read(form, seen.gradient(self.reads_labels or form.kind == "weighted"), self.reads_labels)
+    def _read_as(self, form: Form, seen: _LaidOut, step: int) -> Reading:
+        # The rows of the largest gradient may all be of the class of the largest weight, and show another factor.
+        all_rows = self.reads_labels or form.kind == "weighted" or _sync.is_sync_step(step)
+        return cross_entropy.read(form, seen.gradient(all_rows), self.reads_labels)
 
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, Tensor | None, bool]:
         """Choose form and class dimension from all rows, and read: the reading, the number of live rows, is_finite."""
-        known = self._known_dim(gradient)
+        known = self.dim_of(gradient)
         dims = [known]
         if known is None:
             dims = [dim for dim in range(1, gradient.ndim) if gradient.shape[dim] > 1] or [1]
-        layouts = [_LaidOut(forward, gradient, dim, None) for dim in dims if dim is not None]
+        layouts = [
+            _LaidOut(to_rows(forward.logits, dim), to_rows(gradient, dim), dim, None) for dim in dims if dim is not None
+        ]
         if not len(layouts[0].g):
             return None, None, True
         vectors = [cross_entropy.examine(layout.gradient(all_rows=True)) for layout in layouts]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]  # one wait for all
         if not 0 < found[0].total < math.inf:
-            return self._no_gradient(found[0].total, layouts[0])
+            return self._no_gradient(found[0].total, layouts[0], known is not None)
         trials = [
             (rank, form, layout, evidence)
             for layout, evidence in zip(layouts, found, strict=True)
@@ -216,10 +221,14 @@ class LossReader:
         forward.lay_out(layout.dim)
         return reading, layout.count, True
 
-    def _no_gradient(self, total: float, layout: _LaidOut) -> tuple[Reading | None, Tensor | None, bool]:
+    def _no_gradient(
+        self, total: float, layout: _LaidOut, knows_dim: bool
+    ) -> tuple[Reading | None, Tensor | None, bool]:
         """A gradient of zero says that the loss has the factor 0; one that is not finite says nothing."""
         if total != 0:
             return None, None, False
+        if self.reads_labels and not knows_dim:  # the number of classes is not known either
+            return None, None, True
         zero = torch.zeros((), device=layout.g.device)
         none = torch.full((len(layout.g),), layout.g.shape[1], device=layout.g.device)
         return Reading(none, zero, zero == 0, zero == 0), layout.count, True
@@ -278,10 +287,10 @@ class _LaidOut:
     A live row, whose gradient is not zero, has a positive entry, since it sums to 0, except of ``NLLLoss``.
     """
 
-    def __init__(self, forward: Forward, gradient: Tensor, dim: int, form: Form | None) -> None:
+    def __init__(self, z: Tensor, g: Tensor, dim: int, form: Form | None) -> None:
         self.dim = dim
-        self.z = to_rows(forward.logits, dim)
-        self.g = to_rows(gradient, dim)
+        self.z = z
+        self.g = g
         self._tolerance = cross_entropy.tolerance_of(self.z.dtype, self.g.dtype)
         if form is None or form.kind == "log":
             self._size = self.g.abs().amax(1)

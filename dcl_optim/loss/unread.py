@@ -51,7 +51,7 @@ class Skipped:
 
     def __init__(self) -> None:
         self._fits: list[bool | Tensor] = []
-        self._before = 0  # of earlier batches
+        self._num_before = 0  # of earlier batches
 
     def add(self, fits: bool | Tensor) -> None:
         """Note whether a batch was read."""
@@ -69,7 +69,7 @@ class Skipped:
     def _answer(self, values: list[float], answered: Callable[[], None]) -> None:
         known = iter(values)
         self._fits = [bool(next(known)) if isinstance(fits, Tensor) else fits for fits in self._fits]
-        self._before += self._fits[:-WINDOW].count(False)
+        self._num_before += self._fits[:-WINDOW].count(False)
         del self._fits[:-WINDOW]
         answered()
 
@@ -79,4 +79,4 @@ class Skipped:
 
     def total(self) -> int:
         """Count all of them. Synchronizes."""
-        return self._before + sum(not bool(fits) for fits in self._fits)
+        return self._num_before + sum(not bool(fits) for fits in self._fits)

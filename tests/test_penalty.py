@@ -1,0 +1,324 @@
+"""``optimizer.penalty(...)`` as a term of any loss, and the line where it applies: the algorithm written out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer, distances
+from dcl_optim.reference import dcl_step, dcp_step
+from tests.by_hand import CLOSE, VARIANTS, WEIGHT, assert_same_training, by_hand, learned, term_of, train, wrap
+from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp, one, sgd
+
+STEPS, IGNORED = 8, 255
+
+
+# ---- losses of the logits --------------------------------------------------------------------------------------------
+
+
+def cross_entropy(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y)
+
+
+def focal_with_entropy(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+    logs = F.log_softmax(z, 1)
+    own = logs.gather(1, y[:, None])[:, 0]
+    return (0.1 * (logs.exp() * logs).sum(1) - (1 - own.exp()).square() * own).mean()
+
+
+def distillation(x: Tensor, z: Tensor, y: Tensor, temperature: float = 3.0) -> Tensor:
+    teacher = F.log_softmax(x[:, :CLASSES] / temperature, 1)
+    soft = F.kl_div(F.log_softmax(z / temperature, 1), teacher, log_target=True, reduction="batchmean")
+    return 0.4 * F.cross_entropy(z, y) + 0.6 * temperature**2 * soft
+
+
+def margins(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+    return F.multi_margin_loss(z, y)
+
+
+def regression(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+    return F.smooth_l1_loss(z, x[:, :CLASSES])
+
+
+def binary(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double())
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+OF_CLASSES = (cross_entropy, focal_with_entropy, distillation, margins)
+BY_THE_LINE = [("dcl", "line", loss) for loss in (cross_entropy, regression, binary)] + [("dcp", "line", cross_entropy)]
+LOSSES = [*product(VARIANTS, ["term"], OF_CLASSES), ("dcl", "term", regression), ("dcl", "term", binary), *BY_THE_LINE]
+
+
+@pytest.mark.parametrize(("variant", "way", "loss"), LOSSES)
+def test_a_loss_equals_the_reference(variant: str, way: str, loss: Loss) -> None:
+    model, theirs = mlp(), mlp()
+    companion, prototypes, numbers = copy.deepcopy(theirs), dict[int, Tensor](), dict[int, float]()
+    optimizer, base = wrap(variant, model, distance="mse"), sgd(theirs)
+    term, second, method = term_of(optimizer, way), sgd(companion), {"weight": WEIGHT, "alpha": 0.4}
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        z = model(x)
+        (loss(x, z, y) + term(z, y)).backward()
+        optimizer.step()
+        written = [x, y, lambda z, y, x=x: loss(x, z, y), distances.mse]
+        if variant == "dcl":
+            dcl_step(theirs, companion, base, second, *written, **method)
+        else:
+            dcp_step(theirs, prototypes, base, *written, **method, numbers=numbers)
+    assert_same(model, theirs, **CLOSE)
+    rows = {"prototypes": torch.stack([prototypes[k] for k in range(CLASSES)])} if variant == "dcp" else None
+    assert_same(learned(optimizer), rows or dict(companion.state_dict()), **CLOSE)
+
+
+# ---- steps of other forms --------------------------------------------------------------------------------------------
+
+
+def micro_batches(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """Of 6, 6 and 4 rows."""
+    for factor, rows, labels in zip((0.5, 0.3, 0.2), x.chunk(3), y.chunk(3), strict=True):
+        z = model(rows)
+        (factor * (F.cross_entropy(z, labels) + term(z, labels))).backward()
+
+
+def large_factor(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    z = model(x)
+    (2.0**16 * (F.cross_entropy(z, y) + term(z, y))).backward()
+    for parameter in model.parameters():
+        parameter.grad /= 2.0**16
+
+
+def r_drop(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """The model draws other dropout masks in its second forward pass."""
+    first, second = model(x), model(x)
+    logs = F.log_softmax(first, 1), F.log_softmax(second, 1)
+    apart = sum(F.kl_div(*pair, log_target=True, reduction="batchmean") for pair in (logs, logs[::-1]))
+    (F.cross_entropy(first, y) + F.cross_entropy(second, y) + apart + term(first, y) + term(second, y)).backward()
+
+
+def siamese(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """Copies, as autocast's conversions to float32 are: the values tell which forward pass they are of."""
+    first, second = model(x).clone(), model(x.flip(1)).clone()
+    same = y == y.roll(1)
+    distance = F.pairwise_distance(first, second.roll(1, 0))
+    loss = torch.where(same, distance, F.relu(1.0 - distance)).square().mean()
+    (loss + 0.5 * term(second, y) + 0.5 * term(first, y)).backward()
+
+
+def two_tasks(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    z, side = model(x)
+    (F.cross_entropy(z, y) + F.smooth_l1_loss(side, x[:, :CLASSES]) + term(z, y)).backward()
+
+
+def dense(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """(N, K, 2, 2); a sixth of the labels is ignored."""
+    labels = (y[:, None, None] + torch.arange(4).view(2, 2)) % (CLASSES + 1)
+    labels = labels.masked_fill(labels == CLASSES, IGNORED)
+    z = model(x)
+    (F.cross_entropy(z, labels, ignore_index=IGNORED) + term(z, labels, ignore_index=IGNORED)).backward()
+
+
+def mixup(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    labels = 0.7 * F.one_hot(y, CLASSES).double() + 0.3 * F.one_hot(y.flip(0), CLASSES)
+    z = model(0.7 * x + 0.3 * x.flip(0))
+    (F.cross_entropy(z, labels) + term(z, labels)).backward()
+
+
+def tokens(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """(B, T, K), flattened for the loss; the last token of a row has no label."""
+    labels = (y[:, None] + torch.arange(4)) % CLASSES
+    labels[:, -1] = -100
+    returned = model(x)
+    z, labels = returned.flatten(0, 1), labels.flatten()
+    (F.cross_entropy(z, labels) + term(z, labels, returned)).backward()
+
+
+def temperature(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    returned = model(x)
+    z = returned / 0.5
+    (F.cross_entropy(z, y) + term(z, y, returned)).backward()
+
+
+def masked(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    returned = model(x)
+    z, labels = returned.masked_fill(torch.arange(CLASSES) == 1, -torch.inf), y.masked_fill(y == 1, 0)
+    (F.cross_entropy(z, labels) + term(z, labels, returned)).backward()
+
+
+def one_output(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """(N,)."""
+    z = model(x)
+    (F.mse_loss(z, x[:, 0]) + term(z, y)).backward()
+
+
+def shaped(*shape: int) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        size = torch.Size(shape).numel()
+        end = nn.Unflatten(1, shape) if shape else nn.Flatten(0)
+        return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, size), end).double()
+
+    return build
+
+
+def main_head(output: tuple[Tensor, Tensor]) -> Tensor:
+    return output[0]
+
+
+BOTH, TERM = ("term", "line"), ("term",)
+STEPS_OF: dict[Any, tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, ...]]] = {
+    micro_batches: (mlp, BOTH, BOTH),
+    large_factor: (mlp, BOTH, BOTH),
+    r_drop: (dropout_net, TERM, TERM),
+    siamese: (mlp, TERM, TERM),
+    two_tasks: (TwoHeads, BOTH, BOTH),
+    dense: (shaped(CLASSES, 2, 2), BOTH, BOTH),
+    mixup: (mlp, TERM, TERM),  # the line reads such labels to 1e-9
+    tokens: (shaped(4, CLASSES), BOTH, BOTH),
+    temperature: (mlp, TERM, TERM),
+    masked: (mlp, TERM, TERM),
+    one_output: (shaped(), TERM, ()),
+}
+CELLS = [
+    (variant, way, step)
+    for step, (_, *ways) in STEPS_OF.items()
+    for variant, its_ways in zip(VARIANTS, ways, strict=True)
+    for way in its_ways
+]
+
+
+@pytest.mark.parametrize(("variant", "way", "step"), CELLS)
+def test_a_step_equals_the_one_by_hand(variant: str, way: str, step: Callable[..., None]) -> None:
+    build = STEPS_OF[step][0]
+    model, theirs = build(), build()
+    named = variant == "dcl" or way == "line"  # the term of DCP names its logits itself
+    found = {"logits": main_head} if build is TwoHeads and named else {}
+    hand = by_hand(variant, theirs, **{"find": main_head} if build is TwoHeads and variant == "dcl" else {})
+    optimizer = wrap(variant, model, **found)
+    for trained, term in ((optimizer, term_of(optimizer, way)), (hand, term_of(hand))):
+        torch.manual_seed(5)
+        for x, y in batches(STEPS):
+            trained.zero_grad()
+            step(trained.model, x, y, term)
+            trained.step()
+    assert_same_training(optimizer, hand, **CLOSE)
+
+
+def test_prototypes_do_not_ask_for_the_models_mode() -> None:
+    optimizer, hand = wrap("dcp", mlp().eval()), by_hand("dcp", mlp())
+    assert_same_training(train(optimizer, batches(STEPS)), train(hand, batches(STEPS)), **CLOSE)
+
+
+# ---- the value, and the gradient at the logits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "distance"), [*product(VARIANTS, ["mse", "squared", "l1", "kl"]), ("dcl", "infonce")]
+)
+def test_the_value_is_the_weight_times_the_distance(variant: str, distance: str) -> None:
+    """Class 4 has no prototype, so that its rows have no distance; rows without a label are not counted."""
+    model, companion, function = mlp(), mlp(seed=3), getattr(distances, distance)
+    (x, y), options = one(), {"companion": companion} if variant == "dcl" else {"num_classes": CLASSES}
+    optimizer = wrap(variant, model, distance=distance, **options)
+    term = term_of(optimizer)
+    train(optimizer, [(x, y.clamp(max=3))])
+    z, labels = model(9.0 * x), y.index_fill(0, torch.tensor([0, 1]), -100)
+    value = term(z, labels)
+    if variant == "dcl":
+        expected = function(z, companion(9.0 * x)).mean()
+    else:
+        known, labelled = (labels >= 0) & (labels < 4), labels >= 0
+        assert 0 < known.sum() < labelled.sum() < len(y)
+        rows = function(z[known], optimizer.prototypes[labels[known]])
+        expected = rows.mean() * known.sum() / labelled.sum()
+    assert value.shape == ()
+    assert_same(value.detach(), WEIGHT * expected.detach(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_value_is_float32_or_wider(variant: str, dtype: torch.dtype) -> None:
+    model, companion, (x, y) = mlp(dtype=dtype), mlp(seed=3, dtype=dtype), one()
+    optimizer = wrap(variant, model, **{"companion": companion} if variant == "dcl" else {})
+    train(optimizer, [(x.to(dtype), y)], loss=F.cross_entropy)
+    z = model(x.to(dtype))
+    c = companion(x.to(dtype)) if variant == "dcl" else optimizer.prototypes[y]
+    value = term_of(optimizer)(z, y)
+    assert (value.shape, value.dtype) == ((), torch.float32)
+    assert_same(value.detach(), WEIGHT * F.mse_loss(z.float(), c.float()).detach(), rtol=1e-5)
+
+
+def pull(optimizer: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """The gradient of the penalty at the logits, by hand."""
+    companion = isinstance(optimizer, DCLOptimizer)
+    c = copy.deepcopy(optimizer.companion)(x) if companion else optimizer.prototypes[y]
+    return (WEIGHT * 2.0 * (z - c) / z.numel()).detach()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_a_step_with_the_term_the_hooks_add_nothing_and_in_the_next_they_do(variant: str) -> None:
+    """Of two micro-batches one has the term: the line would add a penalty to both."""
+    model = mlp()
+    optimizer = wrap(variant, model)
+    term = term_of(optimizer)
+    *_, before, after = batches(5)
+    for step, used in enumerate([(), (), (True, False), (False,)]):
+        for (x, y), with_term in zip((before, after), used or (False,), strict=False):
+            z = model(x)
+            z.retain_grad()
+            (F.cross_entropy(z, y) + (term(z, y) if with_term else 0.0)).backward()
+            leaf = z.detach().requires_grad_()
+            (plain,) = torch.autograd.grad(F.cross_entropy(leaf, y), leaf)
+            penalized = plain + pull(optimizer, x, y, z)
+            if step > 1:
+                has_it = with_term or used == (False,)
+                assert_same(z.grad, penalized if has_it else plain, atol=1e-15)
+                assert (penalized - plain).abs().max() > 1e-4
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_gradient_that_the_script_asks_for_has_the_penalty_and_nothing_learns_from_it(variant: str) -> None:
+    """Of the rows that are learned from, and of others (an attack)."""
+    trained = []
+    for asks in (True, False):
+        optimizer = train(wrap(variant, mlp()), batches(4))
+        term = term_of(optimizer)
+        for x, y in batches(STEPS, seed=2):
+            optimizer.zero_grad()
+            for rows in (x, 2 * x) if asks else (x,):
+                z = optimizer.model(rows)
+                loss, penalty = F.cross_entropy(z, y), term(z, y)
+                if asks:
+                    (plain,) = torch.autograd.grad(loss, z, retain_graph=True)
+                    (asked,) = torch.autograd.grad(loss + penalty, z, retain_graph=True)
+                    assert_same(asked - plain, pull(optimizer, rows, y, z), atol=1e-15)
+                if rows is x:
+                    (loss + penalty).backward()
+            optimizer.step()
+        trained.append(optimizer)
+    assert_same_training(*trained)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_second_backward_pass_has_the_penalty_again_and_nothing_learns_from_it(variant: str) -> None:
+    trained = []
+    for backwards in (2, 1):
+        optimizer = wrap(variant, mlp())
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            z = optimizer.model(x)
+            loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+            for _ in range(backwards):
+                (2 / backwards * loss).backward(retain_graph=True)
+            optimizer.step()
+        trained.append(optimizer)
+    assert_same_training(*trained)

@@ -1,0 +1,214 @@
+"""``optimizer.penalty(...)``: wrong arguments, a term not in the loss, no gradients, batches that are not finite."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.by_hand import VARIANTS, assert_same_training, learned, term_of, train, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, dropout_net, mlp
+
+EACH = pytest.mark.parametrize("variant", VARIANTS)
+
+
+# ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
+
+
+def dense(z: Tensor) -> Tensor:
+    return torch.stack([z, 2 * z, 3 * z], 2)
+
+
+def other_model(z: Tensor) -> Tensor:
+    return mlp(seed=9)(torch.ones(len(z), FEATURES).double())
+
+
+Case = tuple[Callable[[Any, Tensor, Tensor], Any], type[Exception], list[str]]
+OF_DCP: dict[str, Case] = {
+    "a large label": (lambda p, z, y: p(z, y + 3), ValueError, ["labels", "0..4", "ignore_index"]),
+    "a negative label": (lambda p, z, y: p(z, 0 * y - 1), ValueError, ["labels", "-1", "ignore_index"]),
+    "a label too few": (lambda p, z, y: p(z, y[1:]), ValueError, ["labels", "(15,)", "(16, 5)"]),
+    "labels in a column": (lambda p, z, y: p(z, y[:, None]), ValueError, ["labels", "(16, 1)", "(16, 5)"]),
+    "transposed": (lambda p, z, y: p(dense(z), y.expand(3, -1)), ValueError, ["labels", "(3, 16)", "(16, 5, 3)"]),
+    "flattened labels": (lambda p, z, y: p(dense(z), y.repeat(3)), ValueError, ["labels", "(48,)", "(16, 5, 3)"]),
+    "sigmoids' labels": (lambda p, z, y: p(z, torch.ones_like(z)), ValueError, ["labels", "DCLOptimizer"]),
+    "labels of floats": (lambda p, z, y: p(z, y.double()), TypeError, ["labels", "float64", "(16,)"]),
+    "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool"]),
+    "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list"]),
+    "an ignored float": (lambda p, z, y: p(z, y, ignore_index=1.5), TypeError, ["ignore_index=1.5", "an integer"]),
+    "one dimension": (lambda p, z, y: p(z[:, 0], y), ValueError, ["logits", "(16,)"]),
+    "fewer classes": (lambda p, z, y: p(z[:, :4], 0 * y), ValueError, ["logits", "4", "5"]),
+    "integers": (lambda p, z, y: p(z.long(), y), TypeError, ["logits", "int64"]),
+    "a list": (lambda p, z, y: p([z], y), TypeError, ["logits", "list"]),
+}
+OF_DCL: dict[str, Case] = {
+    "other values": (lambda p, z, y: p(2 * z), ValueError, ["logits", "(16, 5)", "returned"]),
+    "some of the rows": (lambda p, z, y: p(z[:8]), ValueError, ["logits", "(8, 5)", "returned"]),
+    "another model's logits": (lambda p, z, y: p(other_model(z)), ValueError, ["logits", "(16, 5)", "returned"]),
+    "integers": (lambda p, z, y: p(z.long()), TypeError, ["logits", "int64"]),
+    "a model's output": (lambda p, z, y: p({"logits": z}), TypeError, ["logits", "dict"]),
+}
+
+
+@pytest.mark.parametrize(("variant", "what"), [("dcp", what) for what in OF_DCP] + [("dcl", what) for what in OF_DCL])
+def test_a_wrong_argument_is_named_and_leaves_nothing(variant: str, what: str) -> None:
+    optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
+    data, (call, error, words) = list(batches(4)), (OF_DCP if variant == "dcp" else OF_DCL)[what]
+    train(optimizer, data[:2])
+    z = optimizer.model(data[2][0])
+    with pytest.raises(error) as caught:
+        call(optimizer.penalty, z, data[2][1].clamp(min=2))
+    message = str(caught.value)
+    assert not [word for word in words if word not in message], message
+    assert not [gone for gone in ("targets", "class_dim", "loss_scale") if gone in message], message
+    train(optimizer, data[3:])
+    assert_same_training(optimizer, train(calm, [*data[:2], data[3]]))
+
+
+def test_scores_against_the_batch_have_no_classes_unless_their_number_is_given() -> None:
+    """CLIP's labels: the place of each row."""
+    (x, _), places = next(batches(1, CLASSES)), torch.arange(CLASSES)
+    optimizer = wrap("dcp", mlp())
+    with pytest.raises(ValueError, match=rf"(?s)in-batch negatives.*num_classes={CLASSES}"):
+        optimizer.penalty(optimizer.model(x), places)
+    assert train(wrap("dcp", mlp(), num_classes=CLASSES), [(x, places)]).prototypes.any()
+
+
+@pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
+def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
+    optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))
+    if what == "reentrant checkpoint":  # which runs the model without gradients
+        z = checkpoint(optimizer.model, x.requires_grad_(), use_reentrant=True)
+    else:
+        z = optimizer.model.train(what != "eval mode")(x)
+    if what == "an earlier step":
+        (F.cross_entropy(z, y) + optimizer.penalty(z)).backward(retain_graph=True)
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"(?s)logits.*\(16, 5\).*training forward pass"):
+        optimizer.penalty(z)
+
+
+# ---- a term that is not in the loss ----------------------------------------------------------------------------------
+
+
+def forgotten(optimizer: Any, z: Tensor, y: Tensor) -> None:
+    term_of(optimizer)(z, y)
+    F.cross_entropy(z, y).backward()
+
+
+def detached(optimizer: Any, z: Tensor, y: Tensor) -> None:
+    (F.cross_entropy(z, y) + term_of(optimizer)(z, y).detach()).backward()
+
+
+def after_the_backward_pass(optimizer: Any, z: Tensor, y: Tensor) -> None:
+    F.cross_entropy(z, y).backward()
+    term_of(optimizer)(z, y)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("way", [forgotten, detached, after_the_backward_pass])
+@EACH
+def test_a_term_in_no_backward_pass_is_an_error_at_the_step(variant: str, way: Any, closure: bool) -> None:
+    optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
+    data = list(batches(4))
+    x, y = data[2]
+    train(optimizer, data[:2])
+    before = copy.deepcopy(optimizer.model.state_dict())
+
+    def evaluate() -> None:
+        optimizer.zero_grad()
+        way(optimizer, optimizer.model(x), y)
+
+    with pytest.raises(RuntimeError, match=r"(?s)penalty.*add it to the loss"):
+        optimizer.step(evaluate) if closure else (evaluate(), optimizer.step())
+    assert_same(optimizer.model.state_dict(), before)
+    assert_same_training(train(optimizer, data[3:]), train(calm, [*data[:2], data[3]]))
+
+
+# ---- without gradients -----------------------------------------------------------------------------------------------
+
+
+def validate(optimizer: Any, how: str) -> None:
+    model, term, draws = optimizer.model, term_of(optimizer), torch.get_rng_state()
+    dtype = next(model.parameters()).dtype
+    model.train(how == "training mode")
+    for x, y in batches(2, seed=9, dtype=dtype):
+        with torch.inference_mode() if how == "inference mode" else torch.no_grad():
+            values = [term(model(x), y)]
+        z = model(x)
+        with torch.no_grad():
+            values.append(term(z, y))
+        for found in (*values, term(z.detach(), y)):
+            assert (float(found), found.shape, found.requires_grad) == (0.0, (), False)
+            assert found.dtype == torch.promote_types(dtype, torch.float32)
+    model.train()
+    torch.set_rng_state(draws)
+
+
+@pytest.mark.parametrize("how", ["eval mode", "training mode", "inference mode"])
+@EACH
+def test_a_validation_is_not_observed(variant: str, how: str) -> None:
+    """One function serves both, and no term is missed in the next step."""
+    found = []
+    for validates in (True, False):
+        optimizer = wrap(variant, dropout_net())
+        torch.manual_seed(5)
+        for batch in batches(4):
+            train(optimizer, [batch])
+            if validates:
+                validate(optimizer, how)
+        found.append(optimizer)
+    assert_same_training(*found)
+    assert_same(found[0].state_dict(), found[1].state_dict())
+    validate(wrap(variant, mlp(dtype=torch.bfloat16)), how)
+
+
+# ---- batches that are not finite -------------------------------------------------------------------------------------
+
+
+def backward(optimizer: Any, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
+    z = optimizer.model(x)
+    (factor * (F.cross_entropy(z, y) + term_of(optimizer)(z, y))).backward()
+
+
+def nan_in_the_input(optimizer: Any, x: Tensor, y: Tensor) -> None:
+    backward(optimizer, torch.where(torch.arange(len(x))[:, None] == 2, torch.nan, x), y)
+
+
+def an_overflow_in_the_logits(optimizer: Any, x: Tensor, y: Tensor) -> None:
+    handle = optimizer.model[-1].register_forward_hook(lambda *found: found[-1].index_fill(0, y[:1], torch.inf))
+    backward(optimizer, x, y)
+    handle.remove()
+
+
+def infinite_factor(optimizer: Any, x: Tensor, y: Tensor) -> None:
+    backward(optimizer, x, y, torch.inf)
+
+
+@pytest.mark.parametrize("bad", [nan_in_the_input, an_overflow_in_the_logits, infinite_factor])
+@EACH
+def test_a_batch_that_is_not_finite_takes_no_part(variant: str, bad: Callable[..., None]) -> None:
+    """Of two micro-batches one is bad: as if it had not been, but for a warning; the base gets a zero from it."""
+    found, data = [], list(batches(7))
+    for meets_it in (True, False):
+        optimizer = train(wrap(variant, mlp()), data[:4])
+        optimizer.zero_grad()
+        backward(optimizer, *data[4])
+        if meets_it:
+            good = [parameter.grad.clone() for parameter in optimizer.model.parameters()]
+            bad(optimizer, *data[5])
+            for parameter, gradient in zip(optimizer.model.parameters(), good, strict=True):
+                parameter.grad.copy_(gradient)
+            with pytest.warns(UserWarning, match="not finite"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        found.append(train(optimizer, data[6:]))
+    assert_same_training(*found)
+    assert all(bool(tensor.isfinite().all()) for tensor in learned(found[0]).values())
