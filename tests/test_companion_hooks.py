@@ -1,4 +1,4 @@
-"""Hooks of the model: those of libraries are the copy's too, those of the script see the model alone."""
+"""The model's hooks: those of libraries are the copy's too, none of the script's sees the companion's values."""
 
 from __future__ import annotations
 
