@@ -104,7 +104,7 @@ class Algorithm:
         z = self._find_logits(output)
         if not z.requires_grad:
             return
-        forward = Forward(z, self.step.number)
+        forward = Forward(z, self.step.number, self.reader.dim_of(z) or 1)
         self.forecaster.predict(forward, args, kwargs)
         if output is not z:
             forward.choice = self._find_logits.choice_of(output, z)

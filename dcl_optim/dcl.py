@@ -174,7 +174,6 @@ class DCLOptimizer(ForecastOptimizer):
                     f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped "
                     f"model returned since the last step{mode}: pass the tensor that the model returned"
                 )
-            forward.lay_out(min(self._algorithm.reader.class_dim or 1, max(logits.ndim - 1, 1)))
             return forward, None
 
         return self._term(logits, make)

@@ -227,12 +227,15 @@ class ForecastOptimizer(OptimizerWrapper):
     def _cause(self) -> tuple[str, str]:
         """What was seen in a step without a batch, and the fix."""
         step = self._algorithm.step
+        term = term_of(self.forecaster.reads_labels)
         if step.num_backwards:
             return "a backward pass with create_graph=True", "run a backward pass without it before the step"
         if step.num_forwards:
-            return "the gradient did not come through the logits that were found", "pass logits=<their function>"
+            return (
+                "the gradient did not come through the logits that were found",
+                f"pass logits=<their function>, or add the penalty to the loss, {term}",
+            )
         if not self.model.training:
-            term = term_of(self.forecaster.reads_labels)
             if self.forecaster.reads_labels:
                 return "the model is in eval mode", f"add the penalty to the loss, {term}, or call model.train()"
             return (

@@ -19,6 +19,7 @@ class Forward:
     Args:
         logits: the logits z, of any shape with the batch first.
         step: the number of the optimizer step that the pass belongs to, from 1.
+        class_dim: the dimension of the classes, as far as it is known.
         copies: whether the logits are copied, so that in-place edits by the script do not reach them.
 
     Attributes:
@@ -32,13 +33,13 @@ class Forward:
         choice: a warning, if the model returned other tensors that may be the logits.
     """
 
-    def __init__(self, logits: Tensor, step: int, copies: bool = True) -> None:
-        self.logits = logits.detach().clone() if copies else logits.detach()
+    def __init__(self, logits: Tensor, step: int, class_dim: int = 1, copies: bool = True) -> None:
+        self.logits = _copy_of(logits.detach(), class_dim) if copies else logits.detach()
         self.step = step
         self.output = weakref.ref(logits)
         self.version = version_of(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
-        self.class_dim = 1
+        self.class_dim = class_dim
         self._rows: Tensor | None = None
         self.last_backward = -1
         self.observed = False
@@ -53,7 +54,7 @@ class Forward:
 
     @property
     def rows(self) -> Tensor:
-        """z as rows (N, K), which are a copy only of dense logits."""
+        """z as rows (N, K)."""
         if self._rows is None:
             self._rows = to_rows(self.logits, self.class_dim)
         return self._rows
@@ -119,6 +120,13 @@ class Step:
         copied = copy.copy(self)
         copied._forwards = []
         return copied
+
+
+def _copy_of(logits: Tensor, class_dim: int) -> Tensor:
+    """A copy in whose memory the rows lie one after the other, so that no further one is made of them."""
+    if logits.ndim <= 2:
+        return logits.clone()
+    return logits.movedim(class_dim, -1).clone(memory_format=torch.contiguous_format).movedim(-1, class_dim)
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

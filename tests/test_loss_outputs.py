@@ -1,4 +1,4 @@
-"""What a model returned: its logits, a loss that it computed itself, the tensor that logits were converted from."""
+"""What a model returned: its logits, the loss that it took from them, the tensor that logits were converted from."""
 
 from __future__ import annotations
 
@@ -15,26 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.loss.outputs import conversion_source, find_logits, find_loss, find_shift
+from dcl_optim.loss.outputs import conversion_source, find_logits
 from tests.helpers import CLASSES, assert_same, batches, cells, mlp, one, sgd, train, wrap
 
-# ---- logits and losses in what a model returned ----------------------------------------------------------------------
-
-
-def test_find_shift():
-    """Which labels have the loss: those of the position, those of the next one, neither."""
-    torch.manual_seed(0)
-    z, labels = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
-    plain = F.cross_entropy(z.flatten(0, 1), labels.flatten())
-    moved = F.cross_entropy(z[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert find_shift(labels, z, plain) is False
-    assert find_shift(labels, z, moved) is True
-    assert find_shift(labels, z, 2 * plain) is None
-    assert find_shift(labels[:, 1:], z, moved) is None
-    assert find_shift(labels.float(), z, plain) is None
-    assert find_shift(labels, torch.zeros_like(z), torch.tensor(7.0).log()) is None, "both have that loss"
-    assert find_shift(labels[0], z[0], F.cross_entropy(z[0], labels[0])) is False
-    assert find_shift(labels[0], z[0], 1.1 * F.cross_entropy(z[0], labels[0])) is None
+# ---- logits that were converted --------------------------------------------------------------------------------------
 
 
 def test_conversion_source():
@@ -47,79 +31,32 @@ def test_conversion_source():
     assert index == 0
 
 
-def test_find_loss():
-    loss = torch.ones(2, requires_grad=True).sum()
-    assert find_loss({"loss": loss}) is loss
-    assert find_loss({"loss": loss.detach()}) is None
-    assert find_loss({"loss": torch.ones(2, requires_grad=True) * 2}) is None
-    assert find_loss(loss) is None
-    assert find_loss(({"loss": loss},)) is None
-
-
-def test_of_two_scalars_neither_is_the_models_loss():
-    first, second = (torch.ones(2, requires_grad=True).sum() for _ in range(2))
-    assert find_loss((torch.ones(2, 3), first)) is first
-    assert find_loss((torch.ones(2, 3), first, second.detach())) is first
-    assert find_loss((torch.ones(2, 3), first, second)) is None
-
-
-# ---- logits that were converted --------------------------------------------------------------------------------------
-
-
 class Converting(nn.Module):
-    """Takes its loss from its logits and returns converted ones, as accelerate's mixed precision makes models do."""
+    """Returns converted logits, and the loss of them before; accelerate's mixed precision makes models do so."""
 
-    def __init__(self, loss_of) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.body, self._loss_of = mlp(dtype=torch.float32), loss_of
+        self.body = mlp(dtype=torch.float32)
 
     def forward(self, x, labels):
         logits = self.body(x)
-        return {"loss": self._loss_of(logits, labels), "logits": logits.double()}
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits.double()}
 
 
-LOSSES = {
-    "cross-entropy": F.cross_entropy,
-    "squares": lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).to(z.dtype)),
-}
-
-
-@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_a_loss_taken_before_the_logits_were_converted(variant, loss_of):
-    """Equal to the plain loop on the body; the factor on the model's own loss is read where cross-entropy's is not."""
-    model, plain = Converting(loss_of), mlp(dtype=torch.float32)
-    if variant == "dcl":
-        optimizer, expected = (
-            DCLOptimizer(sgd(model), model, weight=1.0),
-            DCLOptimizer(sgd(plain), plain, loss_scale=0.5, weight=1.0),
-        )
-    else:
-        optimizer = DCPOptimizer(sgd(model), model, CLASSES, targets="labels", weight=1.0, alpha=0.6)
-        expected = DCPOptimizer(sgd(plain), plain, CLASSES, loss_scale=0.5, weight=1.0, alpha=0.6)
+@pytest.mark.parametrize("own_loss", [True, False])
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+def test_a_loss_of_logits_that_were_converted_counts_once(kind, own_loss):
+    """Whether it was taken before or after: equal to the plain loop on the body."""
+    model, plain = Converting(), mlp(dtype=torch.float32)
+    optimizer, expected = kind(sgd(model), model, weight=1.0), kind(sgd(plain), plain, weight=1.0)
     for x, y in batches(5, dtype=torch.float32):
         optimizer.zero_grad()
-        (0.5 * model(x, labels=y)["loss"]).backward()
+        output = model(x, y)
+        (0.5 * (output["loss"] if own_loss else F.cross_entropy(output["logits"], y))).backward()
         optimizer.step()
-        expected.zero_grad()
-        if variant == "dcp":
-            expected.set_targets(y)
-        (0.5 * loss_of(plain(x), y)).backward()
-        expected.step()
+        train(plain, expected, [(x, y)], lambda z, y: 0.5 * F.cross_entropy(z, y))
         assert optimizer.logs()["loss_scale"] == pytest.approx(0.5, rel=1e-5)
     assert_same(model.body, plain, rtol=1e-4, atol=1e-6)
-
-
-def test_a_loss_on_the_converted_logits_counts_once():
-    model, plain = nn.Sequential(mlp(dtype=torch.float32), ToDouble()), mlp(dtype=torch.float32)
-    train(model, DCLOptimizer(sgd(model), model, weight=1.0), batches(4, dtype=torch.float32))
-    train(plain, DCLOptimizer(sgd(plain), plain, weight=1.0), batches(4, dtype=torch.float32))
-    assert_same(model[0], plain, rtol=1e-4, atol=1e-6)
-
-
-class ToDouble(nn.Module):
-    def forward(self, x):
-        return x.double()
 
 
 # ---- a model that returns (logits, loss), as nanoGPT's does ----------------------------------------------------------
@@ -151,17 +88,6 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
-class Returning(nn.Module):
-    """The same model with its output in another form."""
-
-    def __init__(self, form) -> None:
-        super().__init__()
-        self.gpt, self.form = GPT(), form
-
-    def forward(self, idx, targets):
-        return self.form(*self.gpt(idx, targets))
-
-
 def texts(steps):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -169,17 +95,17 @@ def texts(steps):
         yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-GIVEN = {"num_classes": VOCABULARY, "targets": "targets", "class_dim": -1}
+def nanogpt(variant, backend):
+    """nanoGPT's loop: wrap, compile, accumulate, clip; evaluate now and then. The model and the optimizer.
 
-
-def nanogpt(variant, backend, **options):
-    """nanoGPT's loop: wrap, compile, accumulate, clip; evaluate now and then. The model and the optimizer."""
+    A compiler hides the gradient of the logits where the loss is inside: the penalty is a term then.
+    """
     model = raw_model = GPT()
     base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     if variant == "dcl":
         optimizer = DCLOptimizer(base, model, weight=1.0)
     else:
-        optimizer = DCPOptimizer(base, model, weight=1.0, alpha=0.6, **options)
+        optimizer = DCPOptimizer(base, model, weight=1.0, alpha=0.6)
     if backend != "no compiler":
         model = torch.compile(model, backend=backend)
     scaler, ctx = torch.amp.GradScaler("cpu", enabled=False), contextlib.nullcontext()
@@ -187,6 +113,9 @@ def nanogpt(variant, backend, **options):
         for part, labels in zip(x.chunk(STEPS), y.chunk(STEPS), strict=True):
             with ctx:
                 logits, loss = model(idx=part, targets=labels)
+                if backend == "aot_eager":
+                    given = (logits,) if variant == "dcl" else (logits.flatten(0, 1), labels.flatten())
+                    loss = loss + optimizer.penalty(*given)
                 loss = loss / STEPS
             assert logits.shape == (3, TIME, VOCABULARY)
             scaler.scale(loss).backward()
@@ -216,13 +145,11 @@ def _fresh_compiler():
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("variant", "backend"),
-    cells(
-        itertools.product(["dcl", "dcp"], BACKENDS), ("dcl", "no compiler"), ("dcl", "aot_eager"), ("dcp", "aot_eager")
-    ),
+    cells(itertools.product(["dcl", "dcp"], BACKENDS), ("dcl", "no compiler"), ("dcp", "eager"), ("dcp", "aot_eager")),
 )
 def test_nanogpts_loop(variant, backend):
     """Equal to the loop with the penalty in the loss."""
-    model, optimizer = nanogpt(variant, backend, **(GIVEN if (variant, backend) == ("dcp", "aot_eager") else {}))
+    model, optimizer = nanogpt(variant, backend)
     expected = GPT()
     base = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9)
     companion = copy.deepcopy(expected)
@@ -262,75 +189,15 @@ def test_nanogpts_loop(variant, backend):
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", cells(BACKENDS[:2], "no compiler"))
-def test_nanogpts_labels_are_read(backend):
-    model, reading = nanogpt("dcp", backend)
-    torch._dynamo.reset()
-    expected, given = nanogpt("dcp", backend, **GIVEN)
-    assert_same(model, expected, rtol=1e-5, atol=1e-7)
-    assert_same(reading.prototypes, given.prototypes, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_labels_hidden_in_a_compiled_models_own_loss_are_refused_at_the_first_backward():
-    """All rows of its logits have no gradient, as ignored ones have."""
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+def test_a_loss_that_a_compiled_model_hides_is_refused_at_the_first_step(kind):
     model = GPT()
-    optimizer = DCPOptimizer(sgd(model), model)
-    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = kind(sgd(model), model)
     x, y = next(texts(1))
-    with pytest.raises(RuntimeError, match=r"(?s)compiled.*cannot be read.*targets=.*class_dim=-1.*set_targets"):
-        compiled(idx=x, targets=y)[1].backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert not optimizer.forecaster.seen.any()
-
-
-class Shifted(GPT):
-    """The loss of a causal language model of transformers: a position's logits are of the next one's label."""
-
-    def forward(self, idx, labels):
-        logits = self.lm_head(torch.tanh(self.mix(self.wte(idx))))
-        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
-
-
-class Unshifted(GPT):
-    """The loss of a token classifier: a position's logits are of its label."""
-
-    def forward(self, idx, labels):
-        logits = self.lm_head(torch.tanh(self.mix(self.wte(idx))))
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("kind", [Shifted, Unshifted])
-def test_the_keyword_labels_of_a_compiled_models_own_loss_holds_them(kind):
-    trained = []
-    for options in ({}, {"class_dim": -1, "targets": shifted if kind is Shifted else "labels"}):
-        model = kind()
-        optimizer = DCPOptimizer(sgd(model), model, weight=1.0, **options)
-        compiled = torch.compile(model, backend="aot_eager")
-        for x, _ in texts(4):
-            optimizer.zero_grad()
-            compiled(idx=x, labels=x.where(x != 3, -100))["loss"].backward()
-            optimizer.step()
-        trained.append((model.state_dict(), optimizer.prototypes))
-    assert_same(*trained)
-
-
-def shifted(args, kwargs):
-    return F.pad(kwargs["labels"][:, 1:], (0, 1), value=-100)
-
-
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_a_class_dimension_hidden_in_a_compiled_models_own_loss_is_asked_for():
-    model = GPT()
-    optimizer = DCLOptimizer(sgd(model), model, distance="kl")
-    x, y = next(texts(1))
-    with pytest.warns(UserWarning, match=r"class_dim was not given, and cannot be read"):
-        torch.compile(model, backend="aot_eager")(idx=x, targets=y)[1].backward()
-    optimizer.step()
+    torch.compile(model, backend="aot_eager")(idx=x, targets=y)[1].backward()
+    with pytest.raises(RuntimeError, match=r"did not come through the logits.*\n  Fix: .*loss \+ optimizer\.penalty\("):
+        optimizer.step()
+    assert_same(model, GPT())
 
 
 class Named(NamedTuple):
@@ -347,49 +214,32 @@ FORMS = {
 }
 
 
-OWN_LOSSES = {
-    "cross-entropy": F.cross_entropy,
-    "squares": lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).to(z.dtype)),
-}
+class WithLoss(nn.Module):
+    def __init__(self, form) -> None:
+        super().__init__()
+        self.body, self.form = mlp(), form
+
+    def forward(self, x, y):
+        logits = self.body(x)
+        return self.form(logits, F.cross_entropy(logits, y))
 
 
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize(
-    ("loss", "form", "compiled"),
-    cells(
-        itertools.product(OWN_LOSSES, FORMS, [False, True]),
-        *(("squares", form, False) for form in FORMS),
-        *(("cross-entropy", "tuple", False), ("cross-entropy", "list", True), ("squares", "dict", True)),
-    ),
-)
-def test_the_models_own_loss_in_any_form_of_output(loss, form, compiled):
-    """Equal to a loss outside with the scale given; the caller gets the form that the model returned."""
-    loss_of = OWN_LOSSES[loss]
-    model, expected = WithLoss(loss_of, FORMS[form]), mlp()
-    optimizer, reference = wrap(model), wrap(expected, loss_scale=0.25)
-    call = torch.compile(model, backend="aot_eager") if compiled else model
+@pytest.mark.parametrize("form", FORMS)
+def test_the_models_own_loss_in_any_form_of_output(form):
+    """Equal to a loss outside; the caller gets the form that the model returned."""
+    model, expected = WithLoss(FORMS[form]), mlp()
+    optimizer, reference = wrap(model), wrap(expected)
     for x, y in batches(4):
         optimizer.zero_grad()
-        output = call(x, y)
+        output = model(x, y)
         assert type(output) is type(FORMS[form](None, None))
         (loss,) = (part for part in tree_leaves(output) if isinstance(part, Tensor) and not part.ndim)
         loss *= 0.25  # in place, as some trainers do
         loss.backward()
         assert optimizer.logs()["loss_scale"] == pytest.approx(0.25)
         optimizer.step()
-        train(expected, reference, [(x, y)], lambda z, y: 0.25 * loss_of(z, y))
+        train(expected, reference, [(x, y)], lambda z, y: 0.25 * F.cross_entropy(z, y))
     assert_same(model.body, expected, rtol=1e-10, atol=1e-12)
-
-
-class WithLoss(nn.Module):
-    def __init__(self, loss_of, form) -> None:
-        super().__init__()
-        self.body, self.loss_of, self.form = mlp(), loss_of, form
-
-    def forward(self, x, y):
-        logits = self.body(x)
-        return self.form(logits, self.loss_of(logits, y))
 
 
 # ---- which of several tensors are the logits ------------------------------------------------------------------------
@@ -417,19 +267,20 @@ AMBIGUOUS = {  # the form, what is taken, what is named as well
 
 
 @pytest.mark.parametrize("form", AMBIGUOUS)
-def test_a_choice_that_no_name_decides_is_said_once(form):
+def test_a_choice_that_no_name_decides_is_said_once_where_the_line_uses_it(form):
     make, message = AMBIGUOUS[form]
     model = Several(make)
-    optimizer, (x, _) = wrap(model), one()
-    with torch.no_grad():
-        model(x)
-    with pytest.warns(UserWarning, match=message + r".* pass logits=lambda output: output\[\.\.\.\] to choose"):
-        output = model(x)
-    find_logits(output).sum().backward()
+    optimizer, (x, y) = wrap(model), one()
+    z = find_logits(model(x))
+    (F.cross_entropy(z, y) + optimizer.penalty(z)).backward()  # a term says what it is of
     optimizer.step()
-    model(x)  # nothing more is said
+    loss = F.cross_entropy(find_logits(model(x)), y)
+    with pytest.warns(UserWarning, match=message + r".* pass logits=lambda output: output\[\.\.\.\] to choose"):
+        loss.backward()
+    optimizer.step()
+    F.cross_entropy(find_logits(model(x)), y).backward()  # nothing more is said
     optimizer = wrap(model, logits=lambda output: output[1])
-    optimizer.model(x)
+    model(x)[1].sum().backward()
 
 
 @pytest.mark.parametrize(

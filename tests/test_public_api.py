@@ -25,16 +25,16 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)member
 
 FROZEN = """\
 dcl_optim: AutoWeight, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
-dcl_optim.DCPOptimizer(base_optimizer, model, num_classes=None, *, weight='auto', alpha=0.97, distance='mse',
-        update='rows', temperature=None, targets=None, ignore_index=-100, process_group='auto', loss_scale='auto',
-        logits=None, class_dim=None, strict=True, count_eval=False)
+dcl_optim.DCPOptimizer(base_optimizer, model, *, weight='auto', num_classes=None, logits=None, process_group='auto',
+        alpha=0.97, update='rows', distance='mse', strict=True)
+    .penalty(self, logits, labels, *, ignore_index=-100)
     .prototypes
-    .set_targets(self, targets)
-dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, alpha=0.6, distance='mse', temperature=None,
-        companion=None, companion_optimizer=None, companion_lr_scale=1.0, companion_every=1, process_group='auto',
-        loss_scale='auto', logits=None, class_dim=None, strict=True, count_eval=False)
+dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, logits=None, process_group='auto', companion=None,
+        companion_optimizer=None, companion_lr_scale=1.0, companion_every=1, companion_fraction=1.0, alpha=0.6,
+        distance='mse', strict=True)
     .companion
     .companion_optimizer
+    .penalty(self, logits)
     .reset_companion(self)
 dcl_optim.AutoWeight(floor=0.1, power=6.0, classes=100.0)
     .at(self, accuracy, num_classes)
@@ -77,8 +77,7 @@ dcl_optim.metrics.streaming.LogitDrift(**kwargs)
     .update(self, logits_before, logits_after)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.demo.main(argv=None)
-dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distance='mse', *, weight, alpha,
-        loss=None, logits=None, strict=True, count_eval=False)
+dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, *, weight, alpha, logits=None, strict=True)
     .add_param_group(self, param_group)
     .alpha
     .defaults
@@ -86,57 +85,53 @@ dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, distanc
     .load_state_dict(self, state_dict)
     .logs(self, prefix='')
     .param_groups
-    .penalty
     .state
     .state_dict(self)
     .step(self, closure=None)
     .weight
     .zero_grad(self, set_to_none=True)
 dcl_optim.forecaster.Forecaster()
-    .before_forward(self, args, kwargs, rng_state, step)
-    .before_step(self, creates_state=False)
+    .before_forward(self, args, kwargs, step)
+    .before_step(self)
     .check_state(self, state)
+    .create_state(self)
     .figures(self)
-    .follow(self, change)
     .forget(self)
-    .group = None
     .load_state_dict(self, state)
-    .observe(self, forward, loss, penalty, distance, alpha)
-    .penalty(self, forward, loss, distance)
-    .predict(self, args, kwargs, forward, rng_state)
-    .replays_draws = True
+    .measure_accuracy(self)
+    .model_loaded(self)
+    .observe(self, forward, pull, labels, scale, alpha)
+    .predict(self, forward, args, kwargs)
+    .pull(self, forward, labels)
+    .questions(self)
+    .reads_labels = False
     .settings(self)
     .skip(self, forward, alpha)
     .state_dict(self)
     .step(self)
-dcl_optim.forecaster.Penalty(rows, number, weights=None, labels=None)
-    .added_to(self, gradient, scale, weight, class_dim)
+    .switch(self, mode)
+    .train_accuracy(self)
+dcl_optim.forecaster.Pull(rows, number, weights=None)
+    .added_to(self, gradient, class_dim, *scales)
+    .coefficients(self, *scales)
+    .gradient(self, shape, dtype, class_dim, *scales, overwrites=False)
     .value
-dcl_optim.forward.Forward(logits, step)
-dcl_optim.forecaster.replayed(state)
+    .without_slope(self)
+dcl_optim.forecaster.pull_of(distance, z, c)
+dcl_optim.forecaster.Labels(rows, number)
+dcl_optim.forecaster.Forward(logits, step, copies=True)
+    .lay_out(self, class_dim)
+    .rows
+dcl_optim.forecaster.Question(tensor, answer)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
-dcl_optim.loss.reader.Loss(scale, labels, number, class_dim, finite=True, says=True, read=None)
-dcl_optim.loss.reader.LossReader(scale='auto', targets=None, reads_labels=False, class_dim=None,
-        needs_class_dim=False)
-    .after_forward(self, forward, args, kwargs)
-    .before_forward(self)
-    .check_state(self, state)
-    .end_step(self)
-    .load_state(self, state)
-    .note_scaler(self, scaler)
-    .read(self, forward, gradient, several)
-    .set_targets(self, targets)
-    .state(self)
-    .watch_own_loss(self, forward, z, output, kwargs)
-dcl_optim.distances.Distance()
-    .couples_rows = False
-    .depends_on_class_dim = True
-    .name = ''
-    .rows(self, z, c)
-    .towards_target(self, z, c, found, alpha)
-dcl_optim.distances.Rows(values, slope, factor, are_norms=False, radius=inf)
-    .distances
+dcl_optim.companion.replay.Replay()
+    .arguments(self, args, kwargs)
+    .before_forward(self, args, kwargs, device)
+    .call(self, network, args, kwargs)
+dcl_optim.distances.Rows(values, slope, factor=1.0, shrink=None, norms=None)
+dcl_optim.distances.rows_of(distance, z, c)
 dcl_optim.distances.to_rows(tensor, class_dim=1)
+dcl_optim.distances.from_rows(rows, shape, class_dim=1)
 """
 
 

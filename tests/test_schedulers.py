@@ -137,10 +137,8 @@ def written_out(scheduler, base, layout, factor):
 )
 def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
     model = mlp()
-    optimizer = LAYOUTS[layout](model, base)
-    optimizer = DCLOptimizer(
-        optimizer, model, companion=mlp(seed=3), companion_lr_scale=factor, **{"weight": 1.0} | METHOD
-    )
+    inner = LAYOUTS[layout](model, base)
+    optimizer = DCLOptimizer(inner, model, companion=mlp(seed=3), companion_lr_scale=factor, **METHOD)
     schedule = SCHEDULERS[scheduler](optimizer)
     theta, omega = recorded(optimizer.base), recorded(optimizer.companion_optimizer)
     for step, (x, y) in enumerate(batches(STEPS)):
@@ -175,20 +173,20 @@ def test_rates_in_tensors_are_not_shared_and_stay_in_their_place(base):
 
 
 def build(variant, scheduler, base):
-    model, criterion = mlp(), torch.nn.CrossEntropyLoss()
+    model = mlp()
     inner = several_groups(model, base)
     if variant == "dcl":
         optimizer = DCLOptimizer(inner, model, companion=mlp(seed=3), companion_lr_scale=0.5, weight=1.0)
     else:
         optimizer = DCPOptimizer(inner, model, weight=1.0, alpha=0.6)
-    return model, criterion, optimizer, SCHEDULERS[scheduler](optimizer)
+    return model, optimizer, SCHEDULERS[scheduler](optimizer)
 
 
 def run(parts, first, last):
-    model, criterion, optimizer, schedule = parts
+    model, optimizer, schedule = parts
     for step, batch in enumerate(batches(STEPS)):
         if first <= step < last:
-            train(model, optimizer, [batch], criterion)
+            train(model, optimizer, [batch])
             step_scheduler(schedule, step)
 
 
@@ -215,13 +213,13 @@ def test_resumed_with_its_scheduler_equals_uninterrupted(scheduler, base, varian
     whole, half, again = (build(variant, scheduler, base) for _ in range(3))
     run(whole, 0, STEPS)
     run(half, 0, BREAK)
-    for new, old in zip((again[0], again[2]), (half[0], half[2]), strict=True):
+    for new, old in zip(again[:2], half[:2], strict=True):
         new.load_state_dict(through_a_file(old.state_dict()))
-    again[3].load_state_dict(copy.deepcopy(half[3].state_dict()))
+    again[2].load_state_dict(copy.deepcopy(half[2].state_dict()))
     run(again, BREAK, STEPS)
     assert_same(again[0], whole[0])
-    assert_same(through_a_file(again[2].state_dict()), through_a_file(whole[2].state_dict()))
-    assert again[3].get_last_lr() == whole[3].get_last_lr()
+    assert_same(through_a_file(again[1].state_dict()), through_a_file(whole[1].state_dict()))
+    assert again[2].get_last_lr() == whole[2].get_last_lr()
 
 
 def test_scheduler_of_the_base_built_before_it_was_wrapped():

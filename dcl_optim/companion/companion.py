@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
+from dcl_optim._tree import tensors_of
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying
 from dcl_optim.companion.copying import Follower
@@ -62,7 +63,7 @@ class Network:
     optimizer: CompanionOptimizer
     follower: Follower
     starts_equal: bool  # whether its first prediction has to be the model's logits
-    versions: list[int]  # how often its parameters had been written to when it was made
+    versions: list[int]  # how often the parameters that it trains had been written to when it was made
     has_predicted: bool = False
     has_shown_its_leaves: bool = False
     loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
@@ -143,7 +144,7 @@ class Companion(Forecaster):
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        versions = versions_of(module.parameters())
+        versions = versions_of(parameters_of(optimizer.optimizer))
         self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
         if self._mode is not None:
             self.switch(self._mode)
@@ -193,7 +194,7 @@ class Companion(Forecaster):
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             self._versions = network.follower.versions()
-            if versions_of(network.module.parameters()) != network.versions:
+            if versions_of(parameters_of(network.optimizer.optimizer)) != network.versions:
                 network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
@@ -204,6 +205,8 @@ class Companion(Forecaster):
         arguments = self._replay.arguments(args, kwargs)
         if not network.has_predicted:
             network.follower.require_unwritten(self._versions)
+        shows_its_leaves = self._learns and not network.has_shown_its_leaves
+        given = copying.leaves_of(tensors_of(arguments)) if shows_its_leaves else []  # before the forward edits them
         with torch.set_grad_enabled(self._learns):
             try:
                 output = self._replay.call(network.module, *arguments)
@@ -216,9 +219,9 @@ class Companion(Forecaster):
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
                 f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
             )
-        if self._learns and not network.has_shown_its_leaves:
-            own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters()]
-            copying.require_own_leaves(logits, unwrapped(self._model), own, arguments)
+        if shows_its_leaves:
+            own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
+            copying.require_own_leaves(logits, unwrapped(self._model), own)
             network.has_shown_its_leaves = True
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
@@ -267,9 +270,12 @@ class Companion(Forecaster):
         return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
 
     def skip(self, forward: Forward, alpha: float) -> None:
-        forward.prediction.logits = forward.prediction.logits.detach()
-        if forward.prediction.learns and self._group.size > 1:  # the others wait for this one's share in the mean
-            self._num_observed += 1
+        prediction: Prediction = forward.prediction
+        prediction.logits = prediction.logits.detach()
+        if self._group.size > 1:  # the others wait for this one's share in the mean, and for its answer
+            self._num_observed += prediction.learns
+            if self._diverged is None and _sync.is_sync_step(forward.step):
+                self._diverged = torch.zeros((), dtype=torch.bool, device=forward.logits.device)
 
     def _run_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
@@ -294,10 +300,11 @@ class Companion(Forecaster):
         if network is None:
             return
         self._run_backward()  # of which only compiled autograd leaves something
-        if self._num_observed:
-            if self._group.size > 1:  # every rank must bring the same tensors to the reduction
-                network.optimizer.fill_gradients()
-            self._average(list(gradients_of(network.optimizer.optimizer)))
+        learns = self._num_observed > 0
+        if learns and self._group.size > 1:  # every rank must bring the same tensors to the reduction
+            network.optimizer.fill_gradients()
+        self._average(list(gradients_of(network.optimizer.optimizer)) if learns else [])
+        if learns:
             network.optimizer.step()
             network.follower.clear_gradients()
         network.optimizer.note_options()
@@ -314,8 +321,8 @@ class Companion(Forecaster):
             torch._foreach_div_(gradients, total)
         if self._group.size > 1:
             together = list(gradients)
-            if self._diverged is not None:  # the ranks are recreated together, or none is
-                self._diverged = self._diverged.to(gradients[0].dtype)[None]
+            if self._diverged is not None:  # all ranks copy the model again, or none does
+                self._diverged = self._diverged.to(gradients[0].dtype if gradients else torch.float32)[None]
                 together.append(self._diverged)
             self._group.average(together)
 

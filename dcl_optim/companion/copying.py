@@ -127,21 +127,19 @@ def _copied(held: Any, memo: dict[int, Any]) -> Any:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor], arguments: Any) -> None:
+def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor]) -> None:
     """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
         model: the model, whose parameters are never the companion's own.
-        own: the parameters of the companion and of its optimizer.
-        arguments: of the forward pass, which may require a gradient.
+        own: the parameters of the companion and of its optimizer, and the leaves of the forward pass's arguments.
     """
     if any(map(is_sharded, own)):
         return
-    leaves = _leaves_of(logits)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    allowed = {id(tensor) for tensor in (*own, *tensors_of(arguments))}.difference(names)
-    for leaf in leaves:
+    allowed = set(map(id, own)).difference(names)
+    for leaf in leaves_of([logits]):
         if id(leaf) not in allowed:
             what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
             raise RuntimeError(
@@ -155,10 +153,10 @@ def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor], argu
         )
 
 
-def _leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The leaves that a backward pass from a tensor would give a gradient to."""
-    leaves = []
-    waiting: list[Any] = [tensor.grad_fn]
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that a backward pass from tensors would give a gradient to."""
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen = set()
     while waiting:
         node = waiting.pop()

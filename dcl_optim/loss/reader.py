@@ -110,7 +110,7 @@ class LossReader:
             is_first: whether this is the first backward pass of the step.
         """
         may_read = _sync.may_sync(forward.step, gradient)
-        dim = self._known_dim(gradient)
+        dim = self.dim_of(gradient)
         if self._form is None:
             self._num_silent += 1
         if self._form is not None and dim is not None:
@@ -130,12 +130,13 @@ class LossReader:
             self._note_whether_read(reading, may_read)
         return self._loss_of(reading, count, is_finite, forward, gradient, is_first)
 
-    def _known_dim(self, gradient: Tensor) -> int | None:
-        if gradient.ndim <= 2:
+    def dim_of(self, logits: Tensor) -> int | None:
+        """The dimension of the classes; None while it is not known."""
+        if logits.ndim <= 2:
             return 1
-        if self.class_dim is not None and self.class_dim >= gradient.ndim:
+        if self.class_dim is not None and self.class_dim >= logits.ndim:
             raise ValueError(
-                f"the logits have shape {tuple(gradient.shape)}, but the classes were along dimension {self.class_dim} "
+                f"the logits have shape {tuple(logits.shape)}, but the classes were along dimension {self.class_dim} "
                 f"before: keep their layout, or use the penalty term, {unread.term_of(self.reads_labels)}"
             )
         return self.class_dim
@@ -161,7 +162,7 @@ class LossReader:
     ) -> Loss:
         last = 1.0 if self._scale is None else self._scale
         if reading is None or count is None:
-            forward.lay_out(self._known_dim(gradient) or 1)
+            forward.lay_out(self.dim_of(gradient) or 1)
             if not self.reads_labels and is_finite and self._scale is None:
                 self._require_a_scale(gradient, is_first)
             return Loss(last, None, None, is_finite)
@@ -184,7 +185,7 @@ class LossReader:
 
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, Tensor | None, bool]:
         """Choose form and class dimension from all rows, and read: the reading, the number of live rows, is_finite."""
-        known = self._known_dim(gradient)
+        known = self.dim_of(gradient)
         dims = [known]
         if known is None:
             dims = [dim for dim in range(1, gradient.ndim) if gradient.shape[dim] > 1] or [1]
@@ -196,7 +197,7 @@ class LossReader:
         vectors = [cross_entropy.examine(layout.gradient(all_rows=True)) for layout in layouts]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]  # one wait for all
         if not 0 < found[0].total < math.inf:
-            return self._no_gradient(found[0].total, layouts[0])
+            return self._no_gradient(found[0].total, layouts[0], known is not None)
         trials = [
             (rank, form, layout, evidence)
             for layout, evidence in zip(layouts, found, strict=True)
@@ -220,10 +221,14 @@ class LossReader:
         forward.lay_out(layout.dim)
         return reading, layout.count, True
 
-    def _no_gradient(self, total: float, layout: _LaidOut) -> tuple[Reading | None, Tensor | None, bool]:
+    def _no_gradient(
+        self, total: float, layout: _LaidOut, knows_dim: bool
+    ) -> tuple[Reading | None, Tensor | None, bool]:
         """A gradient of zero says that the loss has the factor 0; one that is not finite says nothing."""
         if total != 0:
             return None, None, False
+        if self.reads_labels and not knows_dim:  # the number of classes is not known either
+            return None, None, True
         zero = torch.zeros((), device=layout.g.device)
         none = torch.full((len(layout.g),), layout.g.shape[1], device=layout.g.device)
         return Reading(none, zero, zero == 0, zero == 0), layout.count, True

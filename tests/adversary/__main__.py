@@ -1,21 +1,17 @@
-"""``python -m tests.adversary [seed]`` prints what was read of random losses, as docs/dev/reliability.md has it."""
+"""``python -m tests.adversary SEED`` runs what CI runs of a seed, and prints what was read of the losses."""
 
 import sys
 
-import torch
-
-from tests.adversary import SEED
+from tests.adversary.loops import check
 from tests.adversary.losses import COUNTS, count
-from tests.adversary.test_adversary import CASES
+from tests.adversary.test_adversary import CASES, LOOPS
 
-torch.set_num_threads(1)
-seed, failed = int(sys.argv[1]) if len(sys.argv) > 1 else SEED, False
-print(f"Seed {seed}:\n\n| loss | {' | '.join(COUNTS)} |\n| --- |{' --: |' * len(COUNTS)}")
+seed = int(sys.argv[1])
+print(f"| loss | {' | '.join(COUNTS)} |\n| --- |{' --: |' * len(COUNTS)}")
 for readable in (True, False):
     counts, faults = count(CASES, seed, readable)
     for kind, found in counts.items():
         print(f"| {kind} |", " | ".join(f"{found[name]:,}" for name in COUNTS), "|", flush=True)
-    for case in faults:
-        print(f"\n{case.script()}", file=sys.stderr)
-    failed = failed or (readable and bool(faults))
-sys.exit(failed)
+    print(*faults, sep="\n", file=sys.stderr)
+for interrupted in (True, False):
+    check(LOOPS, seed, interrupted)

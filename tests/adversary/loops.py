@@ -1,66 +1,41 @@
-"""Random training loops, and the literal loop that each has to equal."""
+"""Random training loops, by the line and by the term, and the literal loop that each has to equal."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import seed as of_seed
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage
-from dcl_optim.reference import dcl_step, dcp_step
-from tests.reliability.cases import DISTANCES, IGNORED, Batch, Case, cases, set_rates
+from dcl_optim import LinearWarmup, RunningAverage
+from tests.reliability.cases import Case, Literal, cases, learned, set_rates, term, wrapped
 
-
-def set_to_none(optimizer: Any, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-def write_zeros(optimizer: Any, model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
-
-
-# The first five also tell that a step was skipped (docs/troubleshooting.md).
-CLEARS: dict[str, Callable[[Any, nn.Module], None]] = {
-    "optimizer": lambda optimizer, model: optimizer.zero_grad(),
-    "optimizer, in place": lambda optimizer, model: optimizer.zero_grad(set_to_none=False),
-    "model": lambda optimizer, model: model.zero_grad(),
-    "base": lambda optimizer, model: optimizer.base.zero_grad(),
-    "by hand": set_to_none,
-    "model, in place": lambda optimizer, model: model.zero_grad(set_to_none=False),
-    "base, in place": lambda optimizer, model: optimizer.base.zero_grad(set_to_none=False),
-    "by hand, in place": write_zeros,
-}
-TELLING = list(CLEARS)[:5]
+CLEARS = ("optimizer", "optimizer, in place", "model", "base", "model, in place", "base, in place")
+TELLING = CLEARS[:4]  # that a step was skipped (docs/troubleshooting.md)
 STEPS = ("plain", "scaler", "closure", "closure, lazy")
-PARTS = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "halves")
+PARTS = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "plain, halves")
+SKIPPED = ("skip", "not finite", "skip, accumulation")  # leave gradients that no step takes
 IDLE = ("skip", "not finite", "forward", "evaluation", "evaluation, with gradients", "resume")
-LEAVES_GRADIENTS = ("skip", "skip, accumulation", "not finite")
 
 
 @dataclass(frozen=True)
 class Event:
     """What a loop does next: a training step, or something in between.
 
-    Attributes:
-        kind: the name of a method of :class:`Script`; what follows a comma is how.
-        clear: how gradients are cleared.
-        when: "first", "between" forward and backward, or "last".
-        evaluates: whether an evaluation comes between forward and backward; which state is loaded first.
+    Gradients are cleared by ``clear``, when "first", "between" forward and backward pass, or "last". With ``evaluates``
+    an evaluation comes between both; of a resumption it tells which state is loaded first.
     """
 
     kind: str
     clear: str
     when: str
     evaluates: bool
+    term: bool
 
     @property
     def steps(self) -> bool:
@@ -74,34 +49,29 @@ class Loop:
     case: Case
     variant: str
     options: dict[str, Any]
-    reads_labels: bool  # or the script gives them
     ignores: bool
     events: tuple[Event, ...]
 
     def script(self) -> str:
-        return (
-            "from dcl_optim import LinearWarmup, RunningAverage\nfrom tests.adversary.loops import Event, Loop\n"
-            "from tests.reliability.cases import Case\nfrom tests.reliability.networks import Base, Network\n\n"
-            f"loop = {self!r}\nprint(loop.error())  # at most 1e-8\n"
-        )
+        imports = "from tests.adversary.loops import *\nfrom tests.reliability.cases import *\n"
+        return f"{imports}\nprint({self!r}.error())  # at most 1e-8\n"
 
     def error(self) -> float:
         """How far the model and what the forecaster knows end from the literal loop, relative to the largest number."""
-        both = zip(Script(self).run(), literal(self), strict=True)
-        return float(torch.stack([(a - b).abs().max() / b.abs().max() for a, b in both]).max())
-
-    def batches(self) -> list[Batch]:
-        return self.case.batches(self.ignores)
-
-
-def flat(tensors: Any) -> Tensor:
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-
-
-def parts(x: Tensor, y: Tensor) -> list[Batch]:
-    """A batch in two unequal micro-batches."""
-    first = max(1, len(x) // 3)
-    return [(x[:first], y[:first]), (x[first:], y[first:])]
+        case, script = self.case, Script(self)
+        literal, batches = Literal(case, self.variant, **self.options), case.batches(self.ignores)
+        torch.manual_seed(case.seed)
+        for event, rate, (x, y) in zip(self.events, case.rates, batches, strict=True):
+            script.do(event, rate, x, y)
+        torch.manual_seed(case.seed)
+        for event, rate, (x, y) in zip(self.events, case.rates, batches, strict=True):
+            if event.steps:
+                literal.step(x, y, rate)
+            elif event.kind in (*SKIPPED, "forward"):
+                literal.forward(x)
+        ours = *script.model.state_dict().values(), *learned(script.optimizer)
+        theirs = *literal.model.state_dict().values(), *literal.learned()
+        return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in zip(ours, theirs, strict=True))
 
 
 class Script:
@@ -113,92 +83,66 @@ class Script:
         self.make()
 
     def make(self) -> None:
-        self.model = self.case.model()
-        base, options = self.case.base.build(self.model), self.case.options() | self.loop.options
-        if "loss_scale" in options:
-            options["loss_scale"] = lambda: self.factor
-        wrapper: Any = DCLOptimizer if self.loop.variant == "dcl" else DCPOptimizer
-        self.optimizer = wrapper(base, self.model, **options)
+        script = wrapped(self.case, self.loop.variant, **self.loop.options)
+        self.model, self.optimizer = script.model, script.optimizer
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(self.case.seed)
-        for event, rate, (x, y) in zip(self.loop.events, self.case.rates, self.loop.batches(), strict=True):
-            set_rates(self.optimizer, rate)
-            getattr(self, event.kind.partition(",")[0].replace(" ", "_"))(event, x, y)
-        dcl = self.loop.variant == "dcl"
-        learned = self.optimizer.companion.state_dict().values() if dcl else [self.optimizer.prototypes]
-        return flat(self.model.state_dict().values()), flat(learned)
+    def do(self, event: Event, rate: float, x: Tensor, y: Tensor) -> None:
+        set_rates(self.optimizer, rate)
+        kind, _, how = event.kind.partition(", ")
+        if not (event.steps or event.kind in SKIPPED):
+            getattr(self, kind)(event, x, y)
+            return
+        if kind == "closure":  # a lazy one leaves the backward pass to the optimizer
+            self.optimizer.step(lambda: (self.loss if how == "lazy" else self.gradients)(event, x, y))
+        else:
+            self.gradients(event, x, y)
+        if kind == "plain":
+            self.optimizer.step()
+        elif kind in ("scaler", "not finite"):
+            self.grad_scaler.step(self.optimizer)
+            self.grad_scaler.update()
+        self.clear(event, "last")
 
     def clear(self, event: Event, when: str) -> None:
         if event.when == when:
-            CLEARS[event.clear](self.optimizer, self.model)
+            owners: Any = {"optimizer": self.optimizer, "model": self.model, "base": self.optimizer.base}
+            owner, _, in_place = event.clear.partition(", ")
+            owners[owner].zero_grad(set_to_none=not in_place)
 
     def loss(self, event: Event, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-        self.factor = share * self.case.factor
-        if self.loop.variant == "dcp" and not self.loop.reads_labels:
-            self.optimizer.set_targets(y)
-        loss = self.factor * F.cross_entropy(self.model(x), y)
-        if event.kind.startswith(("scaler", "not finite")):
-            self.factor *= self.grad_scaler.get_scale()
-            return self.grad_scaler.scale(loss)
-        return loss
+        z = self.model(x)
+        loss = self.case.loss(z, y)
+        if event.term:
+            loss = loss + self.case.factor * term(self.optimizer, z, y)
+        loss = loss * (torch.inf if event.kind == "not finite" else share)
+        return self.grad_scaler.scale(loss) if event.kind.startswith(("scaler", "not finite")) else loss
 
     def gradients(self, event: Event, x: Tensor, y: Tensor) -> Tensor:
+        """Of a whole batch, accumulated over two unequal parts, or of two forward passes in one backward pass."""
         self.clear(event, "first")
-        total = torch.zeros(())
-        for part in parts(x, y) if "accumulation" in event.kind else [(x, y)]:
-            loss = self.loss(event, *part, len(part[0]) / len(x))
+        halves = "halves" in event.kind
+        cuts = [len(x) // 2] if halves else [max(1, len(x) // 3)] if "accumulation" in event.kind else []
+        losses = []
+        for part in zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True):
+            losses.append(self.loss(event, *part, len(part[0]) / len(x)))
             if event.evaluates:
                 self.evaluation(event, x, y)
             self.clear(event, "between")
-            loss.backward()
-            total = total + loss.detach()
-        return total
-
-    def plain(self, event: Event, x: Tensor, y: Tensor) -> None:
-        self.gradients(event, x, y)
-        self.optimizer.step()
-        self.clear(event, "last")
-
-    def scaler(self, event: Event, x: Tensor, y: Tensor) -> None:
-        self.gradients(event, x, y)
-        self.grad_scaler.step(self.optimizer)
-        self.grad_scaler.update()
-        self.clear(event, "last")
-
-    def closure(self, event: Event, x: Tensor, y: Tensor) -> None:
-        """A lazy one leaves the backward pass to the optimizer."""
-        self.optimizer.step(lambda: (self.loss if "lazy" in event.kind else self.gradients)(event, x, y))
-        self.clear(event, "last")
-
-    def halves(self, event: Event, x: Tensor, y: Tensor) -> None:
-        """Two forward passes and one backward pass."""
-        self.clear(event, "first")
-        losses = [self.loss(event, *half, 0.5) for half in zip(x.chunk(2), y.chunk(2), strict=True)]
-        self.clear(event, "between")
-        sum(losses).backward()  # type: ignore[union-attr]
-        self.optimizer.step()
-        self.clear(event, "last")
-
-    def skip(self, event: Event, x: Tensor, y: Tensor) -> None:
-        self.gradients(event, x, y)
-        self.clear(event, "last")
-
-    def not_finite(self, event: Event, x: Tensor, y: Tensor) -> None:
-        """A step that the gradient scaler skips."""
-        self.clear(event, "first")
-        (self.loss(event, x, y) * torch.inf).backward()
-        self.grad_scaler.step(self.optimizer)
-        self.grad_scaler.update()
-        self.clear(event, "last")
+            if not halves:
+                losses[-1].backward()
+        if halves:
+            torch.stack(losses).sum().backward()
+        return torch.stack(losses).sum().detach()
 
     def forward(self, event: Event, x: Tensor, y: Tensor) -> None:
         self.model(x)
 
     def evaluation(self, event: Event, x: Tensor, y: Tensor) -> None:
+        gradients = "with gradients" in event.kind
         self.model.eval()
-        with torch.set_grad_enabled("with gradients" in event.kind):
-            F.cross_entropy(self.model(x), y)
+        with torch.set_grad_enabled(gradients):
+            z = self.model(x)
+            assert gradients or not event.term or term(self.optimizer, z, y) == 0
         self.model.train()
 
     def resume(self, event: Event, x: Tensor, y: Tensor) -> None:
@@ -212,56 +156,18 @@ class Script:
         torch.set_rng_state(random)
 
 
-def literal(loop: Loop) -> tuple[Tensor, Tensor]:
-    """The same by the written-out algorithm, which takes each batch whole."""
-    case, options, dcl = loop.case, loop.options, loop.variant == "dcl"
-    model, companion, prototypes = case.model(), case.model(), {}
-    plain, chasing = case.base.build(model), case.base.build(companion, options.get("companion_lr_scale", 1.0))
-    numbers: dict[int, float] | None = None if options.get("update") == "batch" else {}
-    step = 0
-    torch.manual_seed(case.seed)
-    for event, rate, (x, y) in zip(loop.events, case.rates, loop.batches(), strict=True):
-        set_rates(plain, rate)
-        set_rates(chasing, rate)
-        if not event.steps:
-            if event.kind in (*LEAVES_GRADIENTS, "forward"):  # random draws, and the statistics of batch norm
-                random = torch.get_rng_state()
-                for network in (companion, model):
-                    torch.set_rng_state(random)
-                    network(x)
-            continue
-        step += 1
-        settings = {"weight": case.weight_at(step), "alpha": case.alpha_at(step)}
-        functions = (lambda z, y: case.factor * F.cross_entropy(z, y), DISTANCES[case.distance][1])
-        if dcl:
-            settings["learns"] = step % options.get("companion_every", 1) == 0
-            dcl_step(model, companion, plain, chasing, x, y, *functions, **settings)
-        else:
-            settings["numbers"] = numbers
-            of_labelled: Any = lambda x, rows=y != IGNORED: model(x)[rows]  # noqa: E731
-            dcp_step(of_labelled, prototypes, plain, x, y[y != IGNORED], *functions, **settings)
-    unseen = torch.zeros(case.classes, dtype=torch.float64)
-    learned = companion.state_dict().values() if dcl else [prototypes.get(k, unseen) for k in range(case.classes)]
-    return flat(model.state_dict().values()), flat(learned)
-
-
-# ---- random ones -----------------------------------------------------------------------------------------------------
-
-hundredths = st.integers(0, 100).map(lambda number: number / 100)
-
-
 def consistent(events: list[Event]) -> tuple[Event, ...]:
     """Clear gradients that are there before others are added, and those of a skipped step by a way that tells it."""
     found, there, skipped = [], False, False
     for event in events:
         if (there and event.when == "last") or (event.when == "between" and "accumulation" in event.kind):
             event = replace(event, when="first")
-        if (skipped or event.kind in LEAVES_GRADIENTS) and event.clear not in TELLING:
+        if (skipped or event.kind in SKIPPED) and event.clear not in TELLING:
             event = replace(event, clear="optimizer")
         found.append(event)
         if event.kind == "resume":
             there = skipped = False
-        elif event.steps or event.kind in LEAVES_GRADIENTS:
+        elif event.steps or event.kind in SKIPPED:
             there = event.when != "last"
             skipped = there and not event.steps
     return tuple(found)
@@ -280,28 +186,42 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
     event = st.builds(
         Event,
         st.sampled_from(kinds),
-        st.sampled_from(list(CLEARS)),
+        st.sampled_from(CLEARS),
         st.sampled_from(["first", "between", "last"]),
         st.booleans() if interrupted else st.just(False),
+        st.booleans() if case.way == "line" else st.just(True),
     )
     events = draw(st.lists(event, min_size=2, max_size=10))
     events.append(replace(events[0], kind="plain"))
-    sizes = draw(st.lists(st.integers(1, 4).map(lambda half: 2 * half), min_size=len(events), max_size=len(events)))
-    rates = draw(st.lists(st.sampled_from([1.0, 0.5, 0.1]), min_size=len(events), max_size=len(events)))
+
+    def for_each(values: st.SearchStrategy[Any]) -> tuple[Any, ...]:
+        return tuple(draw(st.lists(values, min_size=len(events), max_size=len(events))))
+
+    hundredths = st.integers(0, 100).map(lambda number: number / 100)
     ramp = st.builds(LinearWarmup, hundredths, st.integers(1, 8))
     case = replace(
         case,
-        sizes=tuple(sizes),
-        rates=tuple(rates),
+        sizes=for_each(st.integers(3 if case.way == "line" else 1, 5).map(lambda half: 2 * half)),
+        rates=for_each(st.sampled_from([1.0, 0.5, 0.1])),
         loop="plain",
         parts=1,
         weight=draw(hundredths.map(lambda number: 3 * number) | ramp),
         alpha=draw(hundredths | st.just(RunningAverage()) | ramp),
     )
-    options = (
-        {"companion_every": draw(st.sampled_from([1, 1, 2])), "companion_lr_scale": draw(st.sampled_from([1.0, 0.5]))}
-        if variant == "dcl"
-        else {"update": draw(st.sampled_from(["rows", "batch"]))}
-    )
-    reads_labels = case.factor_from == "gradient" and min(sizes) > 4
-    return Loop(case, variant, options, reads_labels, ignores, consistent(events))
+    dcl = {"companion_every": st.sampled_from([1, 1, 2]), "companion_lr_scale": st.sampled_from([1.0, 0.5])}
+    options = draw(st.fixed_dictionaries(dcl if variant == "dcl" else {"update": st.sampled_from(["rows", "batch"])}))
+    return Loop(case, variant, options, ignores, consistent(events))
+
+
+def check(number: int, seed: int, interrupted: bool) -> None:
+    """Compare random loops with the literal ones."""
+
+    def equals(loop: Loop) -> None:
+        try:
+            error = loop.error()
+        except Exception as exception:
+            raise AssertionError(loop.script()) from exception
+        assert error <= 1e-8, f"{error:.1e}\n\n{loop.script()}"
+
+    drawn = settings(derandomize=False, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    of_seed(seed)(settings(drawn, max_examples=number)(given(loops(interrupted))(equals)))()

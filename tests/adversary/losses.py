@@ -1,18 +1,19 @@
 """Random trainings whose labels and loss scale are known, and what the optimizers read from their gradients.
 
-The model returns the logits that a case draws, so a case says exactly what a script shows the optimizer.
+The model returns the logits that a case draws. DCP's prototypes are unit vectors, and its distance is the product with
+them: what it adds to the gradient of a row is a multiple of the row's label.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,110 +21,66 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
-from tests.test_loss_reader import readings
 
-IGNORED = -100
-UNDERFLOW = 80  # the range of logits in a row from which on probabilities may be zero in float32
-GAIN = 25  # the largest spread of logits
-SCALE_TOLERANCE = 0.02
-FACTORS = {torch.float16: (64, 8_192)}  # of the loss; those of a gradient scaler
+LOGITS = 50_000  # at most, in a batch
 SHARE_TOLERANCE = {2: 0.11, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
 COUNTS = ("cases", "refused", "rows", "unread", "wrong", "scales", "off")
+ANY, FROM_THREE, FROM_FIVE, TWO, FEW = (2, 200), (3, 200), (5, 200), (2, 2), (3, 4)  # classes
 
-
-class Batch(NamedTuple):
-    """What a loss is made of: logits as rows (N, K), labels and what else the script's loss depends on."""
-
-    z: Tensor
-    y: Tensor
-    other: Tensor  # the labels that y is mixed with
-    share: Tensor  # of y, (N, 1)
-    q: Tensor  # the mixture, (N, K)
-    some: Tensor  # a third of the rows
-    numbers: Tensor  # random ones in [0.2, 2.2], the same in each batch of a case
-    rows: Tensor  # random ones in [0.2, 2.2], one a row
-
-    @property
-    def knob(self) -> float:
-        return float(self.numbers[-1])
-
-    @property
-    def smoothing(self) -> float:
-        return 0.02 + 0.1 * self.knob
-
-    @property
-    def weights(self) -> Tensor:
-        return self.numbers[: self.z.shape[1]].to(self.z)
-
-    @property
-    def ignored(self) -> Tensor:
-        return self.y.masked_fill(self.some, IGNORED)
-
-
+ce, bce = F.cross_entropy, F.binary_cross_entropy_with_logits
 Meant = tuple[Tensor, Tensor, Any]  # the loss, the labels that it means, and the factor of their mean cross-entropy
-Loss = Callable[[Batch], Meant]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of loss, and which scripts with it are drawn."""
+    """A kind of loss, of a batch and its logits (N, K), and which scripts with it are drawn."""
 
-    loss: Loss
-    classes: tuple[int, int] = (2, 30)
+    loss: Callable[[Any, Tensor], Meant]
+    classes: tuple[int, int] = ANY
     mixes: str = ""  # whether labels are mixed by one share in each "batch", in "some batches" or for each of "rows"
     logs: bool = False  # whether the model returns log-probabilities
-    given: bool = False  # whether the script passes loss_scale=
     smooths: bool = False
     weighs: bool = False  # whether each row has its own factor
-    readable: bool = True
 
-    def tells_scale(self, b: Batch, half: bool) -> bool:
+    def tells_scale(self, b: Any, g: Tensor, meant: Tensor) -> bool:
         """Whether the gradient of a batch does.
 
-        It does not if entries may underflow, since a row without gradient looks like one that is ignored; nor, in half
-        precision, if rows have factors and the model is certain of one, since rounding is all that is left; nor if the
-        predictions are so uniform that it is about that of a loss without smoothing or weights.
+        Not if entries may underflow, in float32 from a range of 80 in a row on: a row without gradient looks like one
+        that is ignored. Nor, in half precision, if rows have factors and the model is certain of one: rounding is all
+        that is left. Nor if predictions are so uniform that it is about that of a loss without smoothing or weights.
         """
-        classes, e = b.z.shape[1], one_hot(b)
-        p = b.z.softmax(1)
-        if (b.z.amax(1) - b.z.amin(1)).max() > UNDERFLOW or (half and self.weighs and (p * e).max() > 1 - 1e-4):
+        p, half = b.z.softmax(1), g.dtype.itemsize < 4
+        if (b.z.amax(1) - b.z.amin(1)).max() > 80 or (half and self.weighs and (p * b.e).max() > 1 - 1e-4):
+            return False
+        size = torch.where(meant.reshape(len(g), -1).amax(1) < 0, 1.0, g.abs().amax(1))
+        if g.dtype == torch.float16 and not ((size > torch.finfo(g.dtype).tiny) & (size < torch.inf)).all():
             return False
         if self.smooths:
-            r, added = p - e, p - 1 / classes
+            r, added = p - b.e, p - 1 / p.shape[1]
             added = added - r * ((added * r).sum() / r.square().sum())  # the rest could be a factor
             return bool(b.smoothing * added.norm() > (0.04 if half else 0.002) * r.norm())
-        return not self.weighs or bool(p.amax(1).mean() * classes > 1.5)
+        return not self.weighs or bool(p.amax(1).mean() * p.shape[1] > 1.5)
 
 
-def one_hot(b: Batch) -> Tensor:
-    return F.one_hot(b.y, b.z.shape[1]).to(b.z)
-
-
-def kind(
-    labels: str = "y",
-    function: Callable[..., Tensor] = F.cross_entropy,
-    weighs: bool = False,
-    smooths: bool = False,
-    reduction: str = "mean",
-    **more: Any,
-) -> Kind:
+def kind(labels: str = "y", function: Any = ce, reduction: str = "mean", **more: Any) -> Kind:
     """A loss of torch's; ``labels`` is what a batch calls them."""
 
-    def loss(b: Batch) -> Meant:
+    def loss(b: Any, z: Tensor) -> Meant:
         meant = getattr(b, labels)
-        target = meant.to(b.z) if meant.is_floating_point() else meant
-        options = {"weight": b.weights} if weighs else {"label_smoothing": b.smoothing} if smooths else {}
+        options = {"weight": b.weights.to(z)} if more.get("weighs") else {}
+        options |= {"label_smoothing": b.smoothing} if more.get("smooths") else {}
         factor = 1.0 if reduction == "mean" else int((meant >= 0).sum())
-        return function(b.z, target, reduction=reduction, **options), meant, factor
+        target = meant.to(z) if meant.is_floating_point() else meant
+        return function(z, target, reduction=reduction, **options), meant, factor
 
-    return Kind(loss, weighs=weighs, smooths=smooths, **more)
+    return Kind(loss, **more)
 
 
-def of_rows(function: Callable[[Tensor, Batch], Tensor], classes: tuple[int, int], labels: str = "y") -> Kind:
+def of_rows(function: Callable[[Tensor, Any], Tensor], classes: tuple[int, int], labels: str = "y") -> Kind:
     """A loss that is a function of each row's cross-entropy, whose derivatives are the factors of the rows."""
 
-    def loss(b: Batch) -> Meant:
-        losses = F.cross_entropy(b.z, b.y, reduction="none")
+    def loss(b: Any, z: Tensor) -> Meant:
+        losses = ce(z, b.y, reduction="none")
         alone = losses.detach().double().requires_grad_()
         factors = torch.autograd.grad(function(alone, b).mean(), alone)[0]
         return function(losses, b).mean(), getattr(b, labels), factors.sum()
@@ -131,57 +88,25 @@ def of_rows(function: Callable[[Tensor, Batch], Tensor], classes: tuple[int, int
     return Kind(loss, classes, weighs=True)
 
 
-def alone(function: Callable[[Batch], Tensor], given: bool = False, **more: Any) -> Kind:
-    """A loss whose scale is given, or that cannot be read."""
-    return Kind(lambda b: (function(b), b.y, 1.0), given=given, **more)
+def mixup(b: Any, z: Tensor, smoothing: float = 0.0) -> Meant:
+    """As scripts write it."""
+    first, second = (ce(z, y, label_smoothing=smoothing) for y in (b.y, b.other))
+    return float(b.share[0]) * first + (1 - float(b.share[0])) * second, b.q, 1.0
 
 
-def plus(function: Callable[[Batch], Tensor]) -> Kind:
-    return alone(lambda b: F.cross_entropy(b.z, b.y) + b.knob * function(b))
+def other(function: Callable[[Any, Tensor], Tensor], **more: Any) -> Kind:
+    """A loss that cannot be read."""
+    return Kind(lambda b, z: (function(b, z), b.y, 1.0), **more)
 
 
-def two_losses(smooths: bool) -> Kind:
-    """Mixup as scripts write it."""
-
-    def loss(b: Batch) -> Meant:
-        share, options = float(b.share[0]), {"label_smoothing": b.smoothing * smooths}
-        first, second = (F.cross_entropy(b.z, y, **options) for y in (b.y, b.other))
-        return share * first + (1 - share) * second, b.q, 1.0
-
-    return Kind(loss, FROM_FIVE, "batch", smooths=smooths)
-
-
-def squared(b: Batch) -> Meant:
-    loss = F.cross_entropy(b.z, b.y)
-    return loss.square(), b.y, 2 * loss.detach()
-
-
-def focal(losses: Tensor, b: Batch) -> Tensor:
+def focal(losses: Tensor, b: Any) -> Tensor:
     return (1 - (-losses).exp()) ** (1 + b.knob) * losses  # its gradient is nan below 1 if a row is certain
 
 
-def weighted(losses: Tensor, b: Batch) -> Tensor:
-    return losses * b.rows.to(losses)
-
-
-def dice(b: Batch) -> Tensor:
-    p, e = b.z.softmax(1), one_hot(b)
-    return 1 - (2 * (p * e).sum(0) / (p + e).sum(0)).mean()
-
-
-def temperature(b: Batch) -> Tensor:
-    return F.cross_entropy(b.z / (0.5 + b.knob), b.y)
-
-
-def margin(b: Batch) -> Tensor:
-    return F.cross_entropy(b.z - b.knob * one_hot(b), b.y)
-
-
-FROM_THREE, FROM_FIVE, TWO, FEW = (3, 30), (5, 30), (2, 2), (3, 4)
 READABLE = {
     "mean": kind(),
     "sum": kind(reduction="sum"),
-    "square of the mean": Kind(squared),
+    "square of the mean": Kind(lambda b, z: ((loss := ce(z, b.y)).square(), b.y, 2 * loss.detach())),
     "ignored rows": kind("ignored"),
     "ignored rows, sum": kind("ignored", reduction="sum"),
     "smoothing": kind(smooths=True),
@@ -189,8 +114,9 @@ READABLE = {
     "smoothing, sum": kind(smooths=True, reduction="sum"),
     "class weights": kind(weighs=True),
     "class weights, ignored rows": kind("ignored", weighs=True),
-    "sample weights": of_rows(weighted, FROM_THREE),
-    "sample weights, some of them 0": of_rows(lambda losses, b: weighted(losses, b) * ~b.some, FROM_THREE, "ignored"),
+    "class weights, two classes": kind(weighs=True, classes=TWO),
+    "sample weights": of_rows(lambda losses, b: losses * b.rows, FROM_THREE),
+    "sample weights, some of them 0": of_rows(lambda losses, b: losses * b.rows * ~b.some, FROM_THREE, "ignored"),
     "focal": of_rows(focal, FROM_THREE),
     "Poly-1": of_rows(lambda losses, b: losses + b.knob * (1 - (-losses).exp()), FROM_THREE),
     "generalized": of_rows(lambda losses, b: (1 - (-b.knob * losses).exp()) / b.knob, FROM_THREE),
@@ -198,84 +124,91 @@ READABLE = {
     "log-probabilities": kind(function=F.nll_loss, logs=True),
     "log-probabilities, ignored rows": kind("ignored", F.nll_loss, logs=True),
     "log-probabilities, class weights": kind("y", F.nll_loss, weighs=True, logs=True),
-    "mixup, two losses": two_losses(smooths=False),
-    "mixup, two losses, smoothing": two_losses(smooths=True),
+    "mixup, two losses": Kind(mixup, FROM_FIVE, "batch"),
+    "mixup, two losses, smoothing": Kind(lambda b, z: mixup(b, z, b.smoothing), FROM_FIVE, "batch", smooths=True),
     "mixup, soft targets": kind("q", classes=FROM_FIVE, mixes="batch"),
     "mixup, soft targets, smoothing": kind("q", smooths=True, classes=FROM_FIVE, mixes="batch"),
     "mixup of some batches": kind("q", classes=FROM_FIVE, mixes="some batches"),
     "CutMix of some rows": kind("q", classes=FROM_FIVE, mixes="rows"),
-    "focal, loss_scale=": alone(lambda b: focal(F.cross_entropy(b.z, b.y, reduction="none"), b).mean(), given=True),
-    "temperature, loss_scale=": alone(temperature, given=True),
-    "margin, loss_scale=": alone(margin, given=True),
 }
 OTHERS = {
-    "with a logit penalty": plus(lambda b: b.z.square().mean()),
-    "with Dice": plus(dice),
-    "with an entropy": plus(lambda b: -(b.z.softmax(1) * b.z.log_softmax(1)).sum(1).mean()),
-    "with a confidence penalty of the label": plus(lambda b: (b.z * one_hot(b)).sum(1).square().mean()),
-    "temperature": alone(temperature),
-    "logit adjustment": alone(lambda b: F.cross_entropy(b.z + b.weights.log(), b.y)),
-    "margin": alone(margin),
-    "distillation": alone(lambda b: F.cross_entropy(b.z, (b.z.detach().roll(1, 0) + b.weights).softmax(1))),
-    "binary": alone(lambda b: F.binary_cross_entropy_with_logits(b.z, one_hot(b))),
-    "focal of sigmoids": alone(
-        lambda b: (F.binary_cross_entropy_with_logits(b.z, one_hot(b), reduction="none") * b.z.sigmoid() ** 2).mean()
-    ),
-    "squares": alone(lambda b: F.mse_loss(b.z, one_hot(b))),
-    "hinge": alone(lambda b: F.multi_margin_loss(b.z, b.y)),
-    "negated": alone(lambda b: -F.cross_entropy(b.z, b.y)),
+    "with a logit penalty": other(lambda b, z: ce(z, b.y) + b.knob * z.square().mean()),
+    "with Dice": other(lambda b, z: ce(z, b.y) - b.knob * ((p := z.softmax(1)) * b.e / (p + b.e).sum(0)).sum(0).mean()),
+    "with an entropy": other(lambda b, z: ce(z, b.y) + b.knob * -(z.softmax(1) * z.log_softmax(1)).sum(1).mean()),
+    "with the label's logit": other(lambda b, z: ce(z, b.y) + b.knob * (z * b.e).sum(1).square().mean()),
+    "temperature": other(lambda b, z: ce(z / (0.5 + b.knob), b.y)),
+    "logit adjustment": other(lambda b, z: ce(z + b.weights.log(), b.y)),
+    "margin": other(lambda b, z: ce(z - b.knob * b.e, b.y)),
+    "distillation": other(lambda b, z: ce(z, (z.detach().roll(1, 0) + b.weights).softmax(1))),
+    "binary": other(lambda b, z: bce(z, b.e.to(z))),
+    "focal of sigmoids": other(lambda b, z: (bce(z, b.e.to(z), reduction="none") * z.sigmoid() ** 2).mean()),
+    "squares": other(lambda b, z: F.mse_loss(z, b.e.to(z))),
+    "hinge": other(lambda b, z: F.multi_margin_loss(z, b.y)),
+    "negated": other(lambda b, z: -ce(z, b.y)),
     # Of two classes it is the other's cross-entropy.
-    "unlikelihood": alone(
-        lambda b: -torch.log1p(-0.999 * (b.z.softmax(1) * one_hot(b)).sum(1)).mean(), classes=FROM_THREE
-    ),
-    "class weights, smoothing": alone(lambda b: F.cross_entropy(b.z, b.y, b.weights, label_smoothing=b.smoothing)),
-    "two classes, sample weights": of_rows(weighted, TWO),
+    "unlikelihood": other(lambda b, z: -(1 - 0.999 * (z.softmax(1) * b.e).sum(1)).log().mean(), classes=FROM_THREE),
+    "class weights, smoothing": other(lambda b, z: ce(z, b.y, b.weights.to(z), label_smoothing=b.smoothing)),
+    "two classes, sample weights": of_rows(lambda losses, b: losses * b.rows, TWO),
     "two classes, focal": of_rows(focal, TWO),
-    "few classes, mixup": dataclasses.replace(two_losses(smooths=False), classes=FEW),
+    "few classes, mixup": Kind(mixup, FEW, "batch"),
 }
-KINDS = READABLE | {name: dataclasses.replace(other, readable=False) for name, other in OTHERS.items()}
-LAYOUTS = ("(N, K)", "(N, K)", "(N, K, H, W)", "(B, T, K)")
 
 
-@dataclass(frozen=True)
 class Case:
-    """A training: ``gain`` is the spread of the last logits, ``fit`` what the labels' have gained, in units of it."""
+    """A random training with a kind of loss; ``number`` is its place among those of a seed.
 
-    kind: str
-    classes: int
-    rows: int
-    layout: str
-    dtype: torch.dtype
-    factor: float
-    parts: int  # backward passes a step
-    gain: float
-    fit: float
-    reads: bool  # whether each step may read values, as on a CPU
-    seed: int
-    batches: int = 8
+    The spread of the logits grows to ``gain``, of which the labels' gain ``fit``. Class k has a frequency of k to the
+    power of ``-tail``; the first ``sorted`` batches have the first class only.
+    """
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __init__(self, name: str, seed: int, number: int) -> None:
+        self.of, self.kind = (name, seed, number), (READABLE | OTHERS)[name]
+        rng = random.Random(f"{name} {seed} {number}")
+
+        def spread(least: float, most: float) -> float:
+            return math.exp(rng.uniform(math.log(least), math.log(most)))
+
+        self.dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16])
+        half = self.dtype == torch.float16
+        self.layout = "(N, K)" if self.kind.logs else rng.choice(["(N, K)", "(N, K)", "(N, K, H, W)", "(B, T, K)"])
+        self.classes = round(spread(*self.kind.classes))
+        self.rows = round(spread(8, min(200 if half else LOGITS, LOGITS // self.classes)))
+        self.rows = 1 if rng.random() < 0.1 else self.rows
+        self.rows = self.rows if self.layout == "(N, K)" else 6 * (self.rows // 6 + 1)
+        self.sorted = rng.choice([18] + 9 * [0])
+        self.batches = 24 if self.sorted or self.rows == 1 else 8
+        self.parts = 1 if self.sorted else rng.choice([1, 1, 2, 4])  # backward passes a step
+        self.factor = (spread(64, 8_192) if half else spread(1 / 64, 65_536)) / self.parts
+        self.gain, self.fit, self.tail = spread(0.1, 25), rng.uniform(0, 2), rng.choice([0, 0, 1, 2])
+        self.reads = bool(self.sorted) or rng.random() < 0.5  # whether each step may read values, as on a CPU
+        self.seed = rng.randrange(10**6)
+
+    def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self.seed)
-        mixes, classes = KINDS[self.kind].mixes, self.classes
-        numbers = 0.2 + 2 * torch.rand(31, generator=generator)
+        mixes, size = self.kind.mixes, self.rows
+        weights = 0.2 + 2 * torch.rand(self.classes, generator=generator)
+        knob = 0.2 + 2 * float(torch.rand((), generator=generator))
+        frequencies = torch.arange(1.0, self.classes + 1) ** -self.tail
         for number in range(1, self.batches + 1):
-            y = torch.randint(classes, (self.rows,), generator=generator)
-            other = y[torch.randperm(self.rows, generator=generator)]
-            share = 0.02 + 0.96 * torch.rand(self.rows, 1, generator=generator)
-            some = torch.rand(self.rows, generator=generator) < 1 / 3
+            y = torch.multinomial(frequencies, size, replacement=True, generator=generator) * (number > self.sorted)
+            other = y[torch.randperm(size, generator=generator)]
+            share = 0.02 + 0.96 * torch.rand(size, 1, generator=generator)
+            some = torch.rand(size, generator=generator) < 1 / 3
             if mixes == "some batches" and torch.rand((), generator=generator) < 0.5:
                 share = torch.ones_like(share)
             share = share.masked_fill(some[:, None], 1.0) if mixes == "rows" else share[:1].expand_as(share)
-            q = F.one_hot(y, classes).float()
-            q = share * q + (1 - share) * F.one_hot(other, classes) if mixes else q
-            z = torch.randn(self.rows, classes, generator=generator) + self.fit * q
-            z = z * (self.gain * number / self.batches)
+            e = F.one_hot(y, self.classes)
+            q = share * e + (1 - share) * F.one_hot(other, self.classes) if mixes else e
+            z = (torch.randn(q.shape, generator=generator) + self.fit * q) * (self.gain * number / self.batches)
+            rows = 0.2 + 2 * torch.rand(size, generator=generator)
             some[0] = False  # one row has a label
-            rows = 0.2 + 2 * torch.rand(self.rows, generator=generator)
-            yield Batch(z, y, other, share, q, some, numbers, rows)
+            batch = {"z": z, "y": y, "e": e, "q": q, "other": other, "share": share, "some": some, "rows": rows}
+            more = {"ignored": y.masked_fill(some, -100), "weights": weights, "knob": knob}
+            yield SimpleNamespace(**batch, **more, smoothing=0.02 + 0.1 * knob)
 
     def script(self) -> str:
-        return f"import torch\nfrom tests.adversary.losses import Case, read\n\nprint(read({self!r}))\n"
+        drawn = dict(list(vars(self).items())[2:])
+        return f"from tests.adversary.losses import Case, read\n\nprint(read(Case{self.of!r}))  # {drawn}\n"
 
 
 class Given(nn.Module):
@@ -291,10 +224,9 @@ class Given(nn.Module):
 
 def laid_out(rows: Tensor, layout: str) -> tuple[Tensor, int]:
     """Rows (N, K) as a model's output, and its class dimension."""
-    classes = rows.shape[1]
     if layout == "(N, K, H, W)":
-        return rows.reshape(-1, 2, 3, classes).movedim(-1, 1), 1
-    return (rows.reshape(-1, 6, classes), 2) if layout == "(B, T, K)" else (rows, 1)
+        return rows.reshape(-1, 2, 3, rows.shape[1]).movedim(-1, 1), 1
+    return (rows.reshape(-1, 6, rows.shape[1]), 2) if layout == "(B, T, K)" else (rows, 1)
 
 
 def read(case: Case) -> Counter[str]:
@@ -303,41 +235,56 @@ def read(case: Case) -> Counter[str]:
     answer = _sync.may_sync if case.reads else lambda step, tensor: _sync.is_sync_step(step)
     with warnings.catch_warnings(), mock.patch.object(_sync, "may_sync", answer):
         warnings.simplefilter("ignore")
-        for method in (DCPOptimizer, DCLOptimizer):
-            _train(case, method, counts)
+        for dcp in (True, False):
+            _train(case, dcp, counts)
     return counts
 
 
-def _train(case: Case, method: Any, counts: Counter[str]) -> None:
-    kind, dcp = KINDS[case.kind], method is DCPOptimizer
+def _wrapped(model: Given, case: Case, dcp: bool) -> Any:
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    if not dcp:
+        return DCLOptimizer(base, model)
+    weight = 4.0 if case.dtype == torch.float16 else 1024.0  # rounding of the loss's gradient is small beside it
+    optimizer = DCPOptimizer(base, model, alpha=1.0, update="batch", weight=weight, distance=torch.linalg.vecdot)
+    classes = torch.arange(case.classes).repeat(2)  # once would be the rows' places
+    optimizer.penalty(F.one_hot(classes) * model.one, classes).backward()
+    optimizer.step()
+    return optimizer
+
+
+def _train(case: Case, dcp: bool, counts: Counter[str]) -> None:
+    kind, half = case.kind, case.dtype.itemsize < 4
     model = Given(kind.logs, case.dtype)
-    options = {"loss_scale": case.factor / case.parts} if kind.given else {}
-    optimizer = method(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
-    found, ever, last = readings(optimizer), False, 0.0
+    optimizer = _wrapped(model, case, dcp)
+    ever, last = False, 0.0
     for number, batch in enumerate(case):
         if number % case.parts == 0:
             optimizer.zero_grad()
         x, dim = laid_out(batch.z.to(case.dtype), case.layout)
-        z = model(x).movedim(dim, -1).reshape(batch.z.shape)
-        loss, meant, factor = kind.loss(batch._replace(z=z.float() if z.dtype.itemsize < 4 else z))
-        factor = float(factor) * case.factor / case.parts
-        found.clear()
+        output = model(x)
+        output.retain_grad()
+        z = output.movedim(dim, -1).reshape(batch.z.shape)
+        leaf = z.detach().requires_grad_()
+        loss, meant, factor = kind.loss(batch, leaf.float() if half else leaf)
+        (g,) = torch.autograd.grad(loss * case.factor, leaf)
+        loss, *_ = kind.loss(batch, z.float() if half else z)
         try:
-            (loss * case.factor / case.parts).backward()
+            (loss * case.factor).backward()
         except RuntimeError as error:
-            if "labels of this batch cannot be read" not in str(error):
+            if "optimizer.penalty(" not in str(error):
                 raise
             counts["refused"] += 1
             return
+        found = bool(g.isfinite().all())
         if dcp:
-            _compare(found[0].labels if found else None, meant, case, counts)
-        if found and kind.readable:
-            scale, told = float(found[0].scale), kind.tells_scale(batch, case.dtype.itemsize < 4)
-            told = told and (case.dtype != torch.float16 or _arrives(kind, batch, case))
-            right = abs(scale / factor - 1) <= SCALE_TOLERANCE
+            added = (output.grad.movedim(dim, -1).reshape(g.shape) - g).double()  # type: ignore[union-attr]
+            found = _compare(added.nan_to_num(0.0, 0.0, 0.0), meant, counts, SHARE_TOLERANCE[case.dtype.itemsize])
+        if found and case.of[0] in READABLE:
+            scale, told = optimizer.logs()["loss_scale"], kind.tells_scale(batch, g, meant)
+            right = abs(scale / (float(factor) * case.factor) - 1) <= 0.02
             ever = ever or (told and (right or scale != 1.0))  # which it is before any was read
             # In a step that may not read values, the last s stays if a batch shows another form.
-            stale = scale == last and not case.reads and not _sync.is_sync_step(number // case.parts + 1)
+            stale = scale == last and not case.reads and not _sync.is_sync_step(number // case.parts + 1 + dcp)
             last = scale
             counts["scales"] += told
             counts["off"] += told and ever and not (right or stale)
@@ -345,68 +292,30 @@ def _train(case: Case, method: Any, counts: Counter[str]) -> None:
             optimizer.step()
 
 
-def _arrives(kind: Kind, batch: Batch, case: Case) -> bool:
-    """Whether no row's gradient is too small or too large for float16: without one a row looks like one ignored."""
-    z = batch.z.to(case.dtype).requires_grad_()
-    loss, meant, _ = kind.loss(batch._replace(z=z.float()))
-    (g,) = torch.autograd.grad(loss * case.factor / case.parts, z)
-    size = torch.where(meant.reshape(len(g), -1).amax(1) < 0, 1.0, g.abs().amax(1))
-    return bool(((size > torch.finfo(case.dtype).tiny) & (size < math.inf)).all())
-
-
-def _compare(labels: Tensor | None, meant: Tensor, case: Case, counts: Counter[str]) -> None:
-    """Count rows, and those with no label and with a wrong one."""
-    classes = case.classes
+def _compare(added: Tensor, meant: Tensor, counts: Counter[str], tolerance: float) -> bool:
+    """Count rows, and those with no label and with a wrong one; whether there is a label."""
+    classes, sums = added.shape[1], added.sum(1)
     q = meant if meant.ndim == 2 else F.one_hot(meant.where(meant >= 0, classes), classes + 1)[:, :-1]
-    if labels is not None and labels.shape not in (q.shape[:1], q.shape):  # read along another dimension
-        counts.update(rows=len(q), wrong=len(q))
-        return
-    if labels is None:
-        labels = torch.zeros_like(q)
-    elif labels.ndim == 1:
-        labels = F.one_hot(labels, classes + 1)[:, :-1]
-    wrong = (labels.double() - q).abs().amax(1) > SHARE_TOLERANCE[case.dtype.itemsize]
-    unread = (labels.sum(1) == 0) & (q.sum(1) > 0)
-    counts["rows"] += len(q)
-    counts["unread"] += int(unread.sum())
-    counts["wrong"] += int((wrong & ~unread).sum())
+    labelled = sums.abs() > 0.5 * sums.abs().max()
+    right = (added / sums[:, None] - q).abs().amax(1) <= tolerance
+    unread, wrong = ~labelled & (q.sum(1) > 0), labelled & ~right
+    counts.update(rows=len(q), unread=int(unread.sum()), wrong=int(wrong.sum()))
+    return bool(labelled.any())
 
 
-def cases(kind: str, number: int, seed: int) -> Iterator[Case]:
-    """Random cases of a kind."""
-    rng = random.Random(f"{kind} {seed}")
-
-    def spread(least: float, most: float) -> float:
-        return math.exp(rng.uniform(math.log(least), math.log(most)))
-
-    for _ in range(number):
-        dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16])
-        layout = "(N, K)" if KINDS[kind].logs else rng.choice(LAYOUTS)
-        yield Case(
-            kind=kind,
-            classes=round(spread(*KINDS[kind].classes)),
-            rows=6 * rng.randint(2, 8) if layout != "(N, K)" else rng.randint(8, 48),
-            layout=layout,
-            dtype=dtype,
-            factor=spread(*FACTORS.get(dtype, (1 / 64, 65_536))),
-            parts=rng.choice([1, 1, 2, 4]),
-            gain=spread(0.1, GAIN),
-            fit=rng.uniform(0, 2),
-            reads=rng.random() < 0.5,
-            seed=rng.randrange(10**6),
-        )
-
-
-def count(number: int, seed: int, readable: bool) -> tuple[dict[str, Counter[str]], list[Case]]:
-    """What was read in random cases of each kind and of all of them, and the cases with a fault."""
+def count(number: int, seed: int, readable: bool) -> tuple[dict[str, Counter[str]], list[str]]:
+    """What was read in random cases of each kind and of all of them, and scripts of the cases with a fault."""
     counts, faults = {}, []
-    for kind in KINDS:
-        if KINDS[kind].readable == readable:
-            counts[kind] = Counter(dict.fromkeys(COUNTS, 0))
-            for case in cases(kind, number, seed):
+    for name in READABLE if readable else OTHERS:
+        counts[name] = Counter(dict.fromkeys(COUNTS, 0))
+        for case in [Case(name, seed, place) for place in range(number)]:
+            try:
                 found = read(case)
-                counts[kind].update(found)
-                if found["wrong"] or found["off"]:
-                    faults.append(case)
+            except Exception as error:
+                found = Counter(cases=1, wrong=1)
+                faults.append(repr(error))
+            counts[name].update(found)
+            if found["wrong"] or found["off"]:
+                faults.append(case.script())
     counts["**all that can be read**" if readable else "**all others**"] = sum(counts.values(), Counter())
     return counts, faults

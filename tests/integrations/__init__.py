@@ -1,0 +1,27 @@
+"""What the tests of all frameworks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+
+METHODS = ("dcl", "dcp")
+
+
+def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Any:
+    """The line that is new in a script; without it the method is "plain"."""
+    if method == "dcl":
+        return DCLOptimizer(base, model, **{"weight": 1.0} | settings)
+    if method == "dcp":
+        return DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | settings)
+    return base
+
+
+def differ(first: nn.Module, second: nn.Module) -> bool:
+    """Whether any weight differs."""
+    return any(not torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
@@ -50,15 +48,6 @@ def image_classifier() -> nn.Module:
         attention_probs_dropout_prob=0.0,
     )
     return ViTForImageClassification(config)
-
-
-def language_model() -> nn.Module:
-    torch.manual_seed(0)
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, **dropouts
-    )
-    return GPT2LMHeadModel(config)
 
 
 def sentences(number: int = 24, labels: Any = None) -> list[dict[str, Tensor]]:

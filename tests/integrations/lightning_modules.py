@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import CLASSES, FEATURES, batches
+from tests.integrations import wrap
 
 BATCHES = 7  # no multiple of 3: the last accumulation of an epoch is a short one
 
@@ -34,15 +34,6 @@ def network(dtype: torch.dtype = torch.float64, seed: int = 0, dropout: float = 
 def loader(dtype: torch.dtype = torch.float64, seed: int = 1) -> DataLoader[tuple[Tensor, Tensor]]:
     """A generator of its own: the loader's seed would be drawn from dropout's stream otherwise."""
     return DataLoader(list(batches(BATCHES, seed=seed, dtype=dtype)), batch_size=None, generator=torch.Generator())
-
-
-def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Optimizer:
-    """The line that is new in configure_optimizers."""
-    if method == "dcl":
-        return DCLOptimizer(base, model, **{"weight": 1.0} | settings)
-    if method == "dcp":
-        return DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | settings)
-    return base
 
 
 class Classifier(pl.LightningModule):
@@ -94,7 +85,6 @@ def by_hand(
     net: nn.Module,
     *,
     data: Any = None,
-    epochs: int = 2,
     accumulate: int = 1,
     clip: Any = None,
     autocast: Any = None,
@@ -102,33 +92,26 @@ def by_hand(
     interval: str = "step",
     **settings: Any,
 ) -> Optimizer:
-    """What Lightning does, written out in plain PyTorch; the labels that DCP reads there are given here."""
+    """What Lightning does in two epochs, written out in plain PyTorch."""
     criterion, data = nn.CrossEntropyLoss(), list(data or loader())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    labels = {"num_classes": CLASSES} if method == "dcp" else {}
-    optimizer = wrap(method, optimizer, net, **labels, **settings)
+    optimizer = wrap(method, optimizer, net, **settings)
     schedule = scheduler(optimizer) if scheduler else None
     torch.manual_seed(3)
-    for _ in range(epochs):
-        for index, (x, y) in enumerate(data):
-            if index % accumulate == 0:
-                optimizer.zero_grad()
-            if method == "dcp":
-                optimizer.set_targets(y)
-            with autocast or nullcontext():
-                loss = criterion(net(x), y)
-            (loss / accumulate).backward()
-            if (index + 1) % accumulate == 0 or index + 1 == len(data):
-                if clip:
-                    clip(net.parameters())
-                optimizer.step()
-                if schedule and interval == "step":
-                    schedule.step()
-        if schedule and interval == "epoch":
+    for index, (x, y) in enumerate(data * 2):
+        index %= len(data)
+        if index % accumulate == 0:
+            optimizer.zero_grad()
+        with autocast or nullcontext():
+            loss = criterion(net(x), y)
+        (loss / accumulate).backward()
+        is_last = index + 1 == len(data)
+        if (index + 1) % accumulate == 0 or is_last:
+            if clip:
+                clip(net.parameters())
+            optimizer.step()
+            if schedule and interval == "step":
+                schedule.step()
+        if schedule and interval == "epoch" and is_last:
             schedule.step()
     return optimizer
-
-
-def differ(first: nn.Module, second: nn.Module) -> bool:
-    """Whether any weight differs."""
-    return any(not torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

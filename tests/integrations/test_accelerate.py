@@ -1,63 +1,76 @@
-"""Hugging Face Accelerate: prepare, accumulate, mixed precision, save_state and load_state."""
+"""Hugging Face Accelerate: prepare, accumulation, mixed precision, save_state, several processes, Schedule-Free."""
 
 from __future__ import annotations
 
+import copy
+import os
+from contextlib import contextmanager
+from itertools import product
+from unittest import mock
+
 import pytest
 import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from schedulefree import AdamWScheduleFree
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, cells, dropout_net, mlp
+from dcl_optim import DCLOptimizer
+from dcl_optim.distances import mse
+from tests.by_hand import learned
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, dropout_net, mlp, on_two_ranks
+from tests.integrations import METHODS, differ, wrap
+from tests.integrations.conftest import forget
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning:torch")
-SIZE, STEPS = 16, 6
+SIZE, BATCHES, PARTS = 8, 7, 2  # an epoch's last accumulation has one batch
+CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
-def distance(first: nn.Module, second: nn.Module) -> float:
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    return float(sum((a - b).detach().square().sum() for a, b in pairs) ** 0.5)
+@contextmanager
+def accelerator(**options):
+    """Accelerate keeps its settings in singletons."""
+    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+    try:
+        yield Accelerator(cpu=True, dataloader_config=order, **options)
+    finally:
+        forget()
 
 
-def wrap(variant: str, model: nn.Module, **options):
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if variant == "plain":
-        return base
-    return (
-        DCLOptimizer(base, model, **{"weight": 1.0} | options)
-        if variant == "dcl"
-        else DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | options)
-    )
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def loader(steps: int = STEPS, dtype: torch.dtype = torch.float64) -> DataLoader:
-    x, y = (torch.cat(parts) for parts in zip(*batches(steps, SIZE, dtype=dtype), strict=True))
-    return DataLoader(TensorDataset(x, y), SIZE)
+def wrapped(method, model, weight=5.0):
+    return wrap(method, adamw(model), model, weight=weight)
 
 
 class Script:
-    """A script that Accelerate's documentation would recognise."""
+    """Training as Accelerate's examples write it, which can be cut after any batch."""
 
-    def __init__(self, variant, build=mlp, wrapped_after=False, dtype=torch.float64, weight=1.0, **options) -> None:
-        self.accelerator = Accelerator(cpu=True, **options)
-        torch.manual_seed(0)
-        model, self.criterion = build().to(dtype), nn.CrossEntropyLoss()
-        data = loader(dtype=dtype)
+    def __init__(self, accelerator, method, build=mlp, *, shuffle=False, size=SIZE, weight=5.0, wrapped_after=False):
+        self.accelerator, self.criterion = accelerator, nn.CrossEntropyLoss()
+        dtype = torch.float32 if accelerator.mixed_precision == "bf16" else torch.float64
+        model = build().to(dtype)
         if wrapped_after:
-            self.model, self.loader = self.accelerator.prepare(model, data)
-            optimizer = self.accelerator.prepare(wrap(variant, self.model, weight=weight))
-        else:
-            self.model, optimizer, self.loader = self.accelerator.prepare(
-                model, wrap(variant, model, weight=weight), data
-            )
-        self.optimizer = optimizer
-        self.scheduler = self.accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+            model = accelerator.prepare(model)
+        optimizer = wrapped(method, model, weight)
+        # Accelerate steps a schedule once for each process.
+        scheduler = CosineAnnealingLR(optimizer, 20 * accelerator.num_processes)
+        data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches(BATCHES, SIZE, dtype=dtype), strict=True)))
+        # A generator of its own: the loader's seed would be drawn from dropout's stream, anew when a run goes on.
+        loader = DataLoader(data, size, shuffle=shuffle, generator=torch.Generator())
+        self.optimizer, self.loader, self.scheduler = accelerator.prepare(optimizer, loader, scheduler)
+        self.model = model if wrapped_after else accelerator.prepare(model)
 
-    def train(self, clip: float | None = None) -> Script:
-        for x, y in self.loader:
+    def epoch(self, number, first=0, last=None, clip=None):
+        self.loader.set_epoch(number)
+        loader = skip_first_batches(self.loader, first) if first else self.loader
+        for index, (x, y) in enumerate(loader, start=first):
+            if index == last:
+                break
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(self.criterion(self.model(x), y))
                 if clip is not None and self.accelerator.sync_gradients:
@@ -71,98 +84,225 @@ class Script:
     def ours(self):
         return self.optimizer.optimizer
 
-    def own(self, variant):
-        return self.ours.companion.state_dict() if variant == "dcl" else {"prototypes": self.ours.prototypes}
+
+class InBfloat16(nn.Module):
+    """What Accelerate makes of a model."""
+
+    def __init__(self, net, enabled=True):
+        super().__init__()
+        self.net, self.enabled = net, enabled
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+            z = self.net(x)
+        return z.float()
 
 
-def by_hand(variant, parts=1, clip=None):
-    """The labels that DCP reads are given here."""
-    torch.manual_seed(0)
-    model, criterion = mlp(), nn.CrossEntropyLoss()
-    optimizer = wrap(variant, model, **{"num_classes": CLASSES} if variant == "dcp" else {})
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for index, (x, y) in enumerate(loader(), start=1):
-        if variant == "dcp":
-            optimizer.set_targets(y)
+def by_hand(method, model, parts, clip=None, dtype=torch.float64):
+    criterion, optimizer = nn.CrossEntropyLoss(), wrapped(method, model)
+    scheduler = CosineAnnealingLR(optimizer, 20)
+    for index, (x, y) in enumerate([*batches(BATCHES, SIZE, dtype=dtype)] * 2):
         (criterion(model(x), y) / parts).backward()
-        if index % parts:
-            continue
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return model, optimizer
+        place = index % BATCHES + 1
+        if place % parts == 0 or place == BATCHES:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    return optimizer
+
+
+LOOPS = [(1, None), (PARTS, None), (PARTS, 0.05)]
 
 
 @pytest.mark.parametrize(
-    ("variant", "parts", "clip", "wrapped_after"),
+    ("method", "loop", "wrapped_after"),
     cells(
-        [
-            (variant, *loop, after)
-            for variant in ("dcl", "dcp")
-            for loop in ((1, None), (3, None), (2, 0.05))
-            for after in (False, True)
-        ],
-        ("dcl", 3, None, False),
-        ("dcl", 2, 0.05, True),
-        ("dcp", 1, None, True),
-        ("dcp", 2, 0.05, False),
+        product(METHODS, LOOPS, [False, True]),
+        ("dcl", LOOPS[1], False),
+        ("dcl", LOOPS[2], True),
+        ("dcp", LOOPS[0], True),
+        ("dcp", LOOPS[2], False),
     ),
 )
-def test_equals_the_loop_by_hand_bit_for_bit(variant, parts, clip, wrapped_after):
-    script = Script(variant, wrapped_after=wrapped_after, gradient_accumulation_steps=parts).train(clip)
-    model, optimizer = by_hand(variant, parts, clip)
+def test_two_epochs_are_the_loop_by_hand_bit_for_bit(method, loop, wrapped_after):
+    parts, clip = loop
+    with accelerator(gradient_accumulation_steps=parts) as shared:
+        script = Script(shared, method, wrapped_after=wrapped_after)
+        script.epoch(0, clip=clip).epoch(1, clip=clip)
+    optimizer = by_hand(method, model := mlp(), parts, clip)
     assert_same(script.model, model)
-    own = optimizer.companion.state_dict() if variant == "dcl" else {"prototypes": optimizer.prototypes}
-    assert_same(dict(script.own(variant)), dict(own))
-    plain, _ = by_hand("plain", parts, clip)
-    assert not torch.equal(plain[0].weight, model[0].weight)
+    assert_same(script.ours.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_a_state_saved_in_the_middle_resumes_bit_for_bit(variant, tmp_path):
-    """Dropout too: Accelerate saves the random state."""
-    script = Script(variant, dropout_net).train()
-    script.accelerator.save_state(tmp_path)
-    script.train()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    again = Script(variant, dropout_net)
-    torch.manual_seed(99)
-    again.accelerator.load_state(tmp_path)
-    assert again.ours.logs()["step"] == STEPS
-    again.train()
-    assert_same(again.model, script.model)
-    assert_same(dict(again.own(variant)), dict(script.own(variant)))
+@pytest.mark.parametrize(
+    ("method", "parts", "wrapped_after"),
+    cells(product(METHODS, [1, PARTS], [False, True]), ("dcl", PARTS, False), ("dcl", 1, True), ("dcp", PARTS, True)),
+)
+def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_after):
+    with accelerator(gradient_accumulation_steps=parts, mixed_precision="bf16") as shared:
+        script = Script(shared, method, wrapped_after=wrapped_after).epoch(0).epoch(1)
+    nets = [mlp(dtype=torch.float32) for _ in range(2)]
+    half, full = (
+        by_hand(method, InBfloat16(net, enabled), parts, dtype=torch.float32)
+        for net, enabled in zip(nets, (True, False), strict=True)
+    )
+    assert_same(script.model, nets[0])
+    assert_same([*learned(script.ours).values()], [*learned(half).values()])
+    assert differ(script.model, nets[1])
+    assert_same([*learned(half).values()], [*learned(full).values()], atol=5e-2)
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_bfloat16_follows_float32(variant):
-    """Accelerate hands logits out as a float32 copy; the loss is the script's, on that copy."""
-    runs = {}
-    for precision in ("no", "bf16"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        script = Script(variant, mixed_precision=precision, dtype=torch.float32, weight=20.0).train()
-        assert script.ours.logs()["loss_scale"] == pytest.approx(1.0, rel=5e-3)
-        runs[precision] = script
-    AcceleratorState._reset_state(reset_partial_state=True)
-    plain = Script("plain", dtype=torch.float32).train()
-    rounding, penalty = (distance(other.model, runs["no"].model) for other in (runs["bf16"], plain))
-    assert rounding < 0.1 * penalty
-    assert_same(dict(runs["bf16"].own(variant)), dict(runs["no"].own(variant)), atol=2e-2)
+@pytest.mark.parametrize("wrapped_after", [False, True])
+def test_the_companion_is_in_and_leaves_mixed_precision_with_the_model(wrapped_after):
+    """`unwrap_model` takes Accelerate's forward off again, in the middle of a run."""
+    with accelerator(mixed_precision="bf16") as shared:
+        script = Script(shared, "dcl", wrapped_after=wrapped_after)
+        dtypes: dict[str, torch.dtype] = {}
+        for name, network in (("model", script.model), ("companion", script.ours.companion)):
+            network[0].register_forward_hook(lambda _, args, output, name=name: dtypes.update({name: output.dtype}))
+        script.epoch(0, last=1)
+        assert dtypes == {"model": torch.bfloat16, "companion": torch.bfloat16}
+        assert script.ours.logs()["penalty"] == 0.0, "a copy that computes as the model does"
+        if not wrapped_after:
+            shared.unwrap_model(script.model, keep_fp32_wrapper=False)
+            script.epoch(0, last=1)
+            assert dtypes == {"model": torch.float32, "companion": torch.float32}
 
 
-def test_cross_entropy_of_the_functional_kind_and_gathered_evaluation():
-    script = Script("dcl")
-    for x, y in script.loader:
-        script.accelerator.backward(F.cross_entropy(script.model(x), y))
-        script.optimizer.step()
-        script.optimizer.zero_grad()
-    steps = script.ours.logs()["step"]
-    script.model.eval()
-    with torch.no_grad():
-        x, y = next(iter(script.loader))
-        gathered, _ = script.accelerator.gather_for_metrics((script.model(x), y))
-    assert gathered.shape == (SIZE, CLASSES)
-    assert script.ours.logs()["step"] == steps == STEPS
-    assert script.accelerator.unwrap_model(script.model) is script.model
+class WithAnIsland(nn.Module):
+    """Its last layer stays in float32 under autocast, as numerically delicate heads do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        features = torch.tanh(self.body(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.head(features.float())
+
+
+def test_the_companions_backward_is_outside_of_the_scripts_autocast():
+    """Also if the script calls backward inside: the model's backward pass is its own affair."""
+    torch.manual_seed(0)
+    model, (x, y), companions = WithAnIsland(), next(batches(1, dtype=torch.float32)), []
+    for inside in (True, False):
+        network, companion = copy.deepcopy(model), copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in companion.parameters():
+                parameter.mul_(0.9)
+        optimizer = DCLOptimizer(adamw(network), network, companion=companion)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = network(x)
+        loss = nn.functional.cross_entropy(z, y)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            loss.backward()
+            optimizer.step()
+        companions.append(companion)
+    assert_same(*companions)
+    assert differ(companions[0], model)
+
+
+def test_accumulation_is_the_bare_algorithm():
+    """No hook in the second run: both batches' penalties at half, and a companion that learns from their mean."""
+    with accelerator(gradient_accumulation_steps=PARTS) as shared:
+        script = Script(shared, "dcl").epoch(0)
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    companion = copy.deepcopy(model)
+    bases = [adamw(m) for m in (model, companion)]
+    schedulers = [CosineAnnealingLR(base, 20) for base in bases]
+    data = list(batches(BATCHES, SIZE))
+    for start in range(0, BATCHES, PARTS):
+        group = data[start : start + PARTS]
+        for x, y in group:
+            z, c = model(x), companion(x)
+            ((criterion(z, y) + 5.0 * mse(z, c.detach()).mean()) / PARTS).backward()
+            (mse(c, (0.6 * c + 0.4 * z).detach()).mean() / len(group)).backward()
+        for each in (*bases, *schedulers):
+            each.step()
+        for base in bases:
+            base.zero_grad()
+    assert_same(script.model, model, **CLOSE)
+    assert_same(script.ours.companion, companion, **CLOSE)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_epoch_that_is_cut_in_two_by_save_state_goes_on_to_the_last_bit(method, tmp_path):
+    """Shuffled, with dropout, a schedule and accumulation; the second half in what could be another process."""
+
+    def started():
+        set_seed(3)
+        return Script(shared, method, dropout_net, shuffle=True)
+
+    with accelerator(gradient_accumulation_steps=PARTS) as shared:
+        whole = started().epoch(0).epoch(1)
+    with accelerator(gradient_accumulation_steps=PARTS) as shared:
+        half = started().epoch(0, last=4)
+        shared.save_state(tmp_path)
+    assert differ(whole.model, half.model)
+    with accelerator(gradient_accumulation_steps=PARTS) as shared:
+        resumed = started()
+        torch.manual_seed(99)
+        shared.load_state(tmp_path)
+        resumed.epoch(0, first=4).epoch(1)
+    assert_same(resumed.model, whole.model)
+    assert_same(resumed.ours.state_dict(), whole.ours.state_dict())
+    assert_same(resumed.scheduler.state_dict(), whole.scheduler.state_dict())
+
+
+def test_schedule_free_is_switched_through_accelerates_optimizer():
+    """Its `train` and `eval` reach the model's weights and the companion's."""
+    states = []
+    for with_accelerate in (True, False):
+        model = mlp()
+        optimizer = DCLOptimizer(AdamWScheduleFree(model.parameters(), lr=1e-2), model, weight=5.0)
+        ours = optimizer
+        with accelerator() as shared:
+            if with_accelerate:
+                model, optimizer = shared.prepare(model, optimizer)
+            optimizer.train()
+            for x, y in batches(4):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            training = copy.deepcopy(ours.companion)
+            optimizer.eval()
+        assert differ(training, ours.companion)
+        states.append((model.state_dict(), ours.state_dict()))
+    assert_same(*states)
+
+
+def _train_on_a_rank(rank, folder, method):
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, environment | {"OMP_NUM_THREADS": "1"}), accelerator() as shared:
+        assert shared.num_processes == 2
+        script = Script(shared, method, size=SIZE // 2).epoch(0)
+        assert isinstance(script.model, nn.parallel.DistributedDataParallel)
+        state = {"model": shared.unwrap_model(script.model).state_dict(), "ours": learned(script.ours)}
+    torch.save(state, folder / f"{rank}.pt")
+
+
+@pytest.mark.parametrize("method", cells(METHODS, "dcl"))
+def test_two_processes_are_one_with_the_joint_batch(method, tmp_path):
+    """Accelerate deals the batches out in turn; the wrapper is made before DistributedDataParallel is."""
+    on_two_ranks(_train_on_a_rank, tmp_path, method)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first, second)
+    with accelerator() as shared:
+        script = Script(shared, method).epoch(0)
+    assert_same(first["model"], script.model.state_dict(), **CLOSE)
+    assert_same(first["ours"], learned(script.ours), **CLOSE)
+    assert differ(script.model, mlp())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weight_zero_is_accelerates_plain_run(method):
+    models = []
+    for kind in (method, "plain"):
+        with accelerator(gradient_accumulation_steps=PARTS) as shared:
+            script = Script(shared, kind, dropout_net, weight=0.0)
+            torch.manual_seed(5)
+            models.append(script.epoch(0).model)
+    assert_same(*models)

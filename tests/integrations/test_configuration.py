@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same, train
-from tests.integrations.lightning_modules import QUIET, differ
+from tests.integrations import differ
+from tests.integrations.lightning_modules import QUIET
 
 pytestmark = QUIET
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")

@@ -9,20 +9,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     Callback,
-    EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from torch import nn
 
-from dcl_optim import DCLOptimizer, LinearWarmup, RunningAverage
+from dcl_optim import LinearWarmup, RunningAverage
 from tests.helpers import assert_same, batches, mlp
+from tests.integrations import METHODS, differ
 from tests.integrations.lightning_modules import (
     BATCHES,
     QUIET,
     Classifier,
     by_hand,
-    differ,
     fit,
     loader,
     network,
@@ -30,7 +29,6 @@ from tests.integrations.lightning_modules import (
 )
 
 pytestmark = QUIET
-METHODS = ("dcl", "dcp")
 
 
 def still(seed: int = 0) -> nn.Sequential:
@@ -46,9 +44,8 @@ def one_cycle(optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_resumed_through_the_trainer_is_the_uninterrupted_run(method, weights_only, tmp_path):
+def test_a_run_resumed_through_the_trainer_is_the_uninterrupted_run(method, tmp_path):
     settings = {"scheduler": one_cycle, "weight": LinearWarmup(1.0, steps=20), "alpha": RunningAverage()}
     whole = Classifier(method, still(), **settings)
     expected = fit(whole, max_epochs=4, accumulate_grad_batches=2)
@@ -60,23 +57,17 @@ def test_a_run_resumed_through_the_trainer_is_the_uninterrupted_run(method, weig
     resumed = Classifier(method, still(seed=5), **settings)
     saving = ModelCheckpoint(tmp_path, save_last=True)
     trainer = quiet_trainer(max_epochs=4, accumulate_grad_batches=2, callbacks=[saving], enable_checkpointing=True)
-    trainer.fit(resumed, loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=weights_only)
+    trainer.fit(resumed, loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert_same(resumed.net, whole.net)
     assert_same(trainer.optimizers[0].state_dict(), expected.state_dict())
 
 
-def test_a_plain_runs_checkpoint_is_refused_before_anything_is_trained(tmp_path):
-    plain = Classifier("plain", still())
-    fit(plain)
-    plain.trainer.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(ValueError, match=r"load the state of a plain optimizer into optimizer\.base"):
-        quiet_trainer(max_epochs=4).fit(Classifier("dcl", still()), loader(), ckpt_path=tmp_path / "plain.ckpt")
-
-
-def test_a_checkpoint_of_a_wrapped_run_goes_on_plainly(tmp_path):
+def test_a_checkpoint_of_a_wrapped_run_goes_on_plainly_and_gives_the_model_alone(tmp_path):
     module = Classifier("dcl", still())
     optimizer = fit(module)
     module.trainer.save_checkpoint(tmp_path / "dcl.ckpt")
+    loaded = Classifier.load_from_checkpoint(tmp_path / "dcl.ckpt", method="dcl", net=still(seed=5), weights_only=True)
+    assert_same(loaded, module)
     plain, trainer = Classifier("plain", still(seed=5)), quiet_trainer(max_epochs=3)
     trainer.fit(plain, loader(), ckpt_path=tmp_path / "dcl.ckpt", weights_only=True)
     optimizer.detach()
@@ -87,39 +78,20 @@ def test_a_checkpoint_of_a_wrapped_run_goes_on_plainly(tmp_path):
     assert_same(plain.net, module.net)
 
 
-def test_load_from_checkpoint_gives_the_model_alone(tmp_path):
-    module = Classifier("dcl", network())
-    fit(module)
-    module.trainer.save_checkpoint(tmp_path / "run.ckpt")
-    stored = torch.load(tmp_path / "run.ckpt", weights_only=True)
-    assert set(stored["state_dict"]) == {f"net.{name}" for name in module.net.state_dict()}, "no companion among them"
-    loaded = Classifier.load_from_checkpoint(
-        tmp_path / "run.ckpt", method="dcl", net=network(seed=5), weights_only=True
-    )
-    assert_same(loaded.net, module.net)
-    assert not loaded.net._forward_hooks
-    again = fit(loaded)  # and it trains as any other
-    assert again.logs()["step"] == 2 * BATCHES
-
-
 # ---- copies and further fits ----------------------------------------------------------------------------------------
-
-
-def copies(module: Classifier) -> dict[str, Classifier]:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return {"deepcopy": copy.deepcopy(module), "torch.save": torch.load(file, weights_only=False)}
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_copy_of_the_trained_module_has_plain_gradients_and_leaves_the_companion_alone(method, way):
-    module, plain = Classifier(method, network()), network()
+    module, plain, file = Classifier(method, network()), network(), io.BytesIO()
     optimizer = fit(module)
     before = copy.deepcopy(optimizer.state_dict())
     plain.load_state_dict(module.net.state_dict())
-    twin = copies(module)[way].net
+    if way == "torch.save":
+        torch.save(module, file)
+        file.seek(0)
+    twin = (torch.load(file, weights_only=False) if way == "torch.save" else copy.deepcopy(module)).net
     assert_same(twin, plain)
     x, y = next(batches(1))
     for net in (twin, plain):
@@ -129,8 +101,7 @@ def test_a_copy_of_the_trained_module_has_plain_gradients_and_leaves_the_compani
     assert_same(optimizer.state_dict(), before)
 
 
-@pytest.mark.parametrize("same_trainer", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "same_trainer"), [("dcl", True), ("dcp", False)])
 def test_a_second_fit_wraps_the_module_again(method, same_trainer):
     module, net = Classifier(method, network()), network()
     first = fit(module)
@@ -146,73 +117,39 @@ def test_a_second_fit_wraps_the_module_again(method, same_trainer):
     assert_same(second.state_dict(), expected.state_dict())
 
 
-def test_the_first_fits_optimizer_says_that_it_was_replaced():
-    module = Classifier("dcl", network())
-    first = fit(module)
-    fit(module)
-    module.criterion(module.net(next(batches(1))[0]), next(batches(1))[1]).backward()
-    with pytest.raises(RuntimeError, match="another optimizer has wrapped the model since"):
-        first.step()
-
-
 # ---- averaged weights -----------------------------------------------------------------------------------------------
 
 
-class Follows(Callback):
-    """Keeps the model's weights after every batch, or before every epoch."""
-
-    def __init__(self):
-        self.after_batches, self.before_epochs = [], []
-
-    def on_train_batch_end(self, trainer, module, *_):
-        self.after_batches.append([p.detach().clone() for p in module.parameters()])
-
-    def on_train_epoch_start(self, trainer, module):
-        self.before_epochs.append([p.detach().clone() for p in module.parameters()])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_averaging_callback_follows_the_model_and_disturbs_neither_network(method):
-    module, net = Classifier(method, network()), network()
-    follower = Follows()
-    optimizer = fit(module, callbacks=[follower, EMAWeightAveraging(decay=0.9)])
-    expected = by_hand(method, net)
-    assert_same(follower.after_batches[-1], [*net.parameters()])
-    assert_same(optimizer.state_dict(), expected.state_dict())
-    average = follower.after_batches[0]
-    for weights in follower.after_batches[1:]:
-        average = [0.9 * a + 0.1 * w for a, w in zip(average, weights, strict=True)]
-    assert_same([*module.parameters()], average, rtol=1e-9, atol=1e-12)
-
-
 class Watches(Callback):
-    """Compares the two learning rates, and copies the companion before SWA's extra epoch."""
+    """Keeps weights and learning rates, which are the companion's, and that before SWA's extra epoch."""
 
     def __init__(self):
-        self.rates: list[float] = []
+        self.before_epochs, self.rates = [], []
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_batch_end(self, trainer, module, *_):
         assert trainer.optimizers[0].companion_optimizer.param_groups[0]["lr"] == self.rates[-1]
+
+    def on_train_epoch_start(self, trainer, module):
+        self.before_epochs.append([p.detach().clone() for p in module.parameters()])
 
     def on_train_epoch_end(self, trainer, module):
         if trainer.current_epoch < 4:
             self.companion = copy.deepcopy(trainer.optimizers[0].companion)
 
 
-def with_swa(module: Classifier) -> tuple[DCLOptimizer, Follows, Watches]:
-    follower, watcher = Follows(), Watches()
+def with_swa(module, watcher):
     swa = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1)
-    return fit(module, callbacks=[follower, watcher, swa], max_epochs=4), follower, watcher
+    return fit(module, callbacks=[watcher, swa], max_epochs=4)
 
 
 def test_stochastic_weight_averaging_gives_the_models_mean_and_its_schedule_drives_both_networks():
-    module = Classifier("dcl", mlp())
-    optimizer, follower, watcher = with_swa(module)
-    assert sorted({*watcher.rates}) == [0.05, 0.1]
-    averaged = [torch.stack(same).mean(0) for same in zip(*follower.before_epochs[1:], strict=True)]
+    module, watcher = Classifier("dcl", mlp()), Watches()
+    optimizer = with_swa(module, watcher)
+    assert {*watcher.rates} == {0.05, 0.1}
+    averaged = [torch.stack(same).mean(0) for same in zip(*watcher.before_epochs[1:], strict=True)]
     assert_same([*module.parameters()], averaged, rtol=1e-9, atol=1e-12)
     assert_same(optimizer.companion, watcher.companion)
     assert optimizer.logs()["step"] == 4 * BATCHES
@@ -221,6 +158,7 @@ def test_stochastic_weight_averaging_gives_the_models_mean_and_its_schedule_driv
 def test_stochastic_weight_averaging_with_batch_norm_needs_strict_off():
     # Lightning's extra epoch, which only refreshes batch norm, ends with a step on the gradients of the epoch before.
     with pytest.raises(RuntimeError, match="no backward through a training forward"):
-        with_swa(Classifier("dcl", network()))
-    optimizer, _, watcher = with_swa(Classifier("dcl", network(), strict=False))
+        with_swa(Classifier("dcl", network()), Watches())
+    watcher = Watches()
+    optimizer = with_swa(Classifier("dcl", network(), strict=False), watcher)
     assert_same([*optimizer.companion.parameters()], [*watcher.companion.parameters()])

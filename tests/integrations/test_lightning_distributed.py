@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, mlp
-from tests.integrations.lightning_modules import by_hand, differ
+from tests.integrations import differ
+from tests.integrations.lightning_modules import Classifier, by_hand, loader, quiet_trainer
 
-ROOT = Path(__file__).parents[2]
+
+class Halves(Classifier):
+    """Each process takes its half of the batch."""
+
+    def __init__(self, wrapped: str) -> None:
+        super().__init__("dcl", mlp())
+        self.wrapped = wrapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = (part[self.global_rank :: 2] for part in batch)
+        return self.criterion(self(x), y)
+
+    def configure_optimizers(self) -> DCLOptimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    command = [sys.executable, "-m", "tests.integrations.lightning_processes", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder
+def worker(rank: int, folder: Path) -> None:
+    ranks = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, ranks):
+        for name in ("net", "self"):
+            module = Halves(name)
+            trainer = quiet_trainer(strategy="ddp", devices=2, use_distributed_sampler=False)
+            trainer.fit(module, loader())
+            optimizer = trainer.optimizers[0]
+            state = {"net": module.net.state_dict(), "companion": optimizer.companion.state_dict()}
+            torch.save(state, folder / f"{name}-{rank}.pt")
 
 
 @pytest.mark.parametrize("wrapped", ["net", "self"])
-def test_two_processes_are_one_with_the_whole_batch(wrapped, folder):
-    first, second = (torch.load(folder / f"{wrapped}-{rank}.pt", weights_only=True) for rank in (0, 1))
+def test_two_processes_are_one_with_the_whole_batch(wrapped, ranks):
+    first, second = (torch.load(ranks / f"{wrapped}-{rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first, second)
     net = mlp()
     expected = by_hand("dcl", net)
     assert_same(first["net"], net.state_dict(), rtol=1e-9, atol=1e-12)
-    companion = first["optimizer"]["dcl_optim.DCLOptimizer"]["forecaster"]["model"]
-    companion = {name.removeprefix("net."): value for name, value in companion.items()}
+    companion = {name.removeprefix("net."): value for name, value in first["companion"].items()}
     assert_same(companion, expected.companion.state_dict(), rtol=1e-9, atol=1e-12)
     assert differ(expected.companion, net)

@@ -79,14 +79,6 @@ def events(folder: str) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
 
 
-def test_what_is_not_known_before_the_first_backward_is_nan():
-    script = Script()
-    script.train(None)
-    (figures,) = script.logged
-    assert sorted(figures) == KEYS
-    assert [key for key in KEYS if not math.isnan(figures[key])] == ["dcl/step"]
-
-
 def test_tensorboard(script):
     ours = Script(DCPOptimizer)
     exec(block("TensorBoard"), ours)

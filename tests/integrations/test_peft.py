@@ -1,143 +1,138 @@
-"""PEFT's LoRA and frozen backbones: the companion shares what does not train, and costs only what does."""
+"""PEFT's methods and frozen backbones: the companion shares what does not train, and costs only what does."""
 
 from __future__ import annotations
 
 import copy
-import io
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.helpers import assert_same
+from tests.by_hand import learned
+from tests.helpers import assert_same, cells
+from tests.integrations import differ
 from tests.integrations.huggingface import CLASSES, sentences, text_classifier
+from tests.integrations.trainer_by_hand import QUIET, Tape, repeat, sgd, train, wrapped
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(*QUIET)
+WEIGHT = 5.0
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+PLACES = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
+METHODS: dict[str, Any] = {
+    "LoRA with dropout": lambda: LoraConfig(r=2, use_rslora=True, lora_dropout=0.3, **PLACES),
+    "DoRA": lambda: LoraConfig(r=2, use_dora=True, init_lora_weights=False, **PLACES),
+    "AdaLoRA": lambda: AdaLoraConfig(init_r=4, target_r=2, total_step=20, tinit=1, tfinal=5, **PLACES),
+    "VeRA": lambda: VeraConfig(r=4, **PLACES),
+    "VBLoRA": lambda: VBLoRAConfig(r=2, num_vectors=16, vector_length=4, topk=2, **PLACES),
+    "IA3": lambda: IA3Config(target_modules=["key", "dense"], feedforward_modules=["dense"]),
+    "prompt tuning": lambda: PromptTuningConfig(num_virtual_tokens=2),
+}
+FROZEN_BUFFERS = {"VeRA": "vera_"}  # random matrices that do not train, which this method keeps as buffers
+
+
+def adapted(method: str, dropout: float = 0.0) -> PeftModel:
+    torch.manual_seed(0)
+    config = METHODS[method]()
+    config.task_type = "SEQ_CLS"
+    return get_peft_model(text_classifier(dropout), config)
 
 
 class Logits(nn.Module):
-    """Only the logits, as reference.py trains on."""
+    """Only the logits, as reference.py trains on; virtual tokens need a mask to extend."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=words).logits
-
-
-def lora(dropout: float = 0.0) -> PeftModel:
-    torch.manual_seed(0)
-    config = LoraConfig(
-        r=2,
-        lora_alpha=4,
-        lora_dropout=dropout,
-        target_modules=["query", "value"],
-        modules_to_save=["classifier"],
-        init_lora_weights=False,  # both factors random, so that all of them have a gradient at once
-        task_type="SEQ_CLS",
-    )
-    return get_peft_model(text_classifier(), config)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    def forward(self, words: Tensor) -> Tensor:
+        return self.model(input_ids=words, attention_mask=torch.ones_like(words)).logits
 
 
 def data(steps: int = 5, size: int = 8):
+    """Eight words: room for virtual tokens among the model's ten positions."""
     rows = sentences(steps * size)
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
-        yield torch.stack([row["input_ids"] for row in part]), torch.stack([row["labels"] for row in part])
+        yield torch.stack([row["input_ids"][:8] for row in part]), torch.stack([row["labels"] for row in part])
 
 
-def train(model, optimizer, batches, **keywords) -> None:
-    model.train()
+def fit(net, optimizer, batches) -> None:
+    net.train()
     for words, labels in batches:
         optimizer.zero_grad()
-        F.cross_entropy(model(input_ids=words, **keywords).logits, labels).backward()
+        F.cross_entropy(net(words), labels).backward()
         optimizer.step()
 
 
-def pairs(model: nn.Module, companion: nn.Module):
-    return zip(model.named_parameters(), companion.parameters(), strict=True)
+def assert_frozen_is_shared(model: nn.Module, companion: nn.Module) -> None:
+    for (name, theirs), ours in zip(model.named_parameters(), companion.parameters(), strict=True):
+        assert (ours.data_ptr() == theirs.data_ptr()) == (not theirs.requires_grad), name
 
 
 def trained_size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def test_frozen_tensors_are_the_models_own_and_the_rest_is_apart():
-    model = lora()
-    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
-    train(model, optimizer, data())
-    for (name, theirs), ours in pairs(model, optimizer.companion):
-        assert (ours.data_ptr() == theirs.data_ptr()) == (not theirs.requires_grad), name
-    apart = [ours for (_, theirs), ours in pairs(model, optimizer.companion) if ours is not theirs]
-    assert sum(ours.numel() for ours in apart) == trained_size(model)
-    assert trained_size(model) < 0.1 * sum(p.numel() for p in model.parameters())
-
-
-def test_the_saved_state_holds_the_trained_part_alone():
-    model = lora()
-    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
-    train(model, optimizer, data())
-    own = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]
-    assert own["model"].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
-    tensors = [t for state in own["optimizer"]["state"].values() for t in state.values() if torch.is_tensor(t)]
-    assert sum(t.numel() for t in tensors) == trained_size(model)
-    file = io.BytesIO()
-    torch.save(own, file)
-    assert file.tell() < 9 * 4 * trained_size(model)  # of a tiny model the names are a good part
-
-
-def test_equals_the_reference_and_leaves_frozen_weights_alone():
-    model, by_hand = lora(), lora()
-    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
-    second = copy.deepcopy(by_hand)
-    base, companions = sgd(by_hand), sgd(second)
-    networks = Logits(by_hand).train(), Logits(second).train()
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
+    net, by_hand, plain = (Logits(adapted(method)) for _ in range(3))
+    frozen = {name: p.detach().clone() for name, p in net.named_parameters() if not p.requires_grad}
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
+    second = copy.deepcopy(by_hand).train()
+    bases = sgd(by_hand.train()), sgd(second)
+    torch.manual_seed(7)
+    fit(net, optimizer, data())
+    torch.manual_seed(7)
     for words, labels in data():
-        dcl_step(*networks, base, companions, words, labels, F.cross_entropy, mse, weight=5.0)
-    optimizer = DCLOptimizer(sgd(model), model, weight=5.0)
-    train(model, optimizer, data())
-    assert_same(dict(model.named_parameters()), dict(by_hand.named_parameters()), rtol=1e-4, atol=1e-6)
-    for ours, theirs in zip(optimizer.companion.parameters(), second.parameters(), strict=True):
-        assert_same(ours, theirs, rtol=1e-4, atol=1e-6)
-    for name, parameter in model.named_parameters():
-        assert name not in frozen or torch.equal(parameter, frozen[name])
+        dcl_step(by_hand, second, *bases, words, labels, F.cross_entropy, mse, weight=WEIGHT)
+    for ours, theirs in ((net, by_hand), (optimizer.companion, second)):
+        assert_same(dict(ours.named_parameters()), dict(theirs.named_parameters()), **CLOSE)
+    assert_frozen_is_shared(net, optimizer.companion)
+    assert_same({name: p for name, p in net.named_parameters() if name in frozen}, frozen)
+    torch.manual_seed(7)
+    fit(plain, sgd(plain), data())
+    assert max((a - b).abs().max() for a, b in zip(plain.parameters(), net.parameters(), strict=True)) > 1e-5
 
 
-def test_dropout_inside_the_adapters_is_replayed():
-    model = lora(dropout=0.3)
-    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
-    train(model, optimizer, data(steps=1))
-    assert optimizer.penalty == 0.0
-
-
-def test_a_resumed_run_equals_the_uninterrupted_one():
-    model, again = lora(), lora()
-    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
-    train(model, optimizer, data())
-    second = DCLOptimizer(sgd(again), again, weight=1.0)
-    again.load_state_dict(model.state_dict())
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, data())
-    train(again, second, data())
-    assert_same(model, again)
-    assert_same(optimizer.companion, second.companion)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_saved_state_of_every_method_holds_what_trains(method):
+    net = Logits(adapted(method))
+    optimizer = DCLOptimizer(sgd(net), net, weight=1.0)
+    fit(net, optimizer, data(1))
+    own = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]
+    saved = own["model"]
+    trained = {name for name, p in net.named_parameters(remove_duplicate=False) if p.requires_grad}
+    others = {name for name in saved if name not in trained}
+    assert trained <= saved.keys()
+    assert all(FROZEN_BUFFERS.get(method, "nothing else") in name for name in others)
+    assert bool(others) == (method in FROZEN_BUFFERS)
+    different = {t.data_ptr(): t.numel() for name, t in saved.items() if name in trained}
+    assert sum(different.values()) == trained_size(net)
+    tensors = [t for state in own["optimizer"]["state"].values() for t in state.values() if torch.is_tensor(t)]
+    assert sum(t.numel() for t in tensors) <= trained_size(net)
 
 
 def test_adapters_are_saved_and_merged_as_without_the_wrapper(tmp_path):
-    model = lora()
-    optimizer = DCLOptimizer(sgd(model), model, weight=1.0)
-    train(model, optimizer, data())
+    model = adapted("DoRA")
+    net = Logits(model)
+    optimizer = DCLOptimizer(sgd(net), net, weight=1.0)
+    fit(net, optimizer, data())
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(text_classifier(), tmp_path)
     words, _ = next(data())
@@ -154,18 +149,69 @@ def test_adapters_are_saved_and_merged_as_without_the_wrapper(tmp_path):
         assert_same(model.merge_and_unload()(input_ids=words).logits, expected, atol=1e-5)
 
 
-def test_prototypes_with_lora():
-    model, by_hand = lora(), lora()
-    optimizer = DCPOptimizer(sgd(model), model, weight=5.0, alpha=0.6)
-    second = DCPOptimizer(sgd(by_hand), by_hand, CLASSES, weight=5.0, alpha=0.6)
-    model.train()
-    by_hand.train()
-    for words, labels in data():
-        optimizer.step(lambda words=words, labels=labels: model(input_ids=words, labels=labels).loss)
-        second.set_targets(labels)
-        second.step(lambda words=words, labels=labels: by_hand(input_ids=words, labels=labels).loss)
-    assert_same(model, by_hand)
+def test_prototypes_with_lora_by_the_models_own_loss_and_by_the_term():
+    runs = []
+    for way in ("line", "term"):
+        model = adapted("DoRA").train()
+        optimizer = wrapped("dcp", model, weight=WEIGHT)
+        for words, labels in data():
+
+            def closure(words=words, labels=labels, model=model, optimizer=optimizer, way=way):
+                output = model(input_ids=words, labels=labels)
+                return output.loss + (0.0 if way == "line" else optimizer.penalty(output.logits, labels))
+
+            optimizer.step(closure)
+        runs.append((model, optimizer))
+    (model, optimizer), (expected, second) = runs
+    assert_same(model, expected, **CLOSE)
+    assert_same(optimizer.prototypes, second.prototypes, **CLOSE)
+
+
+@pytest.mark.parametrize("setting", cells([None, "gradient_checkpointing", "bf16"], "gradient_checkpointing"))
+def test_lora_in_trainer_is_the_hand_written_loop(setting, tmp_path):
+    """Dropout in the model and in the adapters; checkpointing makes PEFT and Trainer put hooks of theirs on."""
+    model, expected = (adapted("LoRA with dropout", dropout=0.2) for _ in range(2))
+    optimizer, second = (wrapped("dcl", m, weight=WEIGHT) for m in (model, expected))
+    tape, options = Tape(), {setting: True} if setting else {}
+    train(tmp_path, model, optimizer, sentences(), tape, gradient_accumulation_steps=2, **options)
+    repeat(expected, second, tape.updates(2, 6), autocast=setting == "bf16")
+    assert_same(model, expected)
     assert_same(optimizer.state_dict(), second.state_dict())
+
+
+def test_lora_resumes_from_trainers_checkpoint_with_a_companion_of_the_adapters(tmp_path):
+    """The checkpoint has the adapters alone, and so has our part of it."""
+    settings = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "linear"}
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
+        model = adapted("LoRA with dropout")
+        optimizer = wrapped("dcl", model)
+        train(tmp_path, model, optimizer, sentences(), resume=checkpoint, **settings)
+        runs.append((model, optimizer))
+    (model, optimizer), (again, second) = runs
+    assert optimizer.logs()["step"] == second.logs()["step"] == 12
+    assert_same(again, model)
+    assert_same(second.state_dict(), optimizer.state_dict())
+    file = tmp_path / "checkpoint-4" / "optimizer.pt"
+    assert file.stat().st_size < 4 * sum(p.numel() for p in model.parameters()), "less than one copy of the model"
+
+
+def test_after_a_change_of_adapters_the_model_is_wrapped_again():
+    """Which adapter is active is not in the weights: a companion of before would go on with the old one."""
+    model, net = (m := adapted("DoRA")), Logits(m)
+    optimizer = DCLOptimizer(sgd(net), net, weight=1.0)
+    fit(net, optimizer, data(2))
+    first = {name: p.detach().clone() for name, p in model.named_parameters() if ".default." in name}
+    torch.manual_seed(5)
+    model.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **PLACES))
+    model.set_adapter("second")
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
+    fit(net, optimizer, data(1))
+    assert optimizer.logs()["penalty"] == 0.0
+    fit(net, optimizer, data(3))
+    assert optimizer.logs()["penalty"] > 0.0
+    assert_same({name: p for name, p in model.named_parameters() if name in first}, first)
+    assert_frozen_is_shared(net, optimizer.companion)
 
 
 @pytest.mark.parametrize("way", ["only the head in the optimizer", "all parameters in the optimizer"])
@@ -177,18 +223,14 @@ def test_a_linear_probe_of_a_convolutional_backbone(way):
     model.fc.requires_grad_(True)
     parameters = model.fc.parameters() if way.startswith("only") else model.parameters()
     optimizer = DCLOptimizer(torch.optim.SGD(parameters, lr=0.1), model, weight=1.0)
-    assert [name for (name, theirs), ours in pairs(model, optimizer.companion) if ours is not theirs] == [
-        "fc.weight",
-        "fc.bias",
-    ]
+    assert_frozen_is_shared(model, optimizer.companion)
     saved = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]["model"]
-    buffers = {name for name, _ in model.named_buffers()}
-    assert saved.keys() == {"fc.weight", "fc.bias"} | buffers
+    assert saved.keys() == {"fc.weight", "fc.bias"} | {name for name, _ in model.named_buffers()}
     x, y = torch.randn(4, 3, 32, 32), torch.randint(CLASSES, (4,))
-    before = copy.deepcopy(optimizer.companion.fc)
+    before = copy.deepcopy(learned(optimizer))
     for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    assert not torch.equal(optimizer.companion.fc.weight, before.weight)
-    assert not torch.equal(optimizer.companion.fc.weight, model.fc.weight)
+    assert not torch.equal(learned(optimizer)["fc.weight"], before["fc.weight"])
+    assert differ(optimizer.companion.fc, model.fc)

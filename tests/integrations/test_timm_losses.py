@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import timm.data
 import timm.loss
 import timm.scheduler
 import timm.utils
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
+from tests.by_hand import assert_same_training, by_hand, end, term_of, wrap
 from tests.helpers import assert_same, cells
 from tests.integrations.timm_models import CLASSES, adamw, create, images
 
 
 def mixed(steps: int, smoothing: float) -> Iterator[tuple[Tensor, Tensor]]:
     mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=smoothing, num_classes=CLASSES)
+    np.random.seed(2)  # noqa: NPY002 - timm draws from the global state
     torch.manual_seed(2)
     for x, y in images(steps):
         soft_x, soft_y = mixup(x, y)
@@ -48,90 +52,86 @@ def test_mixup_with_soft_targets_trains_as_the_algorithm_written_out() -> None:
     assert_same(companion, optimizer.companion, atol=1e-8)
 
 
-def test_prototypes_take_mixed_labels_that_are_given() -> None:
-    model, criterion = create(), timm.loss.SoftTargetCrossEntropy()
-    optimizer = DCPOptimizer(adamw(model), model, CLASSES, weight=1.0, alpha=0.6, update="batch", distance="squared")
-    data = list(mixed(2, smoothing=0.1))  # smoothed: every class has its share of every row
-    expected, logits = torch.zeros(CLASSES, CLASSES, dtype=torch.float64), []
-    for step, (x, y) in enumerate(data):
-        optimizer.zero_grad()
-        optimizer.set_targets(y)
-        logits.append(model(x))
-        criterion(logits[-1], y).backward()
-        penalty = mse(logits[-1].detach(), y @ expected) if step else torch.tensor(0.0)
-        assert optimizer.penalty == pytest.approx(float(penalty), abs=1e-12)
-        means = (y.T @ logits[-1].detach()) / y.sum(0)[:, None]
-        expected = 0.6 * expected + 0.4 * means if step else means
-        optimizer.step()
-        assert_same(optimizer.prototypes, expected, atol=1e-12)
-
-
-def test_mixed_labels_are_read_where_they_are_not_given() -> None:
-    model, criterion = create(), timm.loss.SoftTargetCrossEntropy()
-    optimizer = DCPOptimizer(adamw(model), model, weight=1.0)
-    for x, y in mixed(2, smoothing=0.1):
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-        assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-3)
-    assert optimizer.forecaster.seen.any()
+@pytest.mark.parametrize("way", ["line", "term"])
+def test_prototypes_of_mixed_labels_are_as_written_out(way: str) -> None:
+    """The line reads the shares without the smoothing, the term takes them as they are."""
+    criterion, smoothed = timm.loss.SoftTargetCrossEntropy(), list(mixed(4, smoothing=0.1))
+    labels = [y for _, y in (mixed(4, smoothing=0.0) if way == "line" else smoothed)]
+    runs = []
+    for make, of_run in ((wrap, way), (by_hand, "term")):
+        model = create()
+        optimizer = make("dcp", model, adamw(model))
+        term = term_of(optimizer, of_run)
+        torch.manual_seed(5)
+        for (x, y), q in zip(smoothed, labels, strict=True):
+            optimizer.zero_grad()
+            z = model(x)
+            (criterion(z, y) + term(z, q)).backward()
+            optimizer.step()
+        runs.append(optimizer)
+    assert_same_training(*runs, rtol=1e-6, atol=1e-6)
+    assert runs[0].logs()["loss_scale"] == pytest.approx(1.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("smoothing", "dtype"),
     cells(product([0.0, 0.1], [torch.float32, torch.bfloat16]), (0.0, torch.bfloat16), (0.1, torch.float32)),
 )
-def test_timms_training_loop_trains_by_labels_that_are_read_as_by_given_ones(
-    smoothing: float, dtype: torch.dtype
-) -> None:
+def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing: float, dtype: torch.dtype) -> None:
     """Its scaler, clipping, schedule and average of the weights."""
     criterion = timm.loss.LabelSmoothingCrossEntropy(smoothing)
-    trained: list[tuple[nn.Module, DCPOptimizer]] = []
-    for given in (False, True):
+    trained: list[DCPOptimizer] = []
+    for way in ("line", "term"):
         model = create("resnet10t").float()
-        optimizer = DCPOptimizer(adamw(model), model, CLASSES if given else None, weight=2.0)
+        optimizer: Any = DCPOptimizer(adamw(model), model, weight=2.0)
         scaler = timm.utils.NativeScaler("cpu")
         schedule = timm.scheduler.CosineLRScheduler(optimizer, t_initial=8, warmup_t=2, t_in_epochs=False)
         ema = timm.utils.ModelEmaV3(model, decay=0.9)
         torch.manual_seed(5)
         for update, (x, y) in enumerate(images(6, size=16), start=1):
-            if given:
-                optimizer.set_targets(y)
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-                loss = criterion(model(x.float()), y)
+                z = model(x.float())
+                loss = criterion(z, y) + (optimizer.penalty(z, y) if way == "term" else 0.0)
             scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
             optimizer.zero_grad()
             ema.update(model, step=update)
             schedule.step_update(num_updates=update)
-        trained.append((model, optimizer))
-    (model, optimizer), (expected, second) = trained
-    assert_same(model, expected)
-    assert_same(optimizer.state_dict(), second.state_dict())
-    assert optimizer.forecaster.seen.all()
-    assert optimizer.penalty > 0
+        trained.append(optimizer)
+    model = create("resnet10t").float()
+    start = DCPOptimizer(adamw(model), model, num_classes=CLASSES)
+    for line, term, before in zip(*(end(optimizer) for optimizer in (*trained, start)), strict=True):
+        assert (line - term).norm() < (1e-3 if dtype == torch.float32 else 0.1) * (term - before).norm()
+    assert trained[0].forecaster.seen.all()
 
 
-LOSSES: dict[str, Callable[[], nn.Module]] = {
-    "smoothed": lambda: timm.loss.LabelSmoothingCrossEntropy(0.1),
-    "binary": timm.loss.BinaryCrossEntropy,
-    "soft": timm.loss.SoftTargetCrossEntropy,
-}
-
-
-def test_the_factor_on_timms_smoothed_loss_is_read_off_the_gradient() -> None:
-    model, criterion = create(), LOSSES["smoothed"]()
-    optimizer = DCLOptimizer(adamw(model), model, weight=1.0)
-    for x, y in images(2):
-        (criterion(model(x), y) / 4).backward()
-        assert optimizer.logs()["loss_scale"] == pytest.approx(0.25)
-
-
-def test_a_binary_loss_hides_its_factor_and_the_second_part_of_a_batch_warns() -> None:
-    model, criterion = create(), LOSSES["binary"]()
-    optimizer = DCLOptimizer(adamw(model), model, weight=1.0)
-    (x, y), (more, labels) = images(2)
-    (criterion(model(x), y) / 2).backward()
-    assert optimizer.logs()["loss_scale"] == 1.0
-    loss = criterion(model(more), labels) / 2
-    with pytest.warns(UserWarning, match="pass .*loss_scale="):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_binary_loss_is_refused_by_the_line_and_trains_by_the_term(parts: int) -> None:
+    """With DCL the line takes the factor 1, and refuses a second part of a step."""
+    criterion, data = timm.loss.BinaryCrossEntropy(), list(images(4))
+    model, by_hand = create(drop_path_rate=0.0, patch_drop_rate=0.0), create(drop_path_rate=0.0, patch_drop_rate=0.0)
+    companion, base = copy.deepcopy(by_hand), adamw(by_hand)
+    second = adamw(companion)
+    optimizer = DCLOptimizer(adamw(model), model, weight=0.3)
+    for start in range(0, len(data), parts):
+        for x, y in data[start : start + parts]:
+            z = model(x)
+            ((criterion(z, y) + optimizer.penalty(z)) / parts).backward()
+            z, c = by_hand(x), companion(x)
+            ((criterion(z, y) + 0.3 * mse(z, c.detach()).mean()) / parts).backward()
+            (mse(c, 0.6 * c.detach() + 0.4 * z.detach()).mean() / parts).backward()
+        for each in (optimizer, base, second):
+            each.step()
+            each.zero_grad()
+    assert_same(by_hand, model, atol=1e-8)
+    assert_same(companion, optimizer.companion, atol=1e-8)
+    model = create()
+    line = DCLOptimizer(adamw(model), model, weight=1.0)
+    criterion(model(data[0][0]), data[0][1]).backward()
+    assert line.logs()["loss_scale"] == 1.0
+    loss = criterion(model(data[1][0]), data[1][1])
+    with pytest.raises(RuntimeError, match=r"loss \+ optimizer\.penalty\(logits\)"):
         loss.backward()
+    dcp = DCPOptimizer(adamw(model), model)
+    with pytest.raises(RuntimeError, match=r"loss \+ optimizer\.penalty\(logits, labels\)"):
+        criterion(model(data[0][0]), data[0][1]).backward()
+    assert not dcp.forecaster.seen.any()

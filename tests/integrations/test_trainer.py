@@ -1,209 +1,295 @@
-"""transformers.Trainer: the model computes its loss itself, from labels among its arguments."""
+"""transformers.Trainer's own loop, held against the same loop by hand: bit for bit, and against the bare algorithm."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, get_linear_schedule_with_warmup
+from transformers.trainer_pt_utils import LabelSmoother
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCLOptimizer
+from tests.by_hand import learned, term_of
 from tests.helpers import assert_same, cells
+from tests.integrations import METHODS, differ
 from tests.integrations.huggingface import (
+    LENGTH,
+    WORDS,
     arguments,
     image_classifier,
     images,
-    language_model,
     sentences,
     text_classifier,
     texts_to_continue,
 )
+from tests.integrations.trainer_by_hand import (
+    QUIET,
+    Tape,
+    items_of,
+    repeat,
+    repeat_without_us,
+    train,
+    wrapped,
+)
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:'pin_memory' argument is set as true:UserWarning",
+    *QUIET,
     "ignore::DeprecationWarning:torch",
     "ignore::FutureWarning:torch",
     "ignore:The .grad attribute of a Tensor that is not a leaf",
 )
-TASKS = {"text": (text_classifier, sentences), "image": (image_classifier, images)}
-ROUNDING = {"rtol": 1e-4, "atol": 1e-6}
+EPOCH = 6  # micro-batches; no multiple of 4: an epoch's last update then has fewer
+ROUNDING = {"rtol": 1e-4, "atol": 2e-6}
 
 
-def wrap(variant: str, model: nn.Module, **options):
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if variant == "plain":
-        return base
-    if variant == "dcl":
-        return DCLOptimizer(base, model, **{"weight": 1.0} | options)
-    return DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | options)
+def text_scores():
+    return sentences(labels=torch.linspace(-1, 1, 24))
 
 
-class Recorder:
-    """Collates batches, and keeps them, so that a loop by hand can train on the same ones."""
-
-    def __init__(self) -> None:
-        self.batches: list[dict[str, torch.Tensor]] = []
-
-    def __call__(self, rows):
-        self.batches.append(default_data_collator(rows))
-        return dict(self.batches[-1])
+def language_model():
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"attention_dropout": 0.1, "use_cache": False}  # Trainer turns the cache off, which rounds differently
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **size, **more))
 
 
-class Logs(TrainerCallback):
-    """What the optimizer logged after each of its steps."""
-
-    def __init__(self, optimizer) -> None:
-        self.seen: list[dict[str, float]] = []
-        self._optimizer = optimizer
-
-    def on_optimizer_step(self, *args, **kwargs):
-        self.seen.append(self._optimizer.logs())
+def dropping_text_classifier():
+    return text_classifier(dropout=0.2)
 
 
-def fitted(folder, variant, model, data, options=None, callbacks=(), **settings):
-    optimizer, recorder = wrap(variant, model, **(options or {})), Recorder()
-    trainer = Trainer(
-        model,
-        arguments(folder, **settings),
-        data_collator=recorder,
-        train_dataset=data,
-        optimizers=(optimizer, None),
-        callbacks=[make(optimizer) for make in callbacks],
+def share_of_items(batch, items):
+    return items_of([batch]) / items
+
+
+def one(batch, items):
+    return 1.0
+
+
+# A model, its data, and the factor on its loss: ViT and Llama divide by all the items of an update, BERT takes the mean
+# over its own micro-batch, and Trainer leaves both at that.
+TASKS = {
+    "text": (dropping_text_classifier, sentences, one),
+    "image": (image_classifier, images, share_of_items),
+    "language": (language_model, texts_to_continue, share_of_items),
+}
+
+
+def pair(method, build, **options):
+    """Two equal models with an optimizer each."""
+    first, second = build(), build()
+    return first, wrapped(method, first, **options), second, wrapped(method, second, **options)
+
+
+def assert_same_run(model, optimizer, expected, second):
+    assert_same(model, expected)
+    assert_same(optimizer.state_dict(), second.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("method", "task", "parts"),
+    cells(
+        product(METHODS, TASKS, [1, 4]),
+        ("dcl", "text", 4),
+        ("dcl", "image", 1),
+        ("dcp", "image", 4),
+        ("dcp", "language", 4),
+    ),
+)
+def test_trainer_is_the_hand_written_loop(method, task, parts, tmp_path):
+    """Dropout, accumulation with a short last update, clipping and Trainer's linear schedule, all at once."""
+    build, data, _ = TASKS[task]
+    model, optimizer, expected, second = pair(method, build, weight=2.0)
+    tape = Tape()
+    settings = {"gradient_accumulation_steps": parts, "max_grad_norm": 0.3, "lr_scheduler_type": "linear"}
+    train(tmp_path, model, optimizer, data(), tape, warmup_steps=2, **settings)
+    updates = tape.updates(parts, EPOCH)
+    scheduler = get_linear_schedule_with_warmup(second, 2, len(updates))
+    repeat(expected, second, updates, clip=0.3, scheduler=scheduler)
+    assert_same_run(model, optimizer, expected, second)
+    assert second.logs()["step"] == len(updates) == (12 if parts == 1 else 4)
+
+
+def with_term(optimizer, loss_of):
+    """Trainer with the loss and the penalty outside of the model."""
+    term = term_of(optimizer)
+
+    class WithTerm(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            output = model(input_ids=inputs["input_ids"])
+            loss = loss_of(output.logits, inputs["labels"]) + term(output.logits, inputs["labels"])
+            return (loss, output) if return_outputs else loss
+
+    return WithTerm
+
+
+@pytest.mark.parametrize("task", cells([*TASKS, "regression"], "text", "language", "regression"))
+def test_trainer_with_the_wrapper_is_the_bare_algorithm(task, tmp_path):
+    """No hook in sight in the second run: the penalty carries the factor that each model's loss has, and so does ω.
+
+    A regression's loss cannot be read: it has the term.
+    """
+    build, data, factor_of = TASKS.get(task, (lambda: text_classifier(classes=1), text_scores, one))
+    model, expected, plain, tape = build(), build(), build(), Tape()
+    optimizer = wrapped("dcl", model, weight=2.0)
+    squares = with_term(optimizer, lambda z, y: nn.functional.mse_loss(z[:, 0], y))
+    kind = squares if task == "regression" else Trainer
+    train(tmp_path, model, optimizer, data(), tape, kind, gradient_accumulation_steps=4)
+    updates = tape.updates(4, EPOCH)
+    companion = repeat_without_us(expected, updates, factor_of, weight=2.0)
+    for ours, by_hand in ((model, expected), (optimizer.companion, companion)):
+        assert_same(dict(ours.named_parameters()), dict(by_hand.named_parameters()), **ROUNDING)
+    repeat_without_us(plain, updates, factor_of, weight=0.0)
+    assert max((a - b).abs().max() for a, b in zip(plain.parameters(), model.parameters(), strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_compiled_model_hides_its_own_loss_from_the_line_and_trains_by_the_term(method, tmp_path):
+    """In a graph that holds both, nothing sees the gradient that the loss sends to the logits."""
+    torch._dynamo.reset()
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    model, optimizer, expected, second = pair(method, text_classifier)
+    outside = with_term(optimizer, nn.functional.cross_entropy)
+    train(tmp_path, model, optimizer, sentences(), kind=outside, **compiled)
+    train(tmp_path, expected, second, sentences())
+    assert_same(model, expected, **ROUNDING)
+    assert_same(learned(optimizer), learned(second), **ROUNDING)
+    hidden = text_classifier()
+    with pytest.raises(RuntimeError, match=r"\.step found gradients, but no backward"):
+        train(tmp_path, hidden, wrapped(method, hidden), sentences(), **compiled)
+
+
+@pytest.mark.parametrize(
+    ("method", "task"), cells(product(METHODS, ["text", "image"]), ("dcl", "text"), ("dcp", "image"))
+)
+def test_bf16_is_the_hand_written_loop_under_autocast(method, task, tmp_path):
+    """Accelerate hands out a float32 copy of the logits, beside a loss that was taken from the originals."""
+    build, data, _ = TASKS[task]
+    model, optimizer, expected, second = pair(method, build, weight=2.0)
+    tape = Tape()
+    train(tmp_path, model, optimizer, data(), tape, bf16=True, gradient_accumulation_steps=2)
+    repeat(expected, second, tape.updates(2, EPOCH), autocast=True)
+    assert_same_run(model, optimizer, expected, second)
+    full, third, *_ = pair(method, build, weight=2.0)
+    repeat(full, third, tape.updates(2, EPOCH))
+    assert differ(full, model)
+    assert optimizer.logs()["penalty"] == pytest.approx(third.logs()["penalty"], rel=0.1)
+
+
+@pytest.mark.parametrize(("method", "reentrant"), cells(product(METHODS, [False, True]), ("dcl", False), ("dcp", True)))
+def test_gradient_checkpointing_with_dropout_changes_no_bit(method, reentrant, tmp_path):
+    model, optimizer, expected, second = pair(method, dropping_text_classifier, weight=2.0)
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    train(tmp_path, model, optimizer, sentences(), **settings)
+    train(tmp_path, expected, second, sentences())
+    assert model.is_gradient_checkpointing
+    assert_same_run(model, optimizer, expected, second)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weight_zero_is_the_plain_run(method, tmp_path):
+    plain, model = dropping_text_classifier(), dropping_text_classifier()
+    train(tmp_path, plain, wrapped("plain", plain), sentences())
+    train(tmp_path, model, wrapped(method, model, weight=0.0), sentences())
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("method", "task"), cells(product(METHODS, ["text", "language"]), ("dcl", "text"), ("dcp", "language"))
+)
+def test_a_checkpoint_in_the_middle_of_an_epoch_resumes_bit_for_bit(method, task, tmp_path):
+    build, data, _ = TASKS[task]
+    model, optimizer, again, second = pair(method, build)
+    settings = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+    settings["gradient_accumulation_steps"] = 2
+    train(tmp_path, model, optimizer, data(), **settings)
+    torch.manual_seed(99)
+    trainer = train(tmp_path, again, second, data(), resume=str(tmp_path / "checkpoint-2"), **settings)
+    assert trainer.state.global_step == second.logs()["step"] == 6
+    assert_same_run(again, second, model, optimizer)
+
+
+# ---- losses that Trainer computes on the model's logits --------------------------------------------------------------
+
+
+def smoothed(model, batch, items):
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    output = model(**inputs, num_items_in_batch=items)
+    return LabelSmoother(0.1)(output, batch["labels"], num_items_in_batch=items)
+
+
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+
+def given(model, batch, items):
+    return criterion(model(input_ids=batch["input_ids"], num_items_in_batch=items).logits, batch["labels"])
+
+
+OUTSIDE = {
+    "label smoothing": (smoothed, {"label_smoothing_factor": 0.1}),
+    "a loss function": (
+        given,
+        {"trainer": {"compute_loss_func": lambda output, labels, **_: criterion(output.logits, labels)}},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("loss", OUTSIDE)
+def test_a_loss_that_trainer_computes_is_the_hand_written_loop(loss, method, tmp_path):
+    """Trainer takes the labels away from the model."""
+    loss_of, settings = OUTSIDE[loss]
+    model, optimizer, expected, second = pair(method, lambda: text_classifier(classes=6), weight=2.0)
+    tape = Tape()
+    train(tmp_path, model, optimizer, sentences(), tape, **settings)
+    repeat(expected, second, tape.updates(1, EPOCH), loss_of=loss_of)
+    assert_same_run(model, optimizer, expected, second)
+    assert second.logs()["penalty"] > 0
+
+
+# ---- other ways into Trainer ----------------------------------------------------------------------------------------
+
+
+class RegularizedTrainer(Trainer):
+    """Keeps the optimizer that the arguments describe: its learning rate and its groups with and without decay."""
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.optimizer = DCLOptimizer(super().create_optimizer(model), self.model, weight=1.0)
+        return self.optimizer
+
+
+def test_trainers_own_optimizer_can_be_wrapped_where_it_is_made(tmp_path):
+    model, expected, tape = text_classifier(), text_classifier(), Tape()
+    settings = {"weight_decay": 0.1, "learning_rate": 1e-2}
+    trainer = RegularizedTrainer(
+        model, arguments(tmp_path, **settings), data_collator=tape, train_dataset=sentences(), callbacks=[tape]
     )
     trainer.train()
-    return optimizer, recorder.batches, trainer
+    plain = Trainer(expected, arguments(tmp_path, **settings))
+    second = repeat(expected, DCLOptimizer(plain.create_optimizer(), expected, weight=1.0), tape.updates(1, EPOCH))
+    assert [group["weight_decay"] for group in second.companion_optimizer.param_groups] == [0.1, 0.0]
+    assert_same_run(model, trainer.optimizer.optimizer, expected, second)
 
 
-def by_hand(variant, model, batches, parts, factor):
-    """The plain loop on the logits, the loss and its factor written out."""
-    optimizer = wrap(variant, model, **({} if variant == "plain" else {"loss_scale": factor}))
-    model.train()
-    for index, batch in enumerate(batches, start=1):
-        logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-        (nn.functional.cross_entropy(logits, batch["labels"]) * factor).backward()
-        if index % parts == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return optimizer
+@pytest.mark.parametrize("method", cells(METHODS, "dcl"))
+def test_train_called_twice_goes_on_with_the_same_companion(method, tmp_path):
+    model, optimizer, expected, second = pair(method, text_classifier)
+    tape = Tape()
+    trainer = train(tmp_path, model, optimizer, sentences(), tape)
+    trainer.train()
+    assert optimizer.logs()["step"] == 4 * EPOCH
+    repeat(expected, second, tape.updates(1, EPOCH))
+    assert_same_run(model, optimizer, expected, second)
 
 
-def own(variant, optimizer):
-    return dict(optimizer.companion.named_parameters()) if variant == "dcl" else {"prototypes": optimizer.prototypes}
-
-
-@pytest.mark.parametrize("task", cells(TASKS, "image"))
-def test_the_factor_of_accumulation_is_what_the_plain_run_has(task, tmp_path):
-    """Which factor that is, is transformers' business, and differs between its models; the plain run tells it."""
-    build, data = TASKS[task]
-    _, batches, _ = fitted(tmp_path, "plain", plain := build(), data(), gradient_accumulation_steps=2)
-    errors = {}
-    for factor in (0.5, 1.0):
-        by_hand("plain", expected := build(), batches, parts=2, factor=factor)
-        errors[factor] = float((next(plain.parameters()) - next(expected.parameters())).detach().abs().max())
-    factor = min(errors, key=errors.get)
-    assert errors[factor] < 1e-5
-    model, expected = build(), build()
-    optimizer, batches, _ = fitted(tmp_path, "dcl", model, data(), gradient_accumulation_steps=2)
-    assert optimizer.logs()["loss_scale"] == pytest.approx(factor, rel=1e-4)
-    second = by_hand("dcl", expected, batches, parts=2, factor=factor)
-    assert_same(model, expected, **ROUNDING)
-    assert_same(own("dcl", optimizer), own("dcl", second), **ROUNDING)
-
-
-@pytest.mark.parametrize("variant", cells(["dcl", "dcp"], "dcl"))
-def test_bfloat16_whose_logits_come_out_as_a_converted_copy(variant, tmp_path):
-    """The penalty acts: the run differs from the plain one as the float32 run does, to bfloat16's rounding."""
-    moved = {}
-    for bf16 in (False, True):
-        models = {}
-        for method in (variant, "plain"):
-            models[method] = text_classifier()
-            fitted(
-                tmp_path, method, models[method], sentences(), {} if method == "plain" else {"weight": 30.0}, bf16=bf16
-            )
-        pairs = zip(models[variant].parameters(), models["plain"].parameters(), strict=True)
-        moved[bf16] = torch.cat([(a - b).flatten() for a, b in pairs]).detach()
-    likeness = nn.functional.cosine_similarity(moved[True], moved[False], dim=0)
-    assert likeness > 0.8
-    assert 0.8 < moved[True].norm() / moved[False].norm() < 1.25
-
-
-@pytest.mark.parametrize("variant", cells(["dcl", "dcp"], "dcl"))
-def test_a_compiled_model_trains_as_the_plain_one(variant, tmp_path):
-    torch._dynamo.reset()
-    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    model, expected = text_classifier(), text_classifier()
-    # In a graph that holds both, nothing sees the gradient that the loss sends to the logits.
-    labels = {"targets": "labels"} if variant == "dcp" else {}
-    optimizer, _, _ = fitted(tmp_path, variant, model, sentences(), labels, **options)
-    second, _, _ = fitted(tmp_path, variant, expected, sentences())
-    assert_same(dict(model.named_parameters()), dict(expected.named_parameters()), **ROUNDING)
-    mine, others = own(variant, optimizer), own(variant, second)
-    assert_same(list(mine.values()), list(others.values()), **ROUNDING)
-
-
-def test_dropout_is_replayed_and_zero_weight_is_the_plain_run(tmp_path):
-    plain, model = text_classifier(dropout=0.2), text_classifier(dropout=0.2)
-    fitted(tmp_path, "plain", plain, sentences())
-    fitted(tmp_path, "dcl", model, sentences(), {"weight": 0.0})
-    assert_same(model, plain)
-    logs: list[Logs] = []
-    fitted(tmp_path, "dcl", text_classifier(0.2), sentences(), callbacks=[lambda o: logs.append(Logs(o)) or logs[0]])
-    assert logs[0].seen[0]["penalty"] == 0.0, "the companion is a copy and drops what the model drops"
-    assert logs[0].seen[-1]["penalty"] > 0.0
-
-
-@pytest.mark.parametrize("variant", cells(["dcl", "dcp"], "dcp"))
-def test_a_language_models_micro_batches_weigh_by_their_words(variant, tmp_path):
-    """Logits of shape (batch, time, words), shifted inside; the penalty covers every position (DCP: every labelled)."""
-    logs: list[Logs] = []
-    _, batches, _ = fitted(
-        tmp_path,
-        variant,
-        language_model(),
-        texts_to_continue(),
-        {"class_dim": -1} if variant == "dcl" else {},
-        callbacks=[lambda o: logs.append(Logs(o)) or logs[0]],
-        gradient_accumulation_steps=2,
-        num_train_epochs=1,
-    )
-    for step, log in enumerate(logs[0].seen):
-        first, last = (batch["labels"] for batch in batches[2 * step : 2 * step + 2])
-        predicted = int((last[:, 1:] != -100).sum())  # the first word is not predicted, but Trainer counts it
-        counted = int((first != -100).sum() + (last != -100).sum())
-        assert log["loss_scale"] == pytest.approx(predicted / counted, rel=1e-4)
-
-
-def test_a_regression_head_gets_its_factor_from_the_models_own_loss(tmp_path):
-    """One logit, squared error inside: nothing to read off the logits, all there is is output.loss."""
-    data = sentences(labels=torch.linspace(-1, 1, 24))
-    model, expected = text_classifier(classes=1), text_classifier(classes=1)
-    optimizer, batches, _ = fitted(tmp_path, "dcl", model, data, gradient_accumulation_steps=2)
-    factor = optimizer.logs()["loss_scale"]
-    second = DCLOptimizer(
-        torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), expected, loss_scale=factor, weight=1.0
-    )
-    expected.train()
-    for index, batch in enumerate(batches, start=1):
-        (expected(**batch).loss * factor).backward()
-        if index % 2 == 0:
-            second.step()
-            second.zero_grad()
-    assert_same(model, expected, **ROUNDING)
-    assert_same(own("dcl", optimizer), own("dcl", second), **ROUNDING)
-
-
-def test_label_smoothing_by_trainer(tmp_path):
-    """Trainer then takes the labels away from the model and computes the loss on its logits."""
-    logs: list[Logs] = []
-    model = text_classifier(classes=6)
-    fitted(
-        tmp_path,
-        "dcl",
-        model,
-        sentences(),
-        callbacks=[lambda o: logs.append(Logs(o)) or logs[0]],
-        label_smoothing_factor=0.1,
-    )
-    assert all(log["loss_scale"] == pytest.approx(1.0, rel=0.11) for log in logs[0].seen)
-    assert len(logs[0].seen) == 12
+def test_the_hooks_by_which_transformers_collects_hidden_states_are_copied():
+    """It puts them on once, when they are first asked for: a copy without them would give no hidden states."""
+    model = text_classifier()
+    words = torch.stack([row["input_ids"] for row in sentences(4)])
+    states = model(input_ids=words, output_hidden_states=True).hidden_states
+    companion = wrapped("dcl", model).companion
+    found = companion(input_ids=words, output_hidden_states=True).hidden_states
+    assert_same(found, states)
+    assert found[0] is not states[0]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, default_data_collator, get_constant_schedule
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.integrations.huggingface import CLASSES, arguments
+from tests.integrations import wrap
+from tests.integrations.huggingface import arguments
 
 Batch = dict[str, Tensor]
 Step = tuple[list[Batch], Tensor]  # the micro-batches of an update, and the random state that it starts from
@@ -54,31 +54,23 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-def wrap(method: str, model: nn.Module, **options: Any) -> Any:
-    if method == "plain":
-        return sgd(model)
-    if method == "dcl":
-        return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
-    return DCPOptimizer(sgd(model), model, **{"weight": 1.0, "alpha": 0.6} | options)
-
-
-def given(classes: int = CLASSES) -> dict[str, Any]:
-    """What DCP reads where the model computes its loss: a language model's labels are those of the next word."""
-
-    def labels(args: tuple[Any, ...], kwargs: Batch) -> Tensor:
-        found = kwargs["labels"]
-        return nn.functional.pad(found, (0, 1), value=-100)[..., 1:] if found.ndim > 1 else found
-
-    return {"num_classes": classes, "targets": labels, "class_dim": -1}
+def wrapped(method: str, model: nn.Module, **options: Any) -> Any:
+    return wrap(method, sgd(model), model, **options)
 
 
 def train(
-    folder: Any, model: nn.Module, optimizer: Any, data: Any, tape: Tape | None = None, **settings: Any
+    folder: Any,
+    model: nn.Module,
+    optimizer: Any,
+    data: Any,
+    tape: Tape | None = None,
+    kind: type[Trainer] = Trainer,
+    **settings: Any,
 ) -> Trainer:
     """A user's script: only ``optimizer`` is ours."""
     tape = tape or Tape()
     resume, keywords = settings.pop("resume", None), settings.pop("trainer", {})
-    trainer = Trainer(
+    trainer = kind(
         model,
         arguments(folder, **settings),
         data_collator=tape,
@@ -148,8 +140,8 @@ def repeat_without_us(
             torch.set_rng_state(after)
             z = output.logits.flatten(0, -2)
             factors.append(factor_of(batch, items))
-            (output.loss + factors[-1] * weight * mse(z, c.detach())).backward()
-            chases.append(mse(c, c.detach() + (1 - alpha) * (z.detach() - c.detach())))
+            (output.loss + factors[-1] * weight * mse(z, c.detach()).mean()).backward()
+            chases.append(mse(c, c.detach() + (1 - alpha) * (z.detach() - c.detach())).mean())
         (sum(factor * chase for factor, chase in zip(factors, chases, strict=True)) / sum(factors)).backward()
         for each in (optimizer, second):
             each.step()

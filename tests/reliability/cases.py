@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, distances
+from dcl_optim.reference import dcl_step, dcp_step
 from tests.reliability.networks import Base, Network, bases, networks
 
 IGNORED = -100
@@ -20,23 +21,24 @@ Batch = tuple[Tensor, Tensor]
 
 
 def huber(z: Tensor, c: Tensor) -> Tensor:
-    return F.huber_loss(z, c, delta=0.3)
+    return F.huber_loss(z, c, delta=0.3, reduction="none").mean(1)
 
 
-# The arguments that choose a distance, and what it is.
-DISTANCES: dict[str, tuple[dict[str, Any], distances.Distance]] = {
-    "mse": ({}, distances.mse),
-    "squared": ({"distance": "squared"}, distances.squared),
-    "l1": ({"distance": "l1"}, distances.l1),
-    "kl": ({"distance": "kl", "temperature": 1.5}, partial(distances.kl, temperature=1.5)),
-    "infonce": ({"distance": "infonce", "temperature": 0.5}, partial(distances.infonce, temperature=0.5)),
-    "callable": ({"distance": huber}, huber),
+Distance = Callable[[Tensor, Tensor], Tensor]  # one value a row
+NAMED: dict[str, Distance] = {"mse": distances.mse, "squared": distances.squared, "l1": distances.l1}
+GIVEN: dict[str, Distance] = {
+    "kl": partial(distances.kl, temperature=1.5),
+    "infonce": partial(distances.infonce, temperature=0.5),
+    "callable": huber,
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training; ``sizes`` are its batches' and ``rates`` multiply the learning rate, both step by step."""
+    """One training; ``sizes`` are its batches' and ``rates`` multiply the learning rate, both step by step.
+
+    ``way`` is "line" or "term".
+    """
 
     network: Network
     base: Base
@@ -47,7 +49,7 @@ class Case:
     loop: str
     parts: int
     factor: float
-    factor_from: str
+    way: str
     weight: Any
     alpha: Any
     distance: str
@@ -70,15 +72,17 @@ class Case:
             found.append((self.network.inputs(size, generator), y.masked_fill(out, IGNORED)))
         return found
 
-    def loss(self, criterion: Callable[[Tensor, Tensor], Tensor], z: Tensor, y: Tensor) -> Tensor:
-        return self.factor * criterion(z, y)
+    def loss(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.factor * F.cross_entropy(z, y)
 
     def options(self) -> dict[str, Any]:
         """What both optimizers are given."""
-        options = {"weight": self.weight, "alpha": self.alpha, **DISTANCES[self.distance][0]}
-        if self.factor_from == "number":
-            options["loss_scale"] = self.factor / self.parts
-        return options
+        distance = GIVEN.get(self.distance, self.distance)
+        return {"weight": self.weight, "alpha": self.alpha, "distance": distance}
+
+    @property
+    def by_rows(self) -> Distance:
+        return (NAMED | GIVEN)[self.distance]
 
     def weight_at(self, step: int) -> float:
         """What the penalty is multiplied by in step number ``step``, counted from 1."""
@@ -94,11 +98,16 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
 
 
+def term(optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
+    """The penalty as a term of the loss."""
+    return optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else optimizer.penalty(z, y)
+
+
 class Script:
     """A case's training script around any optimizer, which can be stopped after a step and go on."""
 
-    def __init__(self, case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, criterion: nn.Module) -> None:
-        self.case, self.model, self.optimizer, self.criterion = case, model, optimizer, criterion
+    def __init__(self, case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.case, self.model, self.optimizer = case, model, optimizer
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (*case.rates, 1.0)[step])
 
     def run(self, batches: list[Batch]) -> None:
@@ -111,9 +120,11 @@ class Script:
             self.scheduler.step()
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        if isinstance(self.optimizer, DCPOptimizer):
-            self.optimizer.set_targets(y)
-        return self.case.loss(self.criterion, self.model(x), y) / self.case.parts
+        z = self.model(x)
+        loss = self.case.loss(z, y)
+        if self.case.way == "term":
+            loss = loss + self.case.factor * term(self.optimizer, z, y)
+        return loss / self.case.parts
 
     def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
         self.optimizer.zero_grad()
@@ -127,36 +138,80 @@ class Script:
 
 def wrapped(case: Case, variant: str, **more: Any) -> Script:
     """The case's script with the optimizer around its base."""
-    model, criterion = case.model(), nn.CrossEntropyLoss()
+    model = case.model()
     base, options = case.base.build(model), case.options() | more
-    optimizer = (
-        DCLOptimizer(base, model, **options) if variant == "dcl" else DCPOptimizer(base, model, case.classes, **options)
-    )
-    return Script(case, model, optimizer, criterion)
+    if variant == "dcl":
+        return Script(case, model, DCLOptimizer(base, model, **options))
+    # As many random labels as classes may be the rows' places.
+    return Script(case, model, DCPOptimizer(base, model, num_classes=case.classes, **options))
+
+
+def learned(optimizer: Any) -> list[Tensor]:
+    """What the forecaster knows."""
+    companion = isinstance(optimizer, DCLOptimizer)
+    return list(optimizer.companion.state_dict().values()) if companion else list(optimizer.prototypes)
+
+
+class Literal:
+    """A case's training by the written-out algorithm, which takes each batch whole; ``options`` are the optimizer's."""
+
+    def __init__(self, case: Case, variant: str, **options: Any) -> None:
+        self.case, self.variant, self.options, self.steps = case, variant, options, 0
+        self.model, self.companion = case.model(), case.model()
+        lr_scale = options.get("companion_lr_scale", 1.0)
+        self.optimizers = case.base.build(self.model), case.base.build(self.companion, lr_scale)
+        self.prototypes: dict[int, Tensor] = {}
+        self.numbers: dict[int, float] | None = None if options.get("update") == "batch" else {}
+
+    def step(self, x: Tensor, y: Tensor, rate: float) -> None:
+        self.steps += 1
+        for optimizer in self.optimizers:
+            set_rates(optimizer, rate)
+        functions = (self.case.loss, self.case.by_rows)
+        settings: Any = {"weight": self.case.weight_at(self.steps), "alpha": self.case.alpha_at(self.steps)}
+        if self.variant == "dcl":
+            settings["learns"] = self.steps % self.options.get("companion_every", 1) == 0
+            dcl_step(self.model, self.companion, *self.optimizers, x, y, *functions, **settings)
+            return
+        labelled = y != IGNORED
+        of_labelled: Any = lambda x: self.model(x)[labelled]  # noqa: E731
+        settings["numbers"] = self.numbers
+        dcp_step(of_labelled, self.prototypes, self.optimizers[0], x, y[labelled], *functions, **settings)
+
+    def forward(self, x: Tensor) -> None:
+        """Random draws and the statistics of batch norm, where no step follows."""
+        random = torch.get_rng_state()
+        for network in (self.companion, self.model):
+            torch.set_rng_state(random)
+            network(x)
+
+    def learned(self) -> list[Tensor]:
+        if self.variant == "dcl":
+            return list(self.companion.state_dict().values())
+        unseen = torch.zeros(self.case.classes, dtype=torch.float64)
+        return [self.prototypes.get(k, unseen) for k in range(self.case.classes)]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    network, distance = draw(networks()), draw(st.sampled_from(sorted(DISTANCES)))
+    network, way = draw(networks()), draw(st.sampled_from(["line", "term"]))
+    distance = draw(st.sampled_from(sorted(NAMED | GIVEN)))
     splits = network.rows_are_independent and distance != "infonce"
     parts = draw(st.sampled_from([1, 2])) if splits else 1
-    least = 2 if network.norm == "batch" else 1
-    sizes = draw(st.lists(st.integers(least, 6), min_size=2, max_size=8))
-    classes = draw(st.integers(2, 6))
-    # Of a single row with two classes the factor cannot be read off.
-    # Two classes are read only if the rows differ enough in the predicted share, which some of these do not.
-    sources = ["number"] + ["gradient"] * (classes > 2)
+    # Of two classes, and of single rows, a gradient tells too little.
+    least = 3 if way == "line" else 2 if network.norm == "batch" else 1
+    sizes = draw(st.lists(st.integers(least, 8), min_size=2, max_size=8))
     return Case(
         network=network,
         base=draw(bases),
-        classes=classes,
+        classes=draw(st.integers(3 if way == "line" else 2, 6)),
         seed=draw(st.integers(0, 10_000)),
         sizes=tuple(parts * size for size in sizes),
         rates=tuple(draw(st.lists(st.sampled_from([1.0, 0.5, 0.1]), min_size=len(sizes), max_size=len(sizes)))),
         loop=draw(st.sampled_from(["plain", "closure"] + ["lazy closure"] * (parts == 1))),
         parts=parts,
         factor=draw(st.sampled_from([1.0, 8.0, 0.25])),
-        factor_from=draw(st.sampled_from(sources)),
+        way=way,
         weight=draw(st.sampled_from([0.1, 0.5, 2.0, LinearWarmup(1.0, 4)])),
         alpha=draw(st.sampled_from([0.0, 0.4, 0.6, 0.97, 1.0, RunningAverage()])),
         distance=distance,

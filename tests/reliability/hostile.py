@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, batches, mlp
+from tests.helpers import batches, mlp
 
 VARIANTS = ("dcl", "dcp")
 # What is put in place of each part of a state in turn.
@@ -28,7 +27,7 @@ class Training:
         if variant == "dcl":
             self.optimizer: Any = DCLOptimizer(base, self.model, **options)
         else:
-            self.optimizer = DCPOptimizer(base, self.model, CLASSES, **options)
+            self.optimizer = DCPOptimizer(base, self.model, **options)
         for x, y in batches(steps):
             self.optimizer.zero_grad()
             self.criterion(self.model(x), y).backward()
@@ -43,12 +42,6 @@ class Training:
         file = io.BytesIO()
         torch.save(self.state() | {"random": torch.get_rng_state(), "hooks": hooks}, file)
         return file.getvalue()
-
-    def resume(self, path: Path) -> None:
-        """As a script does it: the optimizer, which checks what it is given, comes first."""
-        state = torch.load(path, weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.model.load_state_dict(state["model"])
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

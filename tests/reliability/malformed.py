@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +19,8 @@ NO_INTEGERS = [1.5, "1", NAN, [], {}, True, 1j]
 WRONG: dict[str, list[Any]] = {
     "weight": [-1, -0.1, NAN, INF, -INF, True, None, "0.5", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
     "alpha": [-0.1, 1.01, NAN, INF, -INF, False, None, "0.6", b"1", [0.5], {}, 1j, lambda: 0.1, lambda step, more: 0.1],
-    "distance": ["mes", "", "MSE", 3, None, [], 1.5, b"mse", {}],
-    "temperature": [0, -1.0, NAN, INF, True, *NO_NUMBERS],
-    "loss_scale": [0, -2, NAN, INF, True, None, "fp16", "", [], {}, b"auto"],
+    "distance": ["mes", "", "MSE", 3, None, [], 1.5, b"mse", {}, nn.MSELoss],
     "logits": [3, "logits", [0], {}, 1.5],
-    "class_dim": NO_INTEGERS,
     "process_group": ["world", "", "Auto", 3, True, [], {}, object()],
     "strict": NO_FLAGS,
     "wieght": [0.1],
@@ -34,8 +30,9 @@ WRONG: dict[str, list[Any]] = {
     "model": [None, "mlp", 3, nn.Linear, nn.Linear(3, 3), F.relu, [mlp()], torch.zeros(3)],
 }
 WRONG_DCL: dict[str, list[Any]] = {
-    "companion": ["resnet", 3, [], lambda: 3, lambda: None, nn.ReLU()],
+    "companion": ["resnet", 3, [], mlp, nn.Linear, nn.ReLU()],
     "companion_optimizer": [3, "sgd", [], torch.optim.SGD(mlp().parameters(), lr=0.1)],
+    "companion_fraction": [0, -0.1, 1.5, NAN, True, None, *NO_NUMBERS],
     "companion_lr_scale": [0, -1, NAN, INF, True, None, *NO_NUMBERS],
     "companion_every": [0, -3, None, *NO_INTEGERS],
     "num_classes": [CLASSES],
@@ -44,35 +41,38 @@ WRONG_DCL: dict[str, list[Any]] = {
 WRONG_DCP: dict[str, list[Any]] = {
     "update": ["row", "", "Rows", None, 3, [], {}],
     "num_classes": [0, -1, *(value for value in NO_INTEGERS if value is not None)],
-    "targets": [3, [], {}, 1.5, torch.zeros(3)],
-    "ignore_index": NO_INTEGERS,
     "companion_every": [2],
+}
+# Arguments of earlier editions, for which the penalty is now a term of the loss.
+GONE: dict[str, list[Any]] = {
+    "loss_scale": [1.0, "auto"],
+    "targets": ["labels"],
+    "class_dim": [1],
+    "ignore_index": [255],
+    "count_eval": [True],
+    "temperature": [2.0],
 }
 RIGHT: dict[str, list[Any]] = {
     "weight": [0.0, 0.1, 2, LinearWarmup(1.0, 3)],
     "alpha": [0.0, 0.6, 1],
     "distance": ["mse", "l1"],
-    "loss_scale": ["auto", 2.0],
-    "class_dim": [None, 1, -1],
     "process_group": ["auto", None],
     "strict": [True, False],
 }
 RIGHT_DCL: dict[str, list[Any]] = {
-    "companion": [None, partial(mlp, 3)],
+    "companion": [None],
+    "companion_fraction": [0.5, 1.0],
     "companion_lr_scale": [0.5, 1],
     "companion_every": [1, 2],
 }
-RIGHT_DCP: dict[str, list[Any]] = {
-    "update": ["rows", "batch"],
-    "targets": [None, "labels"],
-    "ignore_index": [-100, 255],
-}
+RIGHT_DCP: dict[str, list[Any]] = {"update": ["rows", "batch"]}
 WRONG_RAMP: dict[str, list[Any]] = {
     "value": [-1, -0.1, NAN, INF, None, True, *NO_NUMBERS],
     "steps": [0, -1, NAN, INF, None, True, *NO_NUMBERS],
 }
 # What a schedule must not give; the error comes in the backward that asks for it.
 WRONG_RETURNS = [-0.1, NAN, INF, -INF, "0.5", None, [], {}, 1j, b"1"]
-NO_LABELS = [None, 3, "labels", [0, 1], {}, NAN, nn.ReLU()]
+NO_LOGITS = [None, 3, "logits", [0.5], {}, NAN, nn.ReLU()]
+NO_LABELS = [None, 3, "labels", [0, 1], {}, NAN, nn.ReLU(), torch.zeros(3, dtype=torch.long), torch.zeros(16)]
 NO_STATES = [None, 3, "state", [], {}, NAN, {"state": {}}, {"param_groups": []}, torch.zeros(3), ({},)]
 NO_CLOSURES = [3, "closure", [], {}, NAN, torch.zeros(3)]

@@ -1,12 +1,10 @@
-"""Damaged and hostile checkpoints: an error before anything changes, and no code of theirs is run."""
+"""Damaged checkpoints: an error before anything changes, or a state that fits."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,35 +16,11 @@ FLIPS = 200
 # What junk may be in its place: an optimizer without a state, a loss of which nothing is known yet.
 RIGHT = {("state", "empty"), ("loss", "form", "none"), ("loss", "class_dim", "none"), ("loss", "scale", "none")}
 RIGHT |= {("loss", "scale", "minus one")}
-# What torch.load raises for a file that was cut off; an empty one is an OSError.
-
-UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, OSError)
 
 
 @pytest.fixture(params=VARIANTS)
 def variant(request) -> str:
     return request.param
-
-
-@pytest.fixture
-def checkpoint(variant, tmp_path) -> Path:
-    """Of a training that is three steps ahead of the one that is to take it over."""
-    path = tmp_path / "run.pt"
-    torch.save(Training(variant, 6).state(), path)
-    return path
-
-
-def test_truncated_files_are_refused(variant, checkpoint):
-    whole, victim = checkpoint.read_bytes(), Training(variant, 3)
-    before = victim.everything()
-    for kept in [*range(0, len(whole), len(whole) // 97), len(whole) - 1]:
-        checkpoint.write_bytes(whole[:kept])
-        with pytest.raises(UNREADABLE):
-            victim.resume(checkpoint)
-        assert victim.everything() == before
-    checkpoint.write_bytes(whole)
-    victim.resume(checkpoint)
-    assert victim.everything() == Training(variant, 6).everything()
 
 
 def is_taken(load: Callable[[], None], error: type[Exception]) -> bool:
@@ -57,8 +31,10 @@ def is_taken(load: Callable[[], None], error: type[Exception]) -> bool:
     return True
 
 
-def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(variant, checkpoint):
+def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(variant, tmp_path):
     """torch.load does not compare the checksums of tensors: a bit flipped inside one goes unnoticed."""
+    checkpoint = tmp_path / "run.pt"
+    torch.save(Training(variant, 6).state(), checkpoint)  # three steps ahead of the one that is to take it over
     whole, draw, victim = checkpoint.read_bytes(), random.Random(0), Training(variant, 3)
     before, ours, taken = victim.everything(), copy.deepcopy(victim.optimizer.state_dict()), 0
 
@@ -75,32 +51,6 @@ def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(varian
         assert victim.everything() == before
     print(f"{variant}: {FLIPS - taken} of {FLIPS} flips refused")
     assert taken < 0.9 * FLIPS
-
-
-class Attack:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.marker,))
-
-
-@pytest.mark.parametrize("place", [("optimizer",), ("model", "0.weight"), ("optimizer", "param_groups")])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_code_in_a_checkpoint_is_not_run(variant, checkpoint, tmp_path, place, zipped):
-    marker = tmp_path / "executed"
-    state = replaced(torch.load(checkpoint, weights_only=True), place, Attack(marker))
-    torch.save(state, checkpoint, _use_new_zipfile_serialization=zipped)
-    victim = Training(variant, 3)
-    before = victim.everything()
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        victim.resume(checkpoint)
-    assert victim.everything() == before
-    assert not marker.exists()
-    torch.load(checkpoint, weights_only=False)
-    assert marker.exists(), "without weights_only it is run: the attack is a real one"
 
 
 def is_left_to_torch(place: tuple[Any, ...]) -> bool:
@@ -126,12 +76,3 @@ def test_a_state_with_anything_wrong_is_refused_whole(variant):
     right = {(place, name) for place, name in taken if (*place[-2:], name) in RIGHT or (place[-1], name) in RIGHT}
     assert {(place, name) for place, name in taken - right if not is_left_to_torch(place)} == set()
     assert refused > 100
-
-
-@pytest.mark.parametrize("junk", ["text", 3, None, [], torch.zeros(3)], ids=str)
-def test_what_is_no_dictionary_is_a_type_error(variant, junk):
-    victim = Training(variant, 3)
-    before = victim.everything()
-    with pytest.raises(TypeError, match="state_dict must be a dictionary"):
-        victim.optimizer.load_state_dict(junk)
-    assert victim.everything() == before

@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
-from tests.helpers import CLASSES, assert_same, mlp, one, sgd
+from tests.helpers import assert_same, mlp, one, sgd
 from tests.reliability import malformed
 from tests.reliability.hostile import VARIANTS, Training
 
 CONSTRUCTIONS, RAMPS, CALLS, RETURNS = 700, 140, 120, 40
 OWN = {"dcl": (malformed.WRONG_DCL, malformed.RIGHT_DCL), "dcp": (malformed.WRONG_DCP, malformed.RIGHT_DCP)}
-# An error that two arguments together make may name either.
-TOGETHER = {"temperature": ["distance"], "distance": ["temperature"]}
 
 
 def hooks(module: nn.Module) -> list[int]:
@@ -35,12 +33,10 @@ def refused(call: Callable[[], Any], names: list[str]) -> None:
 
 def drawn_construction(draw: random.Random, variant: str) -> tuple[dict[str, Any], list[str]]:
     """Arguments of which one or two are wrong, and the names of these."""
-    wrong, right = malformed.WRONG | OWN[variant][0], malformed.RIGHT | OWN[variant][1]
+    wrong, right = malformed.WRONG | malformed.GONE | OWN[variant][0], malformed.RIGHT | OWN[variant][1]
     names = draw.sample(sorted(wrong), draw.choice([1, 1, 2]))
     others = draw.sample(sorted(right), draw.randrange(4))
     options = {name: draw.choice(right[name]) for name in others} | {name: draw.choice(wrong[name]) for name in names}
-    if names == ["temperature"]:
-        options["distance"] = "kl"
     return options, names
 
 
@@ -54,18 +50,10 @@ def test_malformed_constructions(variant):
         before = copy.deepcopy((model.state_dict(), base.state_dict(), hooks(model)))
         options, names = drawn_construction(draw, variant)
         given = {"base_optimizer": base, "model": model} | options
-        if variant == "dcp":
-            given = {"num_classes": CLASSES} | given
         kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
-        refused(lambda given=given, kind=kind: kind(**given), accepted_names(names))
+        refused(lambda given=given, kind=kind: kind(**given), names + ["penalty"] * bool(malformed.GONE.keys() & names))
         assert_same((model.state_dict(), base.state_dict(), hooks(model)), before)
-        if callable(options.get("companion")):
-            torch.set_rng_state(state)  # what the caller's own function draws is the caller's
         assert torch.equal(torch.get_rng_state(), state)
-
-
-def accepted_names(names: list[str]) -> list[str]:
-    return names + [other for name in names for other in TOGETHER.get(name, [])]
 
 
 def test_malformed_ramps():
@@ -83,10 +71,14 @@ def test_malformed_calls(variant):
     draw, training = random.Random(variant), Training(variant, 2)
     optimizer: Any = training.optimizer
     x, y = one()
+    z = training.model(x)
     calls = [(optimizer.load_state_dict, malformed.NO_STATES, "state")]
     calls.append((optimizer.step, malformed.NO_CLOSURES, "closure"))
-    if variant == "dcp":
-        calls.append((optimizer.set_targets, malformed.NO_LABELS, "targets"))
+    if variant == "dcl":
+        calls.append((optimizer.penalty, malformed.NO_LOGITS, "logits"))
+    else:
+        calls.append((lambda bad: optimizer.penalty(bad, y), malformed.NO_LOGITS, "logits"))
+        calls.append((lambda bad: optimizer.penalty(z, bad), malformed.NO_LABELS, "labels"))
     before = training.everything()
     for _ in range(CALLS // 2):
         call, wrong, name = draw.choice(calls)
@@ -94,8 +86,9 @@ def test_malformed_calls(variant):
         refused(lambda call=call, bad=bad: call(bad), [name])
         assert training.everything() == before
     optimizer.zero_grad()
-    training.criterion(training.model(x), y).backward()
-    optimizer.step()  # no labels of a refused call are left to be found
+    training.criterion(z, y).backward()
+    optimizer.step()  # a refused term is none
+    assert optimizer.logs()["penalty"] > 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, multi_margin_loss
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
@@ -46,14 +46,14 @@ def plain_loop(path: Path) -> dict[str, float]:
 
 
 def closure_loop() -> float:
-    """``step(closure)``, with a distance, a companion and its optimizer of the script's own."""
+    """``step(closure)``, the term, and a distance, a companion and its optimizer of the script's own."""
     model = network()
     optimizer = DCLOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         model,
         weight=lambda step: min(1.0, step / 1000),
         distance=lambda z, c: kl(z, c, temperature=2.0),
-        companion=network,
+        companion=network(),
         companion_optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-3),
         logits=lambda output: output,
     )
@@ -61,30 +61,31 @@ def closure_loop() -> float:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
+        z: Tensor = model(x)
+        loss = cross_entropy(z, y) + optimizer.penalty(z)
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
         return loss
 
     loss: Tensor = optimizer.step(closure)
     companion: nn.Module = optimizer.companion
     parameters = sum(parameter.numel() for parameter in companion.parameters())
-    return loss.item() + optimizer.penalty + parameters
+    return loss.item() + optimizer.logs()["penalty"] + parameters
 
 
 def prototypes() -> Tensor:
-    """DCP from the two arguments alone; then with its labels given by a call in the closure."""
+    """DCP from the two arguments alone; then with the penalty as a term."""
     model, criterion = network(), nn.CrossEntropyLoss()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
     DCPOptimizer(base, model).detach()
-    optimizer = DCPOptimizer(base, model, CLASSES, weight=LinearWarmup(0.1, steps=4))
+    optimizer = DCPOptimizer(base, model, num_classes=CLASSES, weight=LinearWarmup(0.1, steps=4))
     x, y = batch()
     optimizer.zero_grad()
     criterion(model(x), y).backward()
     optimizer.step()
 
     def closure() -> Tensor:
-        optimizer.set_targets(y)
-        return cross_entropy(model(x), y)
+        z: Tensor = model(x)
+        return multi_margin_loss(z, y) + optimizer.penalty(z, y, ignore_index=0)
 
     optimizer.step(closure)
     for group in optimizer.param_groups:
