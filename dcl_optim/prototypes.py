@@ -377,7 +377,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
 
 def _are_classes(labels: Tensor, num_classes: int) -> bool:
     lowest, highest = labels.aminmax()
-    return bool(lowest >= 0) and bool(highest < num_classes)
+    return bool((lowest >= 0) & (highest < num_classes))
 
 
 def _check_shares(shares: Tensor) -> None:
