@@ -216,6 +216,25 @@ def test_a_skipped_step_keeps_no_graph(variant):
 # ---- float16: what the scale must not do ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("weight", [0.1, 0.0])
+def test_companion_learns_at_any_scale_that_suits_the_model(weight):
+    """The scaler climbs until the model's gradient overflows; the companion's, here the larger, must not go under."""
+    moved = []
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", growth_interval=5, enabled=enabled)
+        dtype = torch.float16 if enabled else torch.float32
+        slow = partial(torch.optim.SGD, lr=0.01)
+        script = Script("dcl", scaler=scaler, dtype=dtype, way="term", weight=weight, base=slow)
+        script.criterion = lambda z, y: 1e-3 * z.float().square().mean()
+        taken, start = [], script.learned()
+        script.optimizer.companion_optimizer.register_step_post_hook(lambda *_, taken=taken: taken.append(1))
+        for batch in data(100):
+            script.step([batch, batch])
+        moved.append((flat(script.learned()) - flat(start)) / len(taken))
+        assert len(taken) == script.optimizer.logs()["step"], "the companion learns in each step that the model takes"
+    assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
+
+
 def test_a_penalty_that_float16_has_no_room_for_is_scaled_first():
     """Of 64 x 500 logits each has a gradient of some 1e-7, where float16 has steps of 6e-8."""
     torch.manual_seed(0)
