@@ -131,10 +131,7 @@ def test_a_layer_that_is_frozen_leaves_the_companion_too() -> None:
 @pytest.mark.parametrize("wrapper", ["DCL, given companion", "DCP"])
 def test_new_layers_are_trained_where_nothing_is_copied(wrapper: str) -> None:
     model = mlp()
-    if wrapper == "DCP":
-        optimizer = DCPOptimizer(sgd(model), model)
-    else:
-        optimizer = wrap(model, companion=mlp(seed=1))
+    optimizer = DCPOptimizer(sgd(model), model) if wrapper == "DCP" else wrap(model, companion=mlp(seed=1))
     train(model, optimizer, batches(1))
     optimizer.add_param_group({"params": one_layer_more(model)})
     before = model[3].weight.detach().clone()
