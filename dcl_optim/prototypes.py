@@ -375,8 +375,8 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
 
 
 def _are_classes(labels: Tensor, num_classes: int) -> bool:
-    lowest, highest = torch.stack(labels.aminmax()).tolist()  # one wait
-    return lowest >= 0 and highest < num_classes
+    lowest, highest = labels.aminmax()
+    return bool((lowest >= 0) & (highest < num_classes))
 
 
 def _check_shares(shares: Tensor) -> None:

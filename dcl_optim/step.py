@@ -19,7 +19,7 @@ class Forward:
     Args:
         logits: the logits z, of any shape with the batch first.
         step: the number of the optimizer step that the pass belongs to, from 1.
-        class_dim: the dimension of the classes, as far as it is known.
+        class_dim: the dimension of the classes where it is known, else 1.
         copies: whether the logits are copied, so that in-place edits by the script do not reach them.
 
     Attributes:

@@ -153,7 +153,7 @@ FAULTS = [
     Fault("smoothing not read", "loss.cross_entropy:read", begin("form = form._replace(smoothing=0.0)"), "loss_*"),
     Fault("last scale not kept", "loss.reader:LossReader._loss_of",
           replace("self._scale is None", "True"), "loss_reader"),
-    Fault("classes always along dimension 1", "loss.reader:LossReader._known_dim", begin("return 1"), "loss_reader"),
+    Fault("classes always along dimension 1", "loss.reader:LossReader.dim_of", begin("return 1"), "loss_reader"),
     Fault("every step waits for the device", "_sync:may_sync", begin("return True"), "overhead device_kernels"),
     # the companion
     Fault("no chase", "companion.companion:Companion.observe", NOTHING, "reference"),
@@ -161,7 +161,7 @@ FAULTS = [
     Fault("RNG not replayed", "companion.replay:replayed", drop("restore_rng(state)"), "companion extending"),
     Fault("RNG not restored", "companion.replay:replayed", drop("restore_rng(now)"), "companion zero_weight"),
     Fault("companion's gradients pile up", "companion.companion:Companion.step",
-          drop("parameter.grad = None"), "reference"),
+          drop("network.follower.clear_gradients()"), "reference"),
     Fault("mean over all instead of drawn rows", "companion.companion:Companion._drawn_rows",
           result("(arguments[1].number, result[1])"), "companion*"),
     Fault("companion_every off by one", "companion.companion:Companion.before_forward",

@@ -275,7 +275,7 @@ class Follower:
                 ours.data = theirs.data
 
     def _convert(self, sample: Tensor) -> None:
-        """Convert each tensor as the model's is; gradients as a sample of the model. What is shared is as it is."""
+        """Convert each tensor as the model's is; gradients as a sample of the model. What is shared stays."""
         theirs = _named_tensors(self._model)
         targets = {id(ours): theirs.get(name, sample) for name, ours in _named_tensors(self._companion).items()}
 
