@@ -35,7 +35,7 @@ class Pull(NamedTuple):
         """The penalty itself, a scalar."""
         distances = self.rows.values()
         if self.weights is not None:
-            distances = torch.where(self.weights > 0, distances * self.weights, 0.0)  # of no label also nan
+            distances = (distances * self.weights).masked_fill_(self.weights == 0, 0.0)  # also where it is nan
         return distances.sum() / self.number
 
     def without_slope(self) -> Pull:

@@ -362,17 +362,16 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
     rows = labels.detach().reshape(-1).long()
     if may_read and not 0 <= ignore_index < num_classes and _are_classes(rows, num_classes):
         return Labels(rows.clone(), len(rows))  # the script may write to its own before the step
-    is_ignored = rows == ignore_index
+    has_label = rows != ignore_index
     if may_read:
-        others = rows.masked_fill(is_ignored, 0)
+        others = rows.where(has_label, 0)
         if not _are_classes(others, num_classes):
             wrong = others[(others < 0) | (others >= num_classes)]
             raise ValueError(
                 f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal "
                 f"ignore_index={ignore_index}"
             )
-    number = len(rows) - is_ignored.sum()
-    return Labels(rows.masked_fill(is_ignored, num_classes), number)
+    return Labels(rows.where(has_label, constant(num_classes, rows.device)), has_label.sum())
 
 
 def _are_classes(labels: Tensor, num_classes: int) -> bool:
