@@ -397,6 +397,7 @@ class Companion(Forecaster):
             network.optimizer.check_state(state.get("optimizer", {}))
             generator = {"generator": self._generator.get_state()}
             check_tensors({"generator": state.get("generator")}, generator, "companion")
+            torch.Generator().set_state(state["generator"].cpu())  # which raises for what is no state
         except Exception:
             self._network = before
             raise

@@ -140,7 +140,7 @@ def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor]) -> N
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     allowed = set(map(id, own)).difference(names)
     for leaf in leaves_of([logits]):
-        if id(leaf) not in allowed:
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in allowed:
             what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
             raise RuntimeError(
                 f"the companion would train {what}, which is not its own: a function, a list or a global variable "

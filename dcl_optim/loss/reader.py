@@ -23,8 +23,6 @@ from dcl_optim.loss.cross_entropy import Evidence, Form, Gradient, Reading
 from dcl_optim.step import Forward
 
 Scale = float | Tensor
-MAX_ROWS = 64  # that are read where only the scale is asked for
-FEW_LOGITS = 2**14  # so few are read faster than selected
 PATIENCE = 20  # batches that may tell nothing before the first one that does
 
 
@@ -80,7 +78,8 @@ class LossReader:
     def check_state(self, state: Any) -> None:
         """Raise ValueError if a state does not fit, before anything is changed."""
         try:
-            kind, _, smoothing = (state["form"] or "hard 0.0").partition(" ")
+            form = "hard 0.0" if state["form"] is None else state["form"]
+            kind, _, smoothing = form.partition(" ")
             fits = kind in ("hard", "weighted", "soft", "log") and 0.0 <= float(smoothing) < 1.0
             scale = state["scale"]
             fits = fits and (scale is None or (is_number(scale) and math.isfinite(scale)))
@@ -116,7 +115,7 @@ class LossReader:
         if self._form is not None and dim is not None:
             forward.lay_out(dim)
             seen = _LaidOut(forward.rows, to_rows(gradient, dim), dim, self._form)
-            reading: Reading | None = self._read_as(self._form, seen, forward.step)
+            reading: Reading | None = cross_entropy.read(self._form, seen.gradient(), self.reads_labels)
             count = seen.count
             if may_read and reading is not None and not bool(reading.fits):
                 reading, count, is_finite = self._choose(forward, gradient)
@@ -178,11 +177,6 @@ class LossReader:
         if self._was_refused and (gradient.dtype == torch.float16 or not is_first):
             raise RuntimeError(unread.UNREADABLE_SCALE.format(name=self._name))
 
-    def _read_as(self, form: Form, seen: _LaidOut, step: int) -> Reading:
-        # The rows of the largest gradient may all be of the class of the largest weight, and show another factor.
-        all_rows = self.reads_labels or form.kind == "weighted" or _sync.is_sync_step(step)
-        return cross_entropy.read(form, seen.gradient(all_rows), self.reads_labels)
-
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, Tensor | None, bool]:
         """Choose form and class dimension from all rows, and read: the reading, the number of live rows, is_finite."""
         known = self.dim_of(gradient)
@@ -194,7 +188,7 @@ class LossReader:
         ]
         if not len(layouts[0].g):
             return None, None, True
-        vectors = [cross_entropy.examine(layout.gradient(all_rows=True)) for layout in layouts]
+        vectors = [cross_entropy.examine(layout.gradient()) for layout in layouts]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]  # one wait for all
         if not 0 < found[0].total < math.inf:
             return self._no_gradient(found[0].total, layouts[0], known is not None)
@@ -204,7 +198,7 @@ class LossReader:
             for rank, form in cross_entropy.candidates(evidence, layout.z.shape[1], self._form)
         ]
         for _, form, layout, evidence in sorted(trials, key=itemgetter(0)):
-            reading = cross_entropy.read(form, layout.gradient(all_rows=True), self.reads_labels)
+            reading = cross_entropy.read(form, layout.gradient(), self.reads_labels)
             if bool(reading.fits):
                 if evidence.is_softmax and form.kind != "log":
                     self._warn(unread.SOFTMAX_TWICE)
@@ -249,7 +243,7 @@ class LossReader:
             return self._refuse(forward, layouts[0]) if is_over else (None, None, True)
         if not is_over and self.reads_labels:
             return None, None, True
-        reading = cross_entropy.read(Form("hard"), layouts[0].gradient(all_rows=True), self.reads_labels)
+        reading = cross_entropy.read(Form("hard"), layouts[0].gradient(), self.reads_labels)
         if is_over:
             return self._take(Form("hard"), layouts[0], forward, reading)
         return reading, layouts[0].count, True  # the scale that hard labels would have is likelier than 1
@@ -299,11 +293,6 @@ class _LaidOut:
         # The number of rows that are not zero: the norm of order 0 takes one kernel.
         self.count = torch.linalg.vector_norm(self._size, 0, dtype=torch.promote_types(self.g.dtype, torch.float32))
 
-    def gradient(self, all_rows: bool) -> Gradient:
-        """Logits and gradient in float32 or wider; of many logits only the rows of the largest gradient."""
-        z, g, size = self.z, self.g, self._size
-        if not all_rows and z.numel() > FEW_LOGITS and len(z) > MAX_ROWS:
-            size, rows = size.topk(MAX_ROWS)
-            z = z.index_select(0, rows)
-            g = g.index_select(0, rows)
-        return Gradient(wide(z), wide(g), size > 0, self.count, self._tolerance)
+    def gradient(self) -> Gradient:
+        """Logits and gradient in float32 or wider: all rows, since a choice of them may show another factor."""
+        return Gradient(wide(self.z), wide(self.g), self._size > 0, self.count, self._tolerance)
