@@ -162,6 +162,17 @@ def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does()
     assert not torch.equal(whole[2].weight, mlp()[2].weight)
 
 
+def test_a_given_companion_that_shares_what_is_unfrozen_is_refused() -> None:
+    """Its backward pass would add to the model's gradients."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = wrap(model, companion=nn.Sequential(model[0], nn.Tanh(), nn.Linear(12, CLASSES).double()))
+    train(model, optimizer, batches(2))
+    model[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"companion would train the model's '0.weight', which is not its own"):
+        train(model, optimizer, batches(1))
+
+
 # ---- what the base does not train is shared --------------------------------------------------------------------------
 
 

@@ -35,9 +35,11 @@ def test_several_groups_are_mirrored_by_name():
     assert not torch.equal(optimizer.companion[2].weight, before[2].weight)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("change", [lambda groups: groups.pop(0), list.reverse])
-def test_groups_that_are_removed_or_change_places_have_their_own_options_in_a_new_copy(change):
+def test_groups_that_are_removed_or_change_places_have_their_own_options_in_a_new_copy(change, frozen):
     model = mlp()
+    model[0].requires_grad_(not frozen)
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.01}]
     optimizer = DCLOptimizer(torch.optim.SGD(groups), model, weight=1.0)
     train(model, optimizer, batches(2))

@@ -186,9 +186,11 @@ class Companion(Forecaster):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
         self._group.find()
-        if self._network is not None and self._network.follower.is_outdated():
-            self.reset()
-            warn(COPIED_AGAIN)
+        if self._network is not None and self._network.follower.base_has_changed():
+            self._network.has_shown_its_leaves = False  # one that was given may share what trains now
+            if self._options.companion is None:
+                self.reset()
+                warn(COPIED_AGAIN)
         network = self._network or self._make()
         if network.loaded_since and not self._warned_weights_loaded:
             self._warned_weights_loaded = True

@@ -143,8 +143,8 @@ def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor]) -> N
         if id(leaf) not in allowed:
             what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
             raise RuntimeError(
-                f"the companion, a copy of the model, would train {what}, which is not its own: a function, a list or "
-                f"a global variable holds that layer, and no copy is made of these.\n  Fix: {PASS_A_MODULE}"
+                f"the companion would train {what}, which is not its own: a function, a list or a global variable "
+                f"holds that layer, of which no copy is made.\n  Fix: {PASS_A_MODULE}"
             )
     if not logits.requires_grad:
         raise RuntimeError(
@@ -223,7 +223,7 @@ class Follower:
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._forward = vars(model).get("forward")
         self._parameters = [parameter for parameter in companion.parameters() if parameter.requires_grad]
-        self._trained = trained_parameters(base)
+        self._note_the_base()
         self._modules: list[nn.Module] = []
         self._copies: list[nn.Module] = []
         self._shared: list[tuple[Tensor, Tensor]] = []  # what is not trained, of the model and of the companion
@@ -241,12 +241,16 @@ class Follower:
         self._viewed = [theirs for theirs, _ in views]
         self._views = [ours for _, ours in views]
 
-    def is_outdated(self) -> bool:
-        """Whether the base optimizer trains other parameters than when the companion was copied."""
-        if not self._is_copy:
-            return False
-        trained = trained_parameters(self._base)
-        return len(trained) != len(self._trained) or not all(map(is_, trained, self._trained))
+    def base_has_changed(self) -> bool:
+        """Whether the base optimizer trains other parameters, or in other groups, than when this was last asked."""
+        trained = self._trained
+        sizes = self._sizes
+        self._note_the_base()
+        return sizes != self._sizes or not all(map(is_, trained, self._trained))
+
+    def _note_the_base(self) -> None:
+        self._trained = trained_parameters(self._base)
+        self._sizes = [sum(map(_requires_grad, group["params"])) for group in self._base.param_groups]
 
     def follow(self, optimizer: Optimizer) -> None:
         """Bring the companion to where the model is; its optimizer's state goes with it."""

@@ -24,7 +24,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
 
 LOGITS = 50_000  # at most, in a batch
 SHARE_TOLERANCE = {2: 0.11, 4: 0.02, 8: 0.02}  # of soft labels, by the bytes of a logit
-COUNTS = ("cases", "refused", "rows", "unread", "wrong", "scales", "off")
+COUNTS = ("cases", "refused", "hardly read", "rows", "unread", "wrong", "scales", "off")
 ANY, FROM_THREE, FROM_FIVE, TWO, FEW = (2, 200), (3, 200), (5, 200), (2, 2), (3, 4)  # classes
 
 ce, bce = F.cross_entropy, F.binary_cross_entropy_with_logits
@@ -237,6 +237,7 @@ def read(case: Case) -> Counter[str]:
         warnings.simplefilter("ignore")
         for dcp in (True, False):
             _train(case, dcp, counts)
+    counts["hardly read"] = int(counts["unread"] > 0.1 * counts["rows"])
     return counts
 
 

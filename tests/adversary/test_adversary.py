@@ -23,8 +23,7 @@ def test_labels_and_scales_that_are_read(seed: int, readable: bool) -> None:
     assert total["wrong"] <= 0.002 * total["rows"], faults[0]
     if readable:
         assert not faults, faults[0]
-        assert total["unread"] <= 0.03 * total["rows"]
-        assert total["refused"] <= 0.03 * total["cases"]
+        assert total["refused"] + total["hardly read"] <= 0.1 * total["cases"]
         assert total["scales"] > 5 * total["cases"]
 
 
