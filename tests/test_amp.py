@@ -5,160 +5,114 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim.reference import dcl_step, dcp_step
-from tests.by_hand import term_of
-from tests.helpers import CLASSES, assert_same, batches, cells, dropout_net, mlp, surviving_tensors
+from tests.by_hand import VARIANTS, apart, by_hand, end, learned, term_of, wrap
+from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, surviving_tensors
 
-BATCH, CLIP = 24, 0.3
-METHOD = {"weight": 0.7, "alpha": 0.4}
+CLIP = 0.3
 OFF = 8  # units of the dtype's rounding that a run may be off by, relative to its way: see test_loops.py
-narrow = partial(mlp, dtype=torch.float32)
-sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+WAYS = ["line", "term"]
 
 
-class Script:
-    """A training script in mixed precision: wrapped model, criterion, scaler."""
-
-    def __init__(self, variant, model=None, scaler=None, dtype=torch.float16, way="line", base=sgd, **options):
-        self.model, self.criterion, self.dtype, self.way = model or narrow(), nn.CrossEntropyLoss(), dtype, way
-        self.scaler = scaler or torch.amp.GradScaler("cpu", init_scale=2.0**12)
-        inner, options = base(self.model.parameters()), METHOD | options
-        if variant == "dcl":
-            # Apart from the model: penalty and chase are large from the start.
-            self.optimizer = DCLOptimizer(inner, self.model, companion=self.model_like(seed=3), **options)
-        else:
-            self.optimizer = DCPOptimizer(inner, self.model, **options)
-
-    def model_like(self, seed):
-        like = next(self.model.parameters())
-        return (narrow if len(self.model) == 3 else dropout_net)(seed=seed).to(like.dtype)
-
-    def loss(self, x, y):
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
-            z = self.model(x)
-            return self.criterion(z, y) + term_of(self.optimizer, self.way)(z, y)
-
-    def step(self, parts, clip=None, to_none=True):
-        """One step over micro-batches, as torch's guide to mixed precision has it."""
-        self.optimizer.zero_grad(set_to_none=to_none)
-        for x, y in parts:
-            self.scaler.scale(self.loss(x, y) / len(parts)).backward()
-        self.finish(clip)
-
-    def finish(self, clip=None):
-        if clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def learned(self):
-        """What the forecaster knows."""
-        if isinstance(self.optimizer, DCPOptimizer):
-            return [self.optimizer.prototypes.clone()]
-        return [p.detach().clone() for p in self.optimizer.companion.parameters()]
-
-    def snapshot(self):
-        """Without the last scale, which goes with the scaler's."""
-        state = copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
-        del state["optimizer"][self.optimizer._key]["loss"]["scale"]
-        return state | {"learned": self.learned()}
+def scaler_of(scale: float = 2.0**12, **options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
 
 
-def flat(tensors):
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
-def off(found, expected, start):
+def data(steps: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    return list(batches(steps, 24, **{"dtype": torch.float32} | options))
+
+
+def backward(
+    optimizer: Any, x: Tensor, y: Tensor, scaler: Any, half: Any = None, way: str = "line", factor: float = 1.0
+) -> None:
+    with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
+        z = optimizer.model(x)
+        loss = factor * (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y))
+    scaler.scale(loss).backward()
+
+
+def finish(optimizer: Any, scaler: Any, clip: float | None = None) -> None:
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(optimizer.model.parameters(), clip)
+        assert not norm < clip, "each step has to be clipped"
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def train(optimizer: Any, steps: Any, scaler: Any, parts: int = 1, clip: float | None = None, **options: Any) -> Any:
+    """As torch's guide to mixed precision has it."""
+    for x, y in steps:
+        optimizer.zero_grad()
+        for part, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            backward(optimizer, part, labels, scaler, factor=1 / parts, **options)
+        finish(optimizer, scaler, clip)
+    return optimizer
+
+
+def assert_close(found: Any, expected: Any, start: list[Tensor], dtype: torch.dtype) -> None:
     """How far a run ends from where it should, relative to the way from the start to there."""
-    expected = flat(expected)
-    return float((flat(found) - expected).norm() / (expected - flat(start)).norm())
+    for ours, theirs, before in zip(end(found), end(expected), start, strict=True):
+        way = theirs - before if len(before) else theirs  # no prototypes before the first step
+        assert (ours - theirs).norm() < OFF / 2 * torch.finfo(dtype).eps * way.norm()
 
 
-def data(steps, dtype=torch.float32, **options):
-    return list(batches(steps, BATCH, dtype=dtype, **options))
-
-
-# ---- clipping -------------------------------------------------------------------------------------------------------
-
-
-def clipped_reference(variant, steps):
-    """The reference in float32 whose optimizer clips before each step, and what the forecaster knows then."""
-    model, companion, prototypes, numbers = narrow(), narrow(seed=3), {}, {}
-    optimizer, chasing, norms = sgd(model.parameters()), sgd(companion.parameters()), []
-    optimizer.register_step_pre_hook(lambda *_: norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-    for x, y in data(steps):
-        if variant == "dcl":
-            step = partial(dcl_step, model, companion, optimizer, chasing)
-        else:
-            step = partial(dcp_step, model, prototypes, optimizer, numbers=numbers)
-        step(x, y, F.cross_entropy, distances.mse, **METHOD)
-    assert min(norms) > CLIP, "each step has to be clipped"
-    if variant == "dcl":
-        return model, list(companion.parameters()), list(narrow(seed=3).parameters())
-    rows = torch.stack([prototypes[k] for k in range(CLASSES)])
-    return model, [rows], [torch.zeros_like(rows)]
+# ---- clipping --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("variant", "dtype", "way"),
     cells(
-        itertools.product(["dcl", "dcp"], [torch.float32, torch.float16], ["line", "term"]),
+        itertools.product(VARIANTS, [torch.float32, torch.float16], WAYS),
         *(("dcl", torch.float16, "line"), ("dcl", torch.float32, "term"), ("dcp", torch.float16, "line")),
     ),
 )
-def test_unscale_and_clip_equal_the_clipped_reference(variant, dtype, way):
-    steps, bound = 10, OFF * torch.finfo(dtype).eps / 2
-    model, learned, start = clipped_reference(variant, steps)
+def test_unscale_and_clip_equal_the_clipped_loop_by_hand(variant, dtype, way):
+    hand = train(apart(variant, by_hand), data(10), NO_SCALER, clip=CLIP, way="term")
+    half = dtype if dtype == torch.float16 else None
     for parts in (1, 3):
-        script = Script(variant, dtype=dtype, way=way)
-        for x, y in data(steps):
-            script.step(list(zip(x.chunk(parts), y.chunk(parts), strict=True)), CLIP)
-        assert off(script.model.parameters(), model.parameters(), narrow().parameters()) < bound
-        assert off(script.learned(), learned, start) < bound
+        found = train(apart(variant), data(10), scaler_of(), parts, CLIP, half=half, way=way)
+        assert_close(found, hand, end(apart(variant)), dtype)
 
 
-# ---- steps that the scaler skips ------------------------------------------------------------------------------------
+# ---- steps that the scaler skips -------------------------------------------------------------------------------------
 
 
-def poison_loss(script, parts, at):
-    for index, (x, y) in enumerate(parts):
-        loss = script.loss(x, y) / len(parts)
-        script.scaler.scale(loss * float("inf") if index == at else loss).backward()
+def snapshot(optimizer: Any) -> Any:
+    """Without the last scale, which goes with the scaler's."""
+    state = copy.deepcopy({"model": optimizer.model.state_dict(), "optimizer": optimizer.state_dict()})
+    del state["optimizer"][optimizer._key]["loss"]["scale"]
+    return state
 
 
-def poison_gradient(script, parts, at):
-    poison_loss(script, parts, at=None)
-    script.model[-1].weight.grad[0, 0] = float("inf")
-
-
-POISONS = {"in the loss": poison_loss, "in the gradient": poison_gradient}
-
-
-def skipping_run(variant, poison, parts, to_none, clip):
+def skipping_run(variant: str, poison: str | None, parts: int, to_none: bool, clip: float | None) -> Any:
     """Eight steps with dropout; before the fifth, if asked to, a batch of which the scaler skips the step."""
-    script = Script(variant, dropout_net().float(), dtype=torch.float32)
-    skipped = data(1, seed=99)[0]
-    for step, (x, y) in enumerate(data(8)):
+    optimizer, scaler = wrap(variant, dropout_net().float()), scaler_of()
+    for step, batch in enumerate(data(8)):
         if step == 4 and poison is not None:
-            before = script.snapshot()
-            script.optimizer.zero_grad(set_to_none=to_none)
-            micro = list(zip(*(t.chunk(parts) for t in skipped), strict=True))
-            POISONS[poison](script, micro, at=parts - 1)
-            script.finish(clip)
-            assert_same(script.snapshot(), before)
-            assert script.scaler.get_scale() == 2.0**11, "the scaler has to have skipped"
+            before = snapshot(optimizer)
+            optimizer.zero_grad(set_to_none=to_none)
+            ((x, y),) = data(1, seed=99)
+            for index, (part, labels) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
+                is_bad = poison == "in the loss" and index == parts - 1
+                backward(optimizer, part, labels, scaler, factor=torch.inf if is_bad else 1 / parts)
+            if poison == "in the gradient":
+                optimizer.model[-1].weight.grad[0, 0] = torch.inf
+            finish(optimizer, scaler, clip)
+            assert_same(snapshot(optimizer), before)
+            assert scaler.get_scale() == 2.0**11, "the scaler has to have skipped"
         torch.manual_seed(100 + step)  # the skipped batch drew its dropout masks, as it does without us
-        script.step(list(zip(x.chunk(parts), y.chunk(parts), strict=True)), clip, to_none)
-    return script
+        train(optimizer, [batch], scaler, parts)
+    return optimizer
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
@@ -167,7 +121,7 @@ def skipping_run(variant, poison, parts, to_none, clip):
     cells(
         [
             (*case, *way)
-            for case in itertools.product(["dcl", "dcp"], POISONS, [1, 3])
+            for case in itertools.product(VARIANTS, ["in the loss", "in the gradient"], [1, 3])
             for way in ((True, None), (False, None), (True, CLIP))
         ],
         ("dcl", "in the loss", 1, True, None),
@@ -179,59 +133,59 @@ def skipping_run(variant, poison, parts, to_none, clip):
 )
 def test_after_a_skipped_step_the_run_is_as_if_it_had_not_seen_the_batch(variant, poison, parts, to_none, clip):
     seen, never = (skipping_run(variant, how, parts, to_none, clip) for how in (poison, None))
-    assert_same(seen.snapshot(), never.snapshot())
-    assert seen.optimizer.logs()["loss_scale"] == pytest.approx(never.optimizer.logs()["loss_scale"] / 2, rel=1e-5)
+    assert_same(snapshot(seen), snapshot(never))
+    assert seen.logs()["loss_scale"] == pytest.approx(never.logs()["loss_scale"] / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_skipped_batch_draws_what_the_model_alone_draws(variant):
     streams = []
     for wrapped in (True, False):
-        script = Script(variant, dropout_net().float(), dtype=torch.float32)
+        optimizer, scaler = wrap(variant, dropout_net().float()), scaler_of()
         if not wrapped:
-            script.optimizer.detach()
+            optimizer.detach()
         torch.manual_seed(4)
-        poison_loss(script, data(1), at=0)
-        script.finish()
+        backward(optimizer, *data(1)[0], scaler, factor=torch.inf)
+        finish(optimizer, scaler)
         streams.append(torch.get_rng_state())
     assert torch.equal(*streams)
 
 
 @pytest.mark.usefixtures("older_objects")
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_skipped_step_keeps_no_graph(variant):
-    script = Script(variant)
-
-    first, second, third, *rest = data(12)
-    script.step([first])
-    script.step([second])
+    optimizer, scaler, steps = apart(variant), scaler_of(), data(8)
+    train(optimizer, steps[:2], scaler, half=torch.float16)
     usual = surviving_tensors()
-    poison_loss(script, [third], at=0)
-    script.finish()
-    for batch in rest:
-        script.step([batch])
+    backward(optimizer, *steps[2], scaler, half=torch.float16, factor=torch.inf)
+    finish(optimizer, scaler)
+    train(optimizer, steps[3:], scaler, half=torch.float16)
     assert surviving_tensors() == usual
 
 
-# ---- float16: what the scale must not do ----------------------------------------------------------------------------
+# ---- float16: what the scale must not do -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.0])
 def test_companion_learns_at_any_scale_that_suits_the_model(weight):
     """The scaler climbs until the model's gradient overflows; the companion's, here the larger, must not go under."""
     moved = []
-    for enabled in (False, True):
-        scaler = torch.amp.GradScaler("cpu", growth_interval=5, enabled=enabled)
-        dtype = torch.float16 if enabled else torch.float32
-        slow = partial(torch.optim.SGD, lr=0.01)
-        script = Script("dcl", scaler=scaler, dtype=dtype, way="term", weight=weight, base=slow)
-        script.criterion = lambda z, y: 1e-3 * z.float().square().mean()
-        taken, start = [], script.learned()
-        script.optimizer.companion_optimizer.register_step_post_hook(lambda *_, taken=taken: taken.append(1))
-        for batch in data(100):
-            script.step([batch, batch])
-        moved.append((flat(script.learned()) - flat(start)) / len(taken))
-        assert len(taken) == script.optimizer.logs()["step"], "the companion learns in each step that the model takes"
+    for half in (False, True):
+        scaler = torch.amp.GradScaler("cpu", growth_interval=5, enabled=half)
+        model = mlp(dtype=torch.float32)
+        optimizer = wrap("dcl", model, sgd(model, lr=0.01), companion=mlp(3, dtype=torch.float32), weight=weight)
+        taken, (_, start) = [], end(optimizer)
+        optimizer.companion_optimizer.register_step_post_hook(lambda *_, taken=taken: taken.append(1))
+        for x, _ in data(100):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with torch.autocast("cpu", torch.float16, enabled=half):
+                    z = model(x)
+                    loss = 1e-3 * z.float().square().mean() + optimizer.penalty(z)
+                scaler.scale(loss / 2).backward()
+            finish(optimizer, scaler)
+        moved.append((end(optimizer)[1] - start) / len(taken))
+        assert len(taken) == optimizer.logs()["step"], "the companion learns in each step that the model takes"
     assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
 
 
@@ -242,7 +196,7 @@ def test_a_penalty_that_float16_has_no_room_for_is_scaled_first():
     with torch.no_grad():
         companion.load_state_dict(model.state_dict())
         companion.bias += 2.0**-11
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters()), model, companion=companion, weight=1.0)
+    optimizer = wrap("dcl", model, companion=companion, weight=1.0)
     x = torch.randn(64, 4).half()
     z, c = model(x), companion(x).detach()
     z.retain_grad()
@@ -252,79 +206,63 @@ def test_a_penalty_that_float16_has_no_room_for_is_scaled_first():
     assert optimizer.logs()["penalty"] > 0
 
 
-# ---- resumption -----------------------------------------------------------------------------------------------------
+# ---- resumption ------------------------------------------------------------------------------------------------------
 
 
-def through_a_file(state):
+def through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_resumed_with_its_scaler_equals_uninterrupted(variant, way):
-    whole, half, again = (
-        Script(variant, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3), way=way)
-        for _ in range(3)
-    )
-    everything = data(12)
-    for script, part in ((whole, everything), (half, everything[:6])):  # after which the scaler has grown
-        for batch in part:
-            script.step([batch])
-    for name in ("model", "optimizer", "scaler"):
-        getattr(again, name).load_state_dict(through_a_file(getattr(half, name).state_dict()))
-    for batch in everything[6:]:
-        again.step([batch])
-    assert_same([again.model.state_dict(), again.learned()], [whole.model.state_dict(), whole.learned()])
-    assert_same(again.optimizer.state_dict(), whole.optimizer.state_dict())
-    assert again.scaler.state_dict() == whole.scaler.state_dict()
-    assert whole.scaler.get_scale() == 2.0**12, "the scale has to have grown, before the break and after"
+    steps, options = data(12), {"half": torch.float16, "way": way}
+    whole, half, again = ((apart(variant), scaler_of(2.0**8, growth_interval=3)) for _ in range(3))
+    train(whole[0], steps, whole[1], **options)
+    train(half[0], steps[:6], half[1], **options)  # after which the scaler has grown
+    again[0].model.load_state_dict(through_a_file(half[0].model.state_dict()))
+    for ours, theirs in zip(again, half, strict=True):
+        ours.load_state_dict(through_a_file(theirs.state_dict()))
+    train(again[0], steps[6:], again[1], **options)
+    assert_same(again[0].model, whole[0].model)
+    for ours, theirs in zip(again, whole, strict=True):
+        assert_same(ours.state_dict(), theirs.state_dict())
+    assert whole[1].get_scale() == 2.0**12, "the scale has to have grown, before the break and after"
 
 
-# ---- autocast's cache, and no autocast at all -----------------------------------------------------------------------
+# ---- autocast's cache, and no autocast at all ------------------------------------------------------------------------
 
 
 def test_autocasts_cache_of_converted_weights_changes_nothing():
     """Two views within one region share the converted weights: the model's, and the companion's."""
     results = []
     for cache in (True, False):
-        script = Script("dcl", scaler=torch.amp.GradScaler("cpu", enabled=False))
+        optimizer = apart("dcl")
         for x, y in data(6):
-            script.optimizer.zero_grad()
+            optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-                losses = [script.criterion(script.model(view), y) for view in (x, -x)]
+                losses = [F.cross_entropy(optimizer.model(view), y) for view in (x, -x)]
             sum(losses).backward()
-            script.optimizer.step()
-        results.append(script)
-    cached, converted_anew = results  # which differ in where the two views' gradients are rounded and added up
-    bound = OFF * torch.finfo(torch.bfloat16).eps / 2
-    assert off(cached.model.parameters(), converted_anew.model.parameters(), narrow().parameters()) < bound
-    assert off(cached.learned(), converted_anew.learned(), narrow(seed=3).parameters()) < bound
+            optimizer.step()
+        results.append(optimizer)  # which differ in where the two views' gradients are rounded and added up
+    assert_close(*results, end(apart("dcl")), torch.bfloat16)
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_network_in_bfloat16_outright_equals_the_loop_by_hand(variant):
-    """No autocast, no float32 weights: the reference does the same, and differs where it rounds."""
+    """No autocast, no float32 weights: the loop by hand does the same, and differs where it rounds."""
     dtype = torch.bfloat16
-    script = Script(variant, narrow().to(dtype), torch.amp.GradScaler("cpu", enabled=False), dtype=torch.float32)
-    model, companion = (narrow(seed=seed).to(dtype) for seed in (0, 3))
-    optimizer, chasing, prototypes, numbers = sgd(model.parameters()), sgd(companion.parameters()), {}, {}
-    for x, y in data(10, dtype=dtype):
-        script.step([(x, y)])
-        if variant == "dcl":
-            dcl_step(model, companion, optimizer, chasing, x, y, F.cross_entropy, distances.mse, **METHOD)
-        else:
-            dcp_step(model, prototypes, optimizer, x, y, F.cross_entropy, distances.mse, **METHOD, numbers=numbers)
-    bound = OFF * torch.finfo(dtype).eps / 2
-    start = narrow().to(dtype).parameters()
-    assert all(p.dtype == dtype for p in script.model.parameters())
-    assert off(script.model.parameters(), model.parameters(), start) < bound
-    if variant == "dcl":
-        assert all(p.dtype == dtype for p in script.learned())
-        assert off(script.learned(), companion.parameters(), narrow(seed=3).to(dtype).parameters()) < bound
-    else:
-        assert script.optimizer.prototypes.dtype == torch.float32, "averages of half-precision numbers are kept wide"
-        rows = torch.stack([prototypes[k] for k in range(CLASSES)]).float()
-        assert off(script.learned(), [rows], [torch.zeros_like(rows)]) < bound
+
+    def narrow(make: Any) -> Any:
+        return make(variant, mlp(dtype=dtype), **{"companion": mlp(3, dtype=dtype)} if variant == "dcl" else {})
+
+    found, hand = narrow(wrap), narrow(by_hand)
+    train(found, data(10, dtype=dtype), NO_SCALER)
+    train(hand, data(10, dtype=dtype), NO_SCALER, way="term")
+    assert_close(found, hand, end(narrow(wrap)), dtype)
+    assert all(parameter.dtype == dtype for parameter in found.model.parameters())
+    widths = {tensor.dtype for tensor in learned(found).values()}
+    assert widths == {dtype if variant == "dcl" else torch.float32}, "averages of half precision are kept wide"

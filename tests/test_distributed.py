@@ -17,23 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, on_two_ranks, sgd, train
+from tests.by_hand import VARIANTS, by_hand, learned, term_of, wrap
+from tests.by_hand import train as train_by_term
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, on_two_ranks, train
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 8
-VARIANTS = ["dcl", "dcp"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
-
-
-def optimize(variant, model, base=None, **options):
-    kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
-    return kind(base or sgd(model), model, weight=1.0, alpha=0.6, **options)
 
 
 def snapshot(model, optimizer):
     """The model and what the forecaster has learned; each rank reads the loss scale of its own rows, with rounding."""
-    own = optimizer.state_dict()[f"dcl_optim.{type(optimizer).__name__}"]
+    own = optimizer.state_dict()[optimizer._key]
     return copy.deepcopy({"model": model.state_dict(), "steps": own["steps"], "forecaster": own["forecaster"]})
 
 
@@ -74,18 +69,18 @@ def worker(rank: int, folder: Path) -> None:
 def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
     model = mlp(seed=10 * rank)  # seeded differently: rank 0's weights have to win
     if order == "wrapped before":
-        optimizer = optimize(variant, model)
+        optimizer = wrap(variant, model)
         parallel = DistributedDataParallel(model)
     else:
         parallel = DistributedDataParallel(model)
-        optimizer = optimize(variant, parallel)
+        optimizer = wrap(variant, parallel)
     train_rank(rank, parallel, optimizer, batches(STEPS), accumulate)
     return snapshot(model, optimizer)
 
 
 def trained_alone(variant):
     model = mlp(seed=0)
-    optimizer = optimize(variant, model)
+    optimizer = wrap(variant, model)
     train(model, optimizer, batches(STEPS))
     return snapshot(model, optimizer)
 
@@ -111,7 +106,7 @@ class Branches(nn.Module):
 def branch_trained_on_rank(rank: int):
     model = Branches(seed=10 * rank)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = optimize("dcl", parallel)
+    optimizer = wrap("dcl", parallel)
     for x, y in batches(STEPS):
         optimizer.zero_grad()
         F.cross_entropy(parallel(x.chunk(2)[rank], rank), y.chunk(2)[rank]).backward()
@@ -121,7 +116,7 @@ def branch_trained_on_rank(rank: int):
 
 def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
     model = Branches()
-    optimizer = optimize("dcl", model)
+    optimizer = wrap("dcl", model)
     for x, y in batches(STEPS):
         optimizer.zero_grad()
         for which, (part, labels) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
@@ -142,63 +137,37 @@ def rows_of(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(x.chunk(PARTS)[rank], y.chunk(PARTS)[rank]) for x, y in batches(STEPS)]
 
 
-def train_and_average(called: nn.Module, optimizer: Any, rank: int, by_hand: bool) -> None:
-    """Train on the rank's rows; ``by_hand`` averages the gradients as a script without DDP does."""
-    for x, y in rows_of(rank):
-        optimizer.zero_grad()
-        F.cross_entropy(called(x), y).backward()
-        if by_hand:
-            for parameter in called.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= PARTS
-        optimizer.step()
-
-
 def independent(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """Another start on each rank, and nothing in common: a search over seeds, say."""
     model = mlp(seed=rank)
-    optimizer = optimize(variant, model)
-    train_and_average(model, optimizer, rank, by_hand=False)
-    return model, optimizer
+    return model, wrap(variant, model)
 
 
 def averaged_by_hand(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     model = mlp()
-    optimizer = optimize(variant, model, process_group=dist.group.WORLD)
-    train_and_average(model, optimizer, rank, by_hand=True)
-    return model, optimizer
+    return model, wrap(variant, model, process_group=dist.group.WORLD)
 
 
 def averaged_by_hand_in_no_group(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     model = mlp()
-    optimizer = optimize(variant, model)
-    train_and_average(model, optimizer, rank, by_hand=True)
-    return model, optimizer
+    return model, wrap(variant, model)
 
 
 def parallel_without_a_group(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    model = mlp()
-    parallel = DistributedDataParallel(model)
-    optimizer = optimize(variant, parallel, process_group=None)
-    train_and_average(parallel, optimizer, rank, by_hand=False)
-    return model, optimizer
+    parallel = DistributedDataParallel(mlp())
+    return parallel, wrap(variant, parallel, process_group=None)
 
 
 def wrapped_before(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """The model's own group holds this rank alone."""
-    model = mlp(seed=rank)
-    parallel = DistributedDataParallel(model, process_group=own)
-    optimizer = optimize(variant, parallel)
-    train_and_average(parallel, optimizer, rank, by_hand=False)
-    return model, optimizer
+    parallel = DistributedDataParallel(mlp(seed=rank), process_group=own)
+    return parallel, wrap(variant, parallel)
 
 
 def wrapped_after(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     model = mlp(seed=rank)
-    optimizer = optimize(variant, model)
-    parallel = DistributedDataParallel(model, process_group=own)
-    train_and_average(parallel, optimizer, rank, by_hand=False)
-    return model, optimizer
+    optimizer = wrap(variant, model)
+    return DistributedDataParallel(model, process_group=own), optimizer
 
 
 # For each cell whether the ranks' models are one, and whether their forecasters are.
@@ -214,71 +183,52 @@ IN_GROUPS = list(itertools.product(GROUPS, VARIANTS))
 
 
 def train_in_groups(rank: int, folder: Path) -> None:
+    """Where no DistributedDataParallel does, some scripts average the gradients themselves."""
     groups = [dist.new_group([index]) for index in range(PARTS)]
     for cell, variant in IN_GROUPS:
-        try:
-            model, optimizer = cell(variant, rank, groups[rank])
-            own = optimizer.companion.state_dict() if variant == "dcl" else optimizer.prototypes
-            found = {"model": model.state_dict(), "own": own}
-        except Exception as error:  # shown by the cell's own test: the same on both ranks, so that none waits
-            found = {"error": f"{type(error).__name__}: {error}"}
+        called, optimizer = cell(variant, rank, groups[rank])
+        for x, y in rows_of(rank):
+            optimizer.zero_grad()
+            F.cross_entropy(called(x), y).backward()
+            for parameter in called.parameters() if "by_hand" in cell.__name__ else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= PARTS
+            optimizer.step()
+        found = getattr(called, "module", called).state_dict(), learned(optimizer)
         torch.save(found, folder / f"{cell.__name__} {variant} {rank}.pt")
 
 
-def by_hand(variant: str, seeds: list[int], one_model: bool, one_forecaster: bool) -> list[dict[str, Any]]:
-    """Both ranks in one process: gradients and class sums are averaged where the ranks have them in common."""
-    models = [mlp(seed=seed) for seed in seeds]
-    companions, prototypes = copy.deepcopy(models), [dict[int, Tensor]() for _ in seeds]
-    numbers = [dict[int, float]() for _ in seeds]
-    optimizers, seconds = ([sgd(network) for network in networks] for networks in (models, companions))
+def trained_by_hand(variant: str, one_model: bool, one_forecaster: bool) -> list[tuple[Any, Any]]:
+    """Both ranks in one process; what they have in common is that of the joint batch."""
+    if one_forecaster:
+        hand = train_by_term(by_hand(variant, mlp()), batches(STEPS), loss=F.cross_entropy)
+        return [(hand.model.state_dict(), learned(hand))] * PARTS
+    hands = [by_hand(variant, mlp(seed=0 if one_model else rank)) for rank in range(PARTS)]
     for rows in zip(*map(rows_of, range(PARTS)), strict=True):
-        outputs = []
-        for rank, (x, y) in enumerate(rows):
-            z = models[rank](x)
-            optimizers[rank].zero_grad()
-            if variant == "dcl":
-                c = companions[rank](x)
-                penalty = F.mse_loss(z, c.detach())
-                seconds[rank].zero_grad()
-                F.mse_loss(c, 0.6 * c.detach() + 0.4 * z.detach()).backward()
-            else:
-                known = [i for i in range(len(y)) if int(y[i]) in prototypes[rank]]
-                squares = [(z[i] - prototypes[rank][int(y[i])]).square().mean() for i in known]
-                penalty = sum(squares, start=z.new_zeros(())) / len(y)
-            (F.cross_entropy(z, y) + penalty).backward()
-            outputs.append((z.detach(), y))
-        joined = [tuple(map(torch.cat, zip(*outputs, strict=True)))] * PARTS
-        for rank, (z, y) in enumerate(joined if one_forecaster else outputs):
-            for k in set(y.tolist()):
-                mine, before = z[y == k], prototypes[rank].get(k, torch.zeros(CLASSES, dtype=torch.float64))
-                numbers[rank][k] = 0.6 * numbers[rank].get(k, 0.0) + len(mine)
-                prototypes[rank][k] = before + (mine - before).sum(0) / numbers[rank][k]
-        for networks, together in ((models, one_model), (companions, one_forecaster and variant == "dcl")):
-            for parameters in zip(*(network.parameters() for network in networks), strict=True) if together else ():
-                mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
-                for parameter in parameters:
-                    parameter.grad = mean.clone()
-        for optimizer in itertools.chain(optimizers, seconds if variant == "dcl" else ()):
-            optimizer.step()
-    zero = torch.zeros(CLASSES, dtype=torch.float64)
-    tables = [torch.stack([rows.get(k, zero) for k in range(CLASSES)]) for rows in prototypes]
-    own = [companion.state_dict() for companion in companions] if variant == "dcl" else tables
-    return [{"model": model.state_dict(), "own": learned} for model, learned in zip(models, own, strict=True)]
+        for hand, (x, y) in zip(hands, rows, strict=True):
+            hand.zero_grad()
+            z = hand.model(x)
+            (F.cross_entropy(z, y) + term_of(hand)(z, y)).backward()
+        for parameters in zip(*(hand.model.parameters() for hand in hands), strict=True) if one_model else ():
+            mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
+            for parameter in parameters:
+                parameter.grad = mean.clone()
+        for hand in hands:
+            hand.step()
+    return [(hand.model.state_dict(), learned(hand)) for hand in hands]
 
 
 @pytest.mark.parametrize(("cell", "variant"), IN_GROUPS)
 def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cell, variant, ranks: Path):
     found = [torch.load(ranks / f"{cell.__name__} {variant} {rank}.pt", weights_only=True) for rank in range(PARTS)]
-    assert [part["error"] for part in found if "error" in part] == []
     one_model, one_forecaster = GROUPS[cell]
-    expected = by_hand(variant, [0, 0] if one_model else [0, 1], one_model, one_forecaster)
-    for part, hand in zip(found, expected, strict=True):
+    for part, hand in zip(found, trained_by_hand(variant, one_model, one_forecaster), strict=True):
         assert_same(part, hand, **CLOSE)
     if one_forecaster:
         assert_same(found[0], found[1])
     else:
         with pytest.raises(AssertionError):
-            assert_same(found[0]["own"], found[1]["own"], rtol=1e-6, atol=1e-6)
+            assert_same(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("given", [3, "world", [0, 1], torch.zeros(1)], ids=str)
@@ -286,7 +236,7 @@ def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cel
 def test_what_is_no_process_group_is_refused_before_anything_changes(variant, given):
     model = mlp()
     with pytest.raises(TypeError, match=r"(?s)process_group.*ProcessGroup"):
-        optimize(variant, model, process_group=given)
+        wrap(variant, model, process_group=given)
     assert not model._forward_hooks
 
 
@@ -302,7 +252,7 @@ def resume_on_rank(rank: int, file: Path, variant: str) -> None:
     def build():
         model = mlp(seed=rank)
         parallel = DistributedDataParallel(model)
-        return model, parallel, optimize(variant, parallel)
+        return model, parallel, wrap(variant, parallel)
 
     model, parallel, optimizer = build()
     train_rank(rank, parallel, optimizer, batches(3))
@@ -329,7 +279,7 @@ def zero_redundancy_worker(rank: int, folder: Path) -> None:
         model = mlp(seed=0)
         parallel = DistributedDataParallel(model)
         base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        optimizer = optimize(variant, parallel, base)
+        optimizer = wrap(variant, parallel, base)
         train_rank(rank, parallel, optimizer, batches(STEPS))
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
             optimizer.state_dict()
@@ -351,7 +301,7 @@ def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
 def buffers_worker(rank: int, folder: Path) -> None:
     model = batch_norm_net(seed=rank)
     model[1].running_mean.fill_(rank + 1.0)  # as ranks have it that loaded different statistics
-    optimizer = optimize("dcl", model, None)
+    optimizer = wrap("dcl", model, None)
     companion = optimizer.companion  # made now, while each rank has its own model
     parallel = DistributedDataParallel(model)
     model[1].eval()  # nothing but the start moves them
@@ -370,7 +320,7 @@ def synchronized_batch_norm_worker(rank: int, folder: Path) -> None:
     group = dist.new_group([0, 1])
     body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(body, process_group=group)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
+    optimizer = wrap("dcl", model)
     twin = optimizer.companion[1]
     assert isinstance(twin, nn.SyncBatchNorm)
     assert twin is not model[1]
