@@ -33,7 +33,7 @@ NO_OPTIMIZER = (
 REMOVED = ("loss_scale", "targets", "class_dim", "ignore_index", "count_eval", "temperature")
 NO_ARGUMENT = {
     "count_eval": "DCPOptimizer's penalty term takes any mode, loss + optimizer.penalty(logits, labels); DCLOptimizer "
-    "needs model.train(), and then eval() of the layers that are to stay as they are",
+    "needs model.train(), and then eval() of layers such as batch norm",
     "temperature": "pass distance=functools.partial(dcl_optim.distances.kl, temperature=...)",
 }
 USE_THE_TERM = "add the penalty to the loss where it cannot be read, loss + optimizer.penalty(...). See docs/losses.md"

@@ -69,10 +69,6 @@ def nan_in_the_input(script: Script, x: Tensor, y: Tensor) -> None:
     script.backward(x, y)
 
 
-def nan_in_the_loss(script: Script, x: Tensor, y: Tensor) -> None:
-    script.backward(x, y, NAN)
-
-
 def inf_in_the_loss(script: Script, x: Tensor, y: Tensor) -> None:
     script.backward(x, y, INF)
 
@@ -163,21 +159,6 @@ def test_the_other_forwards_of_the_step_are_learned_from(variant):
         script.train(data[7:])
         found.append(script.state())
     assert_same(*found)
-
-
-@pytest.mark.filterwarnings(f"ignore:{SAID}")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_its_penalty_and_the_scale_of_the_last_good_one_are_in_the_logs(variant):
-    script, data = Script(variant), list(batches(3))
-    for x, y in data[:2]:
-        script.optimizer.zero_grad()
-        script.backward(x, y, 8.0)
-        script.optimizer.step()
-    script.step_with_zeros(nan_in_the_loss, *data[2])
-    logs = script.optimizer.logs()
-    assert torch.tensor(logs["penalty"]).isnan()
-    assert logs["loss_scale"] == pytest.approx(8.0)
-    assert logs["step"] == 3
 
 
 # ---- where values may not be read ------------------------------------------------------------------------------------

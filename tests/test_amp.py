@@ -197,16 +197,6 @@ def test_a_skipped_batch_draws_what_the_model_alone_draws(variant):
     assert torch.equal(*streams)
 
 
-def test_classes_that_only_a_skipped_batch_had_get_no_prototype():
-    script = Script("dcp")
-    (x, y), (other, _) = data(2)
-    poison_loss(script, [(x, y)], at=0)
-    script.finish()
-    assert not script.optimizer.forecaster.seen.any()
-    script.step([(other, torch.zeros_like(y))])
-    assert script.optimizer.forecaster.seen.tolist() == [True, False, False, False, False]
-
-
 @pytest.mark.usefixtures("older_objects")
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_a_skipped_step_keeps_no_graph(variant):
@@ -224,6 +214,25 @@ def test_a_skipped_step_keeps_no_graph(variant):
 
 
 # ---- float16: what the scale must not do ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [0.1, 0.0])
+def test_companion_learns_at_any_scale_that_suits_the_model(weight):
+    """The scaler climbs until the model's gradient overflows; the companion's, here the larger, must not go under."""
+    moved = []
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", growth_interval=5, enabled=enabled)
+        dtype = torch.float16 if enabled else torch.float32
+        slow = partial(torch.optim.SGD, lr=0.01)
+        script = Script("dcl", scaler=scaler, dtype=dtype, way="term", weight=weight, base=slow)
+        script.criterion = lambda z, y: 1e-3 * z.float().square().mean()
+        taken, start = [], script.learned()
+        script.optimizer.companion_optimizer.register_step_post_hook(lambda *_, taken=taken: taken.append(1))
+        for batch in data(100):
+            script.step([batch, batch])
+        moved.append((flat(script.learned()) - flat(start)) / len(taken))
+        assert len(taken) == script.optimizer.logs()["step"], "the companion learns in each step that the model takes"
+    assert (moved[0] - moved[1]).norm() < 0.1 * moved[0].norm()
 
 
 def test_a_penalty_that_float16_has_no_room_for_is_scaled_first():
@@ -268,7 +277,8 @@ def test_resumed_with_its_scaler_equals_uninterrupted(variant, way):
         getattr(again, name).load_state_dict(through_a_file(getattr(half, name).state_dict()))
     for batch in everything[6:]:
         again.step([batch])
-    assert_same(again.snapshot(), whole.snapshot())
+    assert_same([again.model.state_dict(), again.learned()], [whole.model.state_dict(), whole.learned()])
+    assert_same(again.optimizer.state_dict(), whole.optimizer.state_dict())
     assert again.scaler.state_dict() == whole.scaler.state_dict()
     assert whole.scaler.get_scale() == 2.0**12, "the scale has to have grown, before the break and after"
 

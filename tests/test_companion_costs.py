@@ -1,4 +1,4 @@
-"""The companion that learns at every k-th step, which costs less, or from a share of the rows (the paper's Table 10)."""
+"""The companion that learns at each k-th step, which costs less, or from a share of the rows (Table 10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's hooks: those of libraries are the copy's too, none of the script's reports the companion's values to it."""
+"""The model's hooks: those of libraries are the copy's too, none of the script's sees the companion's values."""
 
 from __future__ import annotations
 

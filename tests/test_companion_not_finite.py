@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,114 +14,137 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim._sync import SYNC_INTERVAL
-from tests.helpers import assert_same, batches, mlp, train
-from tests.test_algorithm_not_finite import Script, nan_in_the_input
+from tests.helpers import assert_same, backward, batches, mlp, train
 
 NAN, INF = float("nan"), float("inf")
+COPIED = "logits were not finite where the model's are.*it is copied from the model again"
 
 
-def spoil_a_weight(script: Script) -> None:
-    script.optimizer.companion[0].weight.data[0, 0] = NAN
+def wrap(model: nn.Module, base: Any = torch.optim.AdamW, **options: Any) -> DCLOptimizer:
+    return DCLOptimizer(base(model.parameters(), lr=1e-2), model, **{"weight": 0.7, "alpha": 0.4} | options)
 
 
-def overflow(script: Script) -> None:
-    script.optimizer.companion[2].bias.data.fill_(INF)
+def is_finite(model: nn.Module) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-def load_nan(script: Script) -> None:
-    state = script.optimizer.state_dict()
+def spoil_a_weight(optimizer: DCLOptimizer) -> None:
+    optimizer.companion[0].weight.data[0, 0] = NAN
+
+
+def overflow(optimizer: DCLOptimizer) -> None:
+    optimizer.companion[2].bias.data.fill_(INF)
+
+
+def load_nan(optimizer: DCLOptimizer) -> None:
+    state = optimizer.state_dict()
     state["dcl_optim.DCLOptimizer"]["forecaster"]["model"]["0.weight"][0] = NAN
-    script.optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("base", "lose"),
     [(torch.optim.AdamW, spoil_a_weight), (torch.optim.Adagrad, overflow), (torch.optim.SGD, load_nan)],
 )
-def test_a_companion_that_is_not_finite_is_copied_anew(base, lose):
-    script = Script("dcl")
-    script.optimizer = DCLOptimizer(base(script.model.parameters(), lr=1e-2), script.model, weight=0.7, alpha=0.4)
-    data = list(batches(6))
-    script.train(data[:3])
-    lose(script)
-    with pytest.warns(UserWarning, match="it is copied from the model"):
-        script.train(data[3:4])
-    assert_same(script.optimizer.companion, script.model)
-    script.train(data[4:])
-    assert script.is_finite()
-    assert 0 < script.optimizer.penalty < INF
+def test_a_companion_that_is_not_finite_is_copied_again_in_the_next_step_that_asks(base, lose):
+    """In steps 1, 2, 4, 8, ... and 100, 200, ...; the model is trained on all the while."""
+    model = mlp()
+    optimizer = wrap(model, base)
+    data = list(batches(10))
+    train(model, optimizer, data[:5])
+    lose(optimizer)
+    train(model, optimizer, data[5:7])
+    assert not is_finite(optimizer.companion)
+    assert is_finite(model)
+    with pytest.warns(UserWarning, match=COPIED):
+        train(model, optimizer, data[7:8])
+    assert_same(optimizer.companion, model)
+    train(model, optimizer, data[8:])
+    assert is_finite(optimizer.companion)
+    assert 0 < optimizer.logs()["penalty"] < INF
 
 
 @pytest.mark.parametrize("distance", ["mse", "kl", "infonce"])
-def test_the_step_that_finds_it_is_without_its_penalty(distance):
+def test_steps_until_then_are_without_its_penalty(distance):
     """The model is trained as by its base alone."""
-    script, plain = Script("dcl", distance=distance), mlp()
-    *data, last = batches(3)
-    script.train(data)
+    model, plain = mlp(), mlp()
+    optimizer = wrap(model, distance=distance)
+    *data, third, fourth = batches(4)
+    train(model, optimizer, data)
     theirs = torch.optim.AdamW(plain.parameters())
-    plain.load_state_dict(script.model.state_dict())
-    theirs.load_state_dict(copy.deepcopy(script.optimizer.base.state_dict()))
-    script.optimizer.companion[2].bias.data.fill_(NAN)  # no entry of its logits is finite
-    with pytest.warns(UserWarning, match="it is copied from the model"):
-        script.train([last])
-    train(plain, theirs, [last])
-    assert_same(script.model, plain)
+    plain.load_state_dict(model.state_dict())
+    theirs.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
+    optimizer.companion[2].bias.data.fill_(NAN)  # no entry of its logits is finite
+    train(model, optimizer, [third])
+    with pytest.warns(UserWarning, match=COPIED):
+        train(model, optimizer, [fourth])
+    train(plain, theirs, [third, fourth])
+    assert_same(model, plain)
 
 
 def test_a_companion_of_the_scripts_own_is_left_to_the_script():
-    companion = mlp(seed=1)
-    script = Script("dcl", companion=companion)
-    spoil_a_weight(script)
+    model, companion = mlp(), mlp(seed=1)
+    optimizer = wrap(model, companion=companion)
+    spoil_a_weight(optimizer)
     with pytest.warns(UserWarning, match="load weights into optimizer.companion"):
-        script.train(batches(1))
-    assert script.optimizer.companion is companion
-    assert all(bool(p.isfinite().all()) for p in script.model.parameters())
+        train(model, optimizer, batches(1))
+    assert optimizer.companion is companion
+    assert is_finite(model)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_found_once_in_a_hundred_steps():
-    script = Script("dcl", torch.float32)
-    script.model.cuda()
-    data = [(x.cuda(), y.cuda()) for x, y in batches(SYNC_INTERVAL + 1)]
-    script.train(data[:65])
-    spoil_a_weight(script)
-    script.train(data[65:-1])
-    assert all(bool(p.isfinite().all()) for p in script.model.parameters())
-    with pytest.warns(UserWarning, match="it is copied from the model"):
-        script.train(data[-1:])
-    assert script.is_finite()
+    model = mlp(dtype=torch.float32).cuda()
+    optimizer = wrap(model)
+    data = [(x.cuda(), y.cuda()) for x, y in batches(SYNC_INTERVAL + 1, dtype=torch.float32)]
+    train(model, optimizer, data[:65])
+    spoil_a_weight(optimizer)
+    train(model, optimizer, data[65 : SYNC_INTERVAL - 1])
+    assert is_finite(model)
+    with pytest.warns(UserWarning, match=COPIED):
+        train(model, optimizer, data[SYNC_INTERVAL - 1 :])
+    assert is_finite(optimizer.companion)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-MEETINGS = ["input", "weights"]  # where the first rank's batch, or all companions, are not finite
+# What is not finite on the first rank, its batch or its companion, and in which step: steps 1, 2 and 4 ask.
+MEETINGS = [("input", 4), ("input", 5), ("weights", 4)]
 
 
 def worker(rank: int, folder: Path) -> None:
-    for where in MEETINGS:
-        torch.save(one_rank_meets_it(rank, where), folder / f"{where} {rank}.pt")
+    for where, step in MEETINGS:
+        torch.save(one_rank_meets_it(rank, where, step), folder / f"{where} {step} {rank}.pt")
 
 
-def one_rank_meets_it(rank: int, where: str) -> list[Tensor]:
-    script = Script("dcl")
-    script.model = nn.parallel.DistributedDataParallel(script.model)
-    data = list(batches(8))
-    script.train(data[rank : rank + 4])
-    before = script.forecasts()
-    if where == "weights":
-        spoil_a_weight(script)
+def one_rank_meets_it(rank: int, where: str, step: int) -> list[Tensor]:
+    model = nn.parallel.DistributedDataParallel(mlp())
+    optimizer = wrap(model, companion_every=3 if where == "weights" else 1)  # which does not learn in this step
+    data = list(batches(10))
+    train(model, optimizer, data[rank : rank + step - 1])
+    before = copy.deepcopy(optimizer.companion)
+    x, y = data[8]
+    if rank == 0 and where == "weights":
+        spoil_a_weight(optimizer)
+    if rank == 0 and where == "input":
+        x[1, 2] = NAN
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        script.step_with_zeros(nan_in_the_input if (where, rank) == ("input", 0) else Script.backward, *data[4])
+        optimizer.zero_grad()
+        backward(model, x, y)
+        for parameter in model.parameters():
+            parameter.grad.zero_()  # as a script that cleans its gradients and steps all the same
+        optimizer.step()
     if where == "input":  # the other rank's batch was learned from
-        assert not torch.equal(script.forecasts()[0], before[0])
-    script.train(data[5 + rank : 7 + rank])
-    assert script.is_finite()
-    return script.forecasts()
+        assert not torch.equal(optimizer.companion[0].weight, before[0].weight)
+    train(model, optimizer, data[rank : rank + 2])
+    assert is_finite(model)
+    assert is_finite(optimizer.companion)
+    return [parameter.detach() for parameter in optimizer.companion.parameters()]
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("where", MEETINGS)
-def test_a_rank_that_meets_it_leaves_the_others_in_step(where, ranks: Path):
-    assert_same(*(torch.load(ranks / f"{where} {rank}.pt") for rank in (0, 1)))
+@pytest.mark.parametrize(("where", "step"), MEETINGS)
+def test_a_rank_that_meets_it_leaves_the_others_in_step(where, step, ranks: Path):
+    assert_same(*(torch.load(ranks / f"{where} {step} {rank}.pt") for rank in (0, 1)))

@@ -25,14 +25,23 @@ def build():
     return DCLOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, weight=1.0)
 
 
-def run(optimizer, first, last, moment=None, save=None):
+def loss_by_the_line(optimizer, x, y):
+    return F.cross_entropy(optimizer.model(x), y)
+
+
+def loss_with_the_term(optimizer, x, y):
+    z = optimizer.model(x)
+    return F.cross_entropy(z, y) + optimizer.penalty(z)
+
+
+def run(optimizer, loss_of, first, last, moment=None, save=None):
     """Train on three micro-batches a step; at a moment of the last step, save something."""
     for step, (x, y) in enumerate(batches(TOTAL)):
         if first <= step < last:
             torch.manual_seed(step)
             optimizer.zero_grad()
             for part, (rows, labels) in enumerate(zip(x.tensor_split(3), y.tensor_split(3), strict=True)):
-                loss = F.cross_entropy(optimizer.model(rows), labels) / 3
+                loss = loss_of(optimizer, rows, labels) / 3
                 if step == last - 1 and part == 1 and moment == "after a forward":
                     save()
                 loss.backward()
@@ -51,20 +60,20 @@ def steps_saved(moment):
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_checkpoint_resumes_bit_for_bit(moment):
     """Batch norm has seen the part of the step that is done again; its statistics alone tell."""
-    file, half = io.BytesIO(), build()
+    file, half, loss_of = io.BytesIO(), build(), loss_by_the_line
 
     def save():
         torch.save({"model": half.model.state_dict(), "optimizer": half.state_dict()}, file)
 
-    run(half, 0, BREAK, moment, save)
+    run(half, loss_of, 0, BREAK, moment, save)
     file.seek(0)
     state, again = torch.load(file, weights_only=True), build()
-    run(again, 0, 1)  # on its way elsewhere
-    F.cross_entropy(again.model(torch.ones(4, FEATURES).double()), torch.zeros(4, dtype=torch.long)).backward()
+    run(again, loss_of, 0, 1)  # on its way elsewhere
+    loss_of(again, torch.ones(4, FEATURES).double(), torch.zeros(4, dtype=torch.long)).backward()
     again.model.load_state_dict(state["model"])
     again.load_state_dict(state["optimizer"])
-    run(again, steps_saved(moment), TOTAL)
-    expected = snapshot(run(build(), 0, TOTAL))
+    run(again, loss_of, steps_saved(moment), TOTAL)
+    expected = snapshot(run(build(), loss_of, 0, TOTAL))
     assert_same(without_statistics(snapshot(again)), without_statistics(expected))
     if moment == "after a step":
         assert_same(snapshot(again), expected)
@@ -81,15 +90,22 @@ def by_pickle(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("moment", "copied"), [*((moment, copy.deepcopy) for moment in MOMENTS), (MOMENTS[2], by_pickle)]
+    ("moment", "copied", "loss_of"),
+    [
+        ("after a step", copy.deepcopy, loss_with_the_term),
+        ("after a forward", copy.deepcopy, loss_by_the_line),
+        ("after a forward", copy.deepcopy, loss_with_the_term),
+        ("within an accumulation", copy.deepcopy, loss_with_the_term),
+        ("within an accumulation", by_pickle, loss_by_the_line),
+    ],
 )
-def test_a_copy_and_its_original_both_go_on(moment, copied):
+def test_a_copy_and_its_original_both_go_on(moment, copied, loss_of):
     original, copies = build(), []
-    run(original, 0, BREAK, moment, lambda: copies.append(copied(original)))
+    run(original, loss_of, 0, BREAK, moment, lambda: copies.append(copied(original)))
     (again,) = copies
     assert again.forecaster is not original.forecaster
-    run(original, BREAK, TOTAL)
-    run(again, steps_saved(moment), TOTAL)
-    expected = snapshot(run(build(), 0, TOTAL))
+    run(original, loss_of, BREAK, TOTAL)
+    run(again, loss_of, steps_saved(moment), TOTAL)
+    expected = snapshot(run(build(), loss_of, 0, TOTAL))
     assert_same(snapshot(original), expected)
     assert_same(without_statistics(snapshot(again)), without_statistics(expected))

@@ -62,7 +62,7 @@ def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pyt
     assert [row["parameters_added"] for row in (plain, dcl, dcp)] == [0, parameters, 0]
     assert plain["bytes_added"] == 0
     assert dcl["bytes_added"] > 2 * 4 * parameters  # the companion and its momentum
-    assert dcp["bytes_added"] == 10 * 10 * 4 + 10 * 4  # the prototypes, and the rows of each class
+    assert dcp["bytes_added"] == 10 * 10 * 4 + 10 * 4 + 2 * 4  # prototypes, rows of each class, the running accuracy
     assert plain["relative_time"] == 1
 
 

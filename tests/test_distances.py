@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.distances import DISTANCES, companion_target, from_rows, rows_of, rows_towards_target, to_rows
 from dcl_optim.forecaster import Pull
-from dcl_optim.reference import dcl_step
 from tests.by_hand import VARIANTS, learned, term_of, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train
 
@@ -220,29 +218,6 @@ def moved(make: Any, alpha: float, steps: int = 1, **options: Any) -> Tensor:
     optimizer = DCLOptimizer(make(model.parameters()), model, alpha=alpha, weight=0.0, companion=companion, **options)
     train(model, optimizer, batches(steps))
     return flat(companion) - flat(mlp(seed=4))
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_under_sgd_alpha_scales_the_companions_step_by_one_minus_alpha(alpha):
-    model, companion = mlp(seed=3), mlp(seed=4)
-    x, _ = one()
-    F.mse_loss(companion(x), model(x).detach()).backward()
-    gradient = torch.cat([parameter.grad.flatten() for parameter in companion.parameters()])
-    torch.testing.assert_close(moved(PLAIN, alpha), -0.1 * (1 - alpha) * gradient, rtol=1e-9, atol=1e-15)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_with_a_large_eps_the_run_is_the_references(kind):
-    """It is as large as the companion's gradients: alpha counts, and to slow the step as well would count it twice."""
-    make, model = partial(kind, lr=0.01, eps=1e-3), mlp()
-    hand, companion = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = DCLOptimizer(make(model.parameters()), model, alpha=0.3, weight=0.7)
-    train(model, optimizer, batches(20))
-    base, second = make(hand.parameters()), make(companion.parameters())
-    for x, y in batches(20):
-        dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse, weight=0.7, alpha=0.3)
-    assert_same(model, hand, rtol=1e-9, atol=1e-12)
-    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NO_EPS)

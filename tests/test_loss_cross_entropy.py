@@ -403,6 +403,20 @@ def test_the_gradients_of_other_losses_have_no_labels(name, classes):
     assert settle(MORE_OTHERS[name](z, y), z) == (None, None)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.002])
+def test_a_binary_loss_of_uniform_predictions_is_not_taken_for_mixed_labels(spread):
+    z, y = drawn(0, 8, rows=12, spread=spread)
+    assert settle(OTHERS["binary"](z, y), z) == (None, None)
+
+
+def test_labels_with_a_penalty_on_their_logits_are_not_taken_for_mixed_labels_in_bfloat16():
+    """Their shares would sum to about 0.95, which is more than rounding."""
+    torch.manual_seed(0)
+    z, y = (0.1 * torch.randn(36, 12) + 0.05).bfloat16().requires_grad_(), torch.arange(36) % 12
+    own = z.float()[torch.arange(36), y]
+    assert settle(F.cross_entropy(z.float(), y) + 0.5 * own.square().mean(), z) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("classes", "bias", "loss", "rows"),
     cells(
@@ -488,17 +502,46 @@ def test_a_certain_row_has_the_label_that_it_is_certain_of():
     assert {*zip(reading.labels.tolist()[::3], (0, 1), strict=True)} <= {(0, 0), (1, 1), (3, 0), (3, 1)}
 
 
-def test_a_masked_class_does_not_take_the_labels_of_certain_rows():
-    """Its gradient is zero; so is that of a label whose probability rounds to one."""
+@pytest.mark.parametrize(("margin", "heaviest"), [(25.0, 1.0), (90.0, 1.0), (60.0, 4.0)])
+def test_a_masked_class_does_not_take_the_labels_of_certain_rows(margin, heaviest):
+    """Its gradient is zero; so is that of a label whose probability rounds to one. The scale is that of the mean."""
     torch.manual_seed(0)
-    z, y = torch.randn(16, 6), 1 + torch.arange(16) % 5
-    z[range(4), y[:4]] += 25.0
+    z, y = torch.randn(32, 6), 1 + torch.arange(32) % 5
+    z[range(8), y[:8]] += margin
     z[:, 0] = -1e9
     z.requires_grad_()
-    form, reading = settle(F.cross_entropy(z, y), z)
-    assert form == Form("hard")
+    form, reading = settle(0.5 * F.cross_entropy(z, y, torch.linspace(1.0, heaviest, 6)), z)
+    assert form == Form("hard" if heaviest == 1 else "weighted")
     assert ((reading.labels == y) | (reading.labels == 6)).all()
-    assert torch.equal(reading.labels[4:], y[4:])
+    assert torch.equal(reading.labels[8:], y[8:])
+    if heaviest == 1:
+        assert float(reading.scale) == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("margin", [9.0, 12.0, 40.0, 78.0])
+def test_class_weights_of_rows_that_are_certain_count_in_the_scale(classes, margin):
+    """1 - p of such a row is rounding, but the other entries of its gradient are exact."""
+    torch.manual_seed(0)
+    y = torch.arange(64) % classes
+    known = torch.arange(classes) < classes // 2
+    z = (torch.randn(64, classes) + margin * known[y][:, None] * F.one_hot(y, classes)).requires_grad_()
+    _, reading = settle(F.cross_entropy(z, y, torch.where(known, 0.2, 2.0)), z)
+    assert float(reading.scale) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("classes", "factor"), [(100, 64.0), (1000, 1.0), (1000, 64.0)])
+def test_certain_rows_with_class_weights_are_read_in_float16_too(classes, factor):
+    """Their small entries are rounded more than the label's."""
+    torch.manual_seed(0)
+    z, y = torch.randn(32, classes), torch.arange(32)
+    z[range(32), y] += torch.tensor([14.0] * 16 + [4.0] * 16)
+    z = z.half().requires_grad_()
+    _, reading = settle(factor * F.cross_entropy(z.float(), y, 0.1 + 2 * torch.rand(classes)), z)
+    is_read = reading.labels < classes
+    assert is_read.sum() > 16
+    assert torch.equal(reading.labels[is_read], y[is_read])
+    assert float(reading.scale) == pytest.approx(factor, rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ dcl_optim.forecaster.Pull(rows, number, weights=None)
     .without_slope(self)
 dcl_optim.forecaster.pull_of(distance, z, c)
 dcl_optim.forecaster.Labels(rows, number)
-dcl_optim.forecaster.Forward(logits, step, copies=True)
+dcl_optim.forecaster.Forward(logits, step, class_dim=1, copies=True)
     .lay_out(self, class_dim)
     .rows
 dcl_optim.forecaster.Question(tensor, answer)

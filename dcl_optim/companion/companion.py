@@ -26,6 +26,7 @@ from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Question, Sc
 
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
 TINY = 1e-30  # what can be divided by
+HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
 IN_COMPANION = (
     "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
     "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too. The companion has "
@@ -131,6 +132,7 @@ class Companion(Forecaster):
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._num_observed = 0
         self._total_scale: Scale | None = None  # the sum of |s|
+        self._room: Tensor | None = None  # what gradients in float16 are multiplied by
         self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
 
     def _make(self) -> Network:
@@ -245,17 +247,22 @@ class Companion(Forecaster):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
-        if not prediction.learns:
-            return
         c = prediction.rows
         assert c is not None
         rows = rows_towards_target(self.distance, forward.rows, c, pull.rows, alpha)
         number, weights = self._drawn_rows(pull)
         towards = Pull(rows, number, weights)
-        gradient = towards.gradient(logits.shape, logits.dtype, forward.class_dim, scale, overwrites=True)
-        self._pending.append((logits, gradient.to(logits.device)))
-        self._num_observed += 1
+        gradient = towards.gradient(logits.shape, rows.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
+        if (
+            logits.dtype == torch.float16
+        ):  # the model's gradient has room for s, which the scaler grows until it has not
+            if self._room is None:
+                self._room = _room_of(rows.slope)
+            gradient = gradient * self._room
+            size = size * self._room
+        self._pending.append((logits, gradient.to(logits)))
+        self._num_observed += 1
         self._total_scale = size if self._total_scale is None else self._total_scale + size
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
@@ -422,3 +429,9 @@ class Companion(Forecaster):
         self.__dict__.update(state)
         self._generator = torch.Generator()
         self._generator.set_state(state["_generator"])
+
+
+def _room_of(gradient: Tensor) -> Tensor:
+    """What rows of a gradient are multiplied by so that float16 has room for what they add up to."""
+    largest = gradient.abs().sum(0).amax()
+    return torch.where(largest > 0, HALF_SIZE / largest, 1.0)

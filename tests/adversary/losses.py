@@ -281,7 +281,7 @@ def _train(case: Case, dcp: bool, counts: Counter[str]) -> None:
             found = _compare(added.nan_to_num(0.0, 0.0, 0.0), meant, counts, SHARE_TOLERANCE[case.dtype.itemsize])
         if found and case.of[0] in READABLE:
             scale, told = optimizer.logs()["loss_scale"], kind.tells_scale(batch, g, meant)
-            right = abs(scale / (float(factor) * case.factor) - 1) <= 0.02
+            right = abs(scale - float(factor) * case.factor) <= 0.02 * abs(float(factor) * case.factor)
             ever = ever or (told and (right or scale != 1.0))  # which it is before any was read
             # In a step that may not read values, the last s stays if a batch shows another form.
             stale = scale == last and not case.reads and not _sync.is_sync_step(number // case.parts + 1 + dcp)

@@ -6,7 +6,7 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 LOADED = ["pytest", "tqdm", "sklearn.datasets", "dcl_optim", "torch.utils.data", "torch.optim.lr_scheduler"]
-LOADED += ["examples.paper.trainer", "tests.reliability.savers", "tests.reliability.long_run", "torch._dynamo"]
+LOADED += ["tests.reliability.savers", "tests.reliability.long_run", "torch._dynamo"]
 
 
 def server() -> ForkServerContext:

@@ -64,17 +64,6 @@ def example(folder: Path, board: Board) -> None:
         run.save(path)
 
 
-def paper(folder: Path, board: Board) -> None:
-    """A run of examples/paper."""
-    torch.set_num_threads(1)
-    from examples.paper import trainer
-    from examples.paper.configuration import Configuration
-
-    chosen = Configuration("digits", "small-cnn", "dcl", epochs=EPOCHS, train_size=20, batch_size=20, lr=0.01)
-    trainer.save_atomically = board.noted(trainer.save_atomically)
-    trainer.train(trainer.Run(chosen, 0, torch.device("cpu")), folder / "run.pt")
-
-
 def results(folder: Path, board: Board) -> None:
     """The results file of examples/paper, with records long enough to be killed in."""
     from examples.paper import records
@@ -110,4 +99,4 @@ def fingerprint(state: Any) -> str:
     return found.hexdigest()
 
 
-KINDS = {"example": example, "paper": paper, "results": results}
+KINDS = {"example": example, "results": results}

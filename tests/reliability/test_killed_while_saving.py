@@ -15,7 +15,7 @@ from tests.helpers import PATIENCE
 from tests.reliability.processes import server
 from tests.reliability.savers import KINDS, Board, fingerprint, record
 
-KILLS = {"example": 50, "paper": 25, "results": 25}
+KILLS = {"example": 75, "results": 25}
 
 
 def steps_of(kind: str, folder: Path) -> int:
@@ -26,8 +26,7 @@ def steps_of(kind: str, folder: Path) -> int:
         return len(found)
     if not (folder / "run.pt").exists():
         return 0
-    state = torch.load(folder / "run.pt", weights_only=True)
-    return state["epoch"] if kind == "example" else len(state["losses"])
+    return torch.load(folder / "run.pt", weights_only=True)["epoch"]
 
 
 def kill(kind: str, folder: Path, draw: random.Random) -> bool:
