@@ -132,7 +132,7 @@ class Companion(Forecaster):
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._num_observed = 0
         self._total_scale: Scale | None = None  # the sum of |s|
-        self._room: Tensor | None = None  # what gradients in float16 are multiplied by
+        self._half_factor: Tensor | None = None  # of gradients in float16
         self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
 
     def _make(self) -> Network:
@@ -256,13 +256,11 @@ class Companion(Forecaster):
         towards = Pull(rows, number, weights)
         gradient = towards.gradient(logits.shape, rows.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
-        if (
-            logits.dtype == torch.float16
-        ):  # the model's gradient has room for s, which the scaler grows until it has not
-            if self._room is None:
-                self._room = _room_of(rows.slope)
-            gradient = gradient * self._room
-            size = size * self._room
+        if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
+            if self._half_factor is None:
+                self._half_factor = _half_factor(rows.slope)
+            gradient = gradient * self._half_factor
+            size = size * self._half_factor
         self._pending.append((logits, gradient.to(logits)))
         self._num_observed += 1
         self._total_scale = size if self._total_scale is None else self._total_scale + size
@@ -434,7 +432,7 @@ class Companion(Forecaster):
         self._generator.set_state(state["_generator"])
 
 
-def _room_of(gradient: Tensor) -> Tensor:
-    """What rows of a gradient are multiplied by so that float16 has room for what they add up to."""
+def _half_factor(gradient: Tensor) -> Tensor:
+    """What rows of a gradient are multiplied by so that their sum neither overflows in float16 nor underflows."""
     largest = gradient.abs().sum(0).amax()
     return torch.where(largest > 0, HALF_SIZE / largest, 1.0)
