@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper import evidence, pays, peers, rules
+from examples.paper import evidence, pays, peers, rules, size
 from examples.paper.configuration import BY_BATCH, DCL, DCP_01, PAPER, Configuration, Experiment
 from examples.paper.pays import DIGITS
 
@@ -129,4 +129,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     **pays.EXPERIMENTS,
     **peers.EXPERIMENTS,
     **rules.EXPERIMENTS,
+    **size.EXPERIMENTS,
 }

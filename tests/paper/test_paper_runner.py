@@ -14,7 +14,7 @@ import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.paper import __main__ as command
-from examples.paper import datasets, jobs, methods, networks, records
+from examples.paper import datasets, jobs, methods, networks, records, size
 from examples.paper.configuration import DCL, DCP, Configuration, Experiment
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.table import markdown, paired, probability
@@ -440,7 +440,7 @@ def test_presets_in_older_records_are_read_as_the_arguments_that_they_stood_for(
 
 
 # A part of an experiment's runs would be a choice: the repository has all of them, or none yet.
-NOT_RUN = {"main-cifar100", "fraction-scripts", "fraction-kanji"}
+NOT_RUN = {"main-cifar100", "fraction-scripts", "fraction-kanji", *size.EXPERIMENTS}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -49,6 +49,7 @@ _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "strided-cnn-wide": partial(strided.strided_cnn, width=32),
     **{name: partial(vision.resnet, name) for name in ("resnet18", "resnet34", "resnet50")},
     **{name: partial(residual.resnet, name) for name in residual.WIDTHS},
+    "resnet10-l-strided": partial(residual.resnet, "resnet10-l", stride=2),  # 3.6 times as fast on one CPU core
     "wrn-28-10": partial(wide.wide_resnet, 28, 10),
     "wrn-28-2": partial(wide.wide_resnet, 28, 2),
     "shufflenetv2": vision.shufflenet,

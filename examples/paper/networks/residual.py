@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stem of stride 1, stages that halve the image from the second on, average pooling and the linear head ``fc``.
+    """A stem, stages that halve the image from the second on, average pooling and the linear head ``fc``.
 
     Modules are named as torchvision and the distillation literature name theirs, so their weight files fit.
 
@@ -55,11 +55,14 @@ class ResNet(nn.Module):
         stem: width of the first convolution.
         widths: of the stages.
         blocks: in each stage.
+        stride: of the stem.
     """
 
-    def __init__(self, classes: int, channels: int, stem: int, widths: tuple[int, ...], blocks: int) -> None:
+    def __init__(
+        self, classes: int, channels: int, stem: int, widths: tuple[int, ...], blocks: int, stride: int = 1
+    ) -> None:
         super().__init__()
-        self.conv1 = _convolution(channels, stem, 3)
+        self.conv1 = _convolution(channels, stem, 3, stride)
         self.bn1 = nn.BatchNorm2d(stem)
         self.stages = [f"layer{i + 1}" for i in range(len(widths))]
         inputs = stem
@@ -88,7 +91,7 @@ class ResNet(nn.Module):
         return self.fc(F.relu(self.features(x, before_relu=True)[-1]).mean((2, 3)))
 
 
-def resnet(name: str, classes: int, shape: tuple[int, int, int]) -> ResNet:
-    """Build one of WIDTHS."""
+def resnet(name: str, classes: int, shape: tuple[int, int, int], stride: int = 1) -> ResNet:
+    """Build one of WIDTHS, whose stem has a stride."""
     stem, widths, blocks = WIDTHS[name]
-    return ResNet(classes, shape[0], stem, widths, blocks)
+    return ResNet(classes, shape[0], stem, widths, blocks, stride)
