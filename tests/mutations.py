@@ -167,7 +167,8 @@ FAULTS = [
     Fault("companion_every off by one", "companion.companion:Companion.before_forward",
           replace("step % self._options.every", "(step - 1) % self._options.every"), "companion_costs companion*"),
     Fault("options not followed", "companion.optimizer:CompanionOptimizer.follow_options", NOTHING, "schedulers"),
-    Fault("not copied again", "companion.copying:Follower.base_has_changed", begin("return False"), "structure companion*"),
+    Fault("not copied again", "companion.copying:Follower.base_has_changed",
+          begin("return False"), "structure companion*"),
     # the prototypes
     Fault("unseen prototypes pull", "prototypes:Prototypes.pull",
           result("result._replace(weights=None)"), "prototypes*"),
