@@ -95,7 +95,7 @@ def test_soft_labels_by_hand(smoothing):
     q = torch.zeros(4, 6).double()
     q[range(4), [0, 1, 0, 2]] += torch.tensor([0.7, 1.0, 0.5, 0.4]).double()
     q[range(4), [3, 4, 5, 1]] += torch.tensor([0.3, 0.0, 0.5, 0.6]).double()
-    labels, scale, fits, tells = by_hand(
+    labels, scale, fits, tells, _ = by_hand(
         Form("soft", smoothing), 2.0 * (p - ((1 - smoothing) * q + smoothing / 6)), p.log()
     )
     assert_same(labels, q, atol=1e-12)
@@ -144,7 +144,7 @@ def share_below_zero(z: Tensor) -> Tensor:
 def test_a_gradient_without_the_form_has_no_labels(kind, gradient):
     torch.manual_seed(0)
     z = torch.randn(8, 6).double().log_softmax(1)
-    labels, _, fits, tells = by_hand(Form(kind), gradient(z), z)
+    labels, _, fits, tells, _ = by_hand(Form(kind), gradient(z), z)
     assert (bool(fits), bool(tells)) == (False, False)
     assert (labels == 6).all() if labels.ndim == 1 else (labels == 0).all()
 
@@ -157,7 +157,7 @@ def test_logits_that_are_no_log_probabilities_have_not_the_form_log():
 def test_rows_that_are_all_certain_have_labels_and_no_scale(kind):
     """All that is left of p - e_y is rounding."""
     rounding = 1e-9 * torch.tensor([[-3, 1, 2], [2, -3, 1], [-3, 2, 1], [1, 2, -3]]).double()
-    labels, _, fits, tells = by_hand(Form(kind), rounding, 40.0 * E)
+    labels, _, fits, tells, _ = by_hand(Form(kind), rounding, 40.0 * E)
     assert torch.equal(labels, Y)
     assert (bool(fits), bool(tells)) == (True, False)
 

@@ -90,12 +90,14 @@ class Reading(NamedTuple):
         scale: s, a scalar.
         fits: whether the gradient has the form; if not, the labels and s mean nothing.
         tells_scale: whether s can be trusted too; not if all rows are so certain that rounding is all that is left.
+        num_live: how many rows have a gradient.
     """
 
     labels: Tensor
     scale: Tensor
     fits: Tensor
     tells_scale: Tensor
+    num_live: Tensor
 
 
 def tolerance_of(*dtypes: torch.dtype) -> float:
@@ -144,7 +146,7 @@ def _read_hard(gradient: Gradient, smoothing: float, wants_labels: bool) -> Read
     fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     if wants_labels:
         y = torch.where(live & fits, y, constant(num_classes, y.device))
-    return Reading(y, slope * num_live, fits, excess <= 0)
+    return Reading(y, slope * num_live, fits, excess <= 0, num_live)
 
 
 def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
@@ -188,7 +190,7 @@ def _read_weighted(gradient: Gradient) -> Reading:
     needed = (READ_SHARE * live.sum()).clamp(min=1.0)
     fits = (told.sum() >= needed) & torch.isfinite(whole.sum())
     labels = torch.where(told & fits, y, num_classes)
-    return Reading(labels, mean * num_live, fits, fits & (num_clear >= needed))
+    return Reading(labels, mean * num_live, fits, fits & (num_clear >= needed), num_live)
 
 
 def _is_one_slope_a_label(slopes: Tensor, lengths: Tensor, y: Tensor, rows: Tensor) -> Tensor:
@@ -262,7 +264,7 @@ def _read_soft(gradient: Gradient, smoothing: float) -> Reading:
     bound = tolerance * whole + ROUNDING * slope * math.sqrt(len(z))
     is_cross_entropy = g.sum(1).abs().sum() <= slope * (tolerance * len(z))  # over these classes: shares sum to 1
     fits = (slope > 0) & (rest <= bound) & (whole > SATURATED * slope) & is_cross_entropy
-    return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * num_live, fits, fits)
+    return Reading(torch.where((live & fits)[:, None], shares, 0.0), slope * num_live, fits, fits, num_live)
 
 
 def _read_log_probabilities(gradient: Gradient) -> Reading:
@@ -273,7 +275,7 @@ def _read_log_probabilities(gradient: Gradient) -> Reading:
     normalized = ((torch.logsumexp(z, 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
     fits = (rest <= tolerance * whole) & (whole > 0) & normalized
     scale = -least.sum() * (num_live / live.sum())
-    return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, fits)
+    return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, fits, num_live)
 
 
 class Evidence(NamedTuple):

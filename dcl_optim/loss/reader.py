@@ -112,22 +112,20 @@ class LossReader:
         dim = self.dim_of(gradient)
         if self._form is None:
             self._num_silent += 1
+        reading: Reading | None = None
+        is_finite = True
         if self._form is not None and dim is not None:
             forward.lay_out(dim)
-            seen = _LaidOut(forward.rows, to_rows(gradient, dim), dim, self._form)
-            reading: Reading | None = cross_entropy.read(self._form, seen.gradient(), self.reads_labels)
-            count = seen.count
-            if may_read and reading is not None and not bool(reading.fits):
-                reading, count, is_finite = self._choose(forward, gradient)
-            else:
-                is_finite = True
-        elif may_read and self._tries_again(forward.step):
-            reading, count, is_finite = self._choose(forward, gradient)
+            seen = _wide_rows(forward.rows, to_rows(gradient, dim), self._form)
+            reading = cross_entropy.read(self._form, seen, self.reads_labels)
+            chooses = may_read and not bool(reading.fits)
         else:
-            reading, count, is_finite = None, None, True
+            chooses = may_read and self._tries_again(forward.step)
+        if chooses:
+            reading, is_finite = self._choose(forward, gradient)
         if self.reads_labels:
             self._note_whether_read(reading, may_read)
-        return self._loss_of(reading, count, is_finite, forward, gradient, is_first)
+        return self._loss_of(reading, is_finite, gradient, is_first)
 
     def dim_of(self, logits: Tensor) -> int | None:
         """The dimension of the classes; None while it is not known."""
@@ -150,18 +148,9 @@ class LossReader:
         else:
             self.skipped.add(reading.fits)
 
-    def _loss_of(
-        self,
-        reading: Reading | None,
-        count: Tensor | None,
-        is_finite: bool,
-        forward: Forward,
-        gradient: Tensor,
-        is_first: bool,
-    ) -> Loss:
+    def _loss_of(self, reading: Reading | None, is_finite: bool, gradient: Tensor, is_first: bool) -> Loss:
         last = 1.0 if self._scale is None else self._scale
-        if reading is None or count is None:
-            forward.lay_out(self.dim_of(gradient) or 1)
+        if reading is None:
             if not self.reads_labels and is_finite and self._scale is None:
                 self._require_a_scale(gradient, is_first)
             return Loss(last, None, None, is_finite)
@@ -169,94 +158,94 @@ class LossReader:
             last = torch.full_like(reading.scale, last)
         self._scale = scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
         if self.reads_labels:
-            return Loss(scale, Labels(reading.labels, count), reading.scale)
-        return Loss(scale * (count > 0), None, reading.scale)  # a gradient of zero: the loss has the factor 0
+            return Loss(scale, Labels(reading.labels, reading.num_live), reading.scale)
+        return Loss(
+            scale * (reading.num_live > 0), None, reading.scale
+        )  # a gradient of zero: the loss has the factor 0
 
     def _require_a_scale(self, gradient: Tensor, is_first: bool) -> None:
         """Refuse to take 1 for a scale that is likely another one: a gradient scaler's, or that of accumulation."""
         if self._was_refused and (gradient.dtype == torch.float16 or not is_first):
             raise RuntimeError(unread.UNREADABLE_SCALE.format(name=self._name))
 
-    def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, Tensor | None, bool]:
-        """Choose form and class dimension from all rows, and read: the reading, the number of live rows, is_finite."""
-        known = self.dim_of(gradient)
-        dims = [known]
-        if known is None:
-            dims = [dim for dim in range(1, gradient.ndim) if gradient.shape[dim] > 1] or [1]
-        layouts = [
-            _LaidOut(to_rows(forward.logits, dim), to_rows(gradient, dim), dim, None) for dim in dims if dim is not None
-        ]
+    def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, bool]:
+        """Choose form and class dimension, and read; say also whether the gradient is finite."""
+        dims = self._possible_dims(gradient)
+        layouts = [_wide_rows(to_rows(forward.logits, dim), to_rows(gradient, dim), None) for dim in dims]
         if not len(layouts[0].g):
-            return None, None, True
-        vectors = [cross_entropy.examine(layout.gradient()) for layout in layouts]
+            return None, True
+        vectors = [cross_entropy.examine(layout) for layout in layouts]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]  # one wait for all
         if not 0 < found[0].total < math.inf:
-            return self._no_gradient(found[0].total, layouts[0], known is not None)
+            return self._no_gradient(found[0].total, layouts[0], self.dim_of(gradient) is not None)
         trials = [
-            (rank, form, layout, evidence)
-            for layout, evidence in zip(layouts, found, strict=True)
+            (rank, form, dim, layout, evidence)
+            for dim, layout, evidence in zip(dims, layouts, found, strict=True)
             for rank, form in cross_entropy.candidates(evidence, layout.z.shape[1], self._form)
         ]
-        for _, form, layout, evidence in sorted(trials, key=itemgetter(0)):
-            reading = cross_entropy.read(form, layout.gradient(), self.reads_labels)
+        for _, form, dim, layout, evidence in sorted(trials, key=itemgetter(0)):
+            reading = cross_entropy.read(form, layout, self.reads_labels)
             if bool(reading.fits):
                 if evidence.is_softmax and form.kind != "log":
                     self._warn(unread.SOFTMAX_TWICE)
-                return self._take(form, layout, forward, reading)
+                self._take(form, dim, forward)
+                return reading, True
         if all(evidence.says for evidence in found):  # else the one that says nothing yet may be that of the classes
-            return self._refuse(forward, layouts[0])
-        return self._wait(forward, layouts, found)
+            return self._refuse(layouts[0])
+        return self._wait(forward, dims, layouts[0], found[0])
 
-    def _take(self, form: Form, layout: _LaidOut, forward: Forward, reading: Reading) -> tuple[Reading, Tensor, bool]:
+    def _possible_dims(self, gradient: Tensor) -> list[int]:
+        known = self.dim_of(gradient)
+        if known is not None:
+            return [known]
+        return [dim for dim in range(1, gradient.ndim) if gradient.shape[dim] > 1] or [1]
+
+    def _take(self, form: Form, dim: int, forward: Forward) -> None:
         self._form = form
         self._was_refused = False
         if forward.logits.ndim > 2:
-            self.class_dim = layout.dim
-        forward.lay_out(layout.dim)
-        return reading, layout.count, True
+            self.class_dim = dim
+        forward.lay_out(dim)
 
-    def _no_gradient(
-        self, total: float, layout: _LaidOut, knows_dim: bool
-    ) -> tuple[Reading | None, Tensor | None, bool]:
+    def _no_gradient(self, total: float, layout: Gradient, knows_dim: bool) -> tuple[Reading | None, bool]:
         """A gradient of zero says that the loss has the factor 0; one that is not finite says nothing."""
         if total != 0:
-            return None, None, False
+            return None, False
         if self.reads_labels and not knows_dim:  # the number of classes is not known either
-            return None, None, True
+            return None, True
         zero = torch.zeros((), device=layout.g.device)
         none = torch.full((len(layout.g),), layout.g.shape[1], device=layout.g.device)
-        return Reading(none, zero, zero == 0, zero == 0), layout.count, True
+        return Reading(none, zero, zero == 0, zero == 0, layout.num_live), True
 
     def _wait(
-        self, forward: Forward, layouts: list[_LaidOut], found: list[Evidence]
-    ) -> tuple[Reading | None, Tensor | None, bool]:
+        self, forward: Forward, dims: list[int], layout: Gradient, evidence: Evidence
+    ) -> tuple[Reading | None, bool]:
         """A batch tells no form: one row of two classes, or a model that is certain of all rows.
 
         If hard labels fit each of the first such batches, they are taken; what does not fit is refused.
         """
         if self._form is not None:
-            return self._refuse(forward, layouts[0])
-        evidence = found[0]
-        self._may_be_hard = self._may_be_hard and len(found) == 1 and bool(evidence.is_hard) and not evidence.is_mixed
+            return self._refuse(layout)
+        self._may_be_hard = self._may_be_hard and len(dims) == 1 and bool(evidence.is_hard) and not evidence.is_mixed
         is_over = self._num_silent >= PATIENCE
         if not self._may_be_hard:
-            return self._refuse(forward, layouts[0]) if is_over else (None, None, True)
-        if not is_over and self.reads_labels:
-            return None, None, True
-        reading = cross_entropy.read(Form("hard"), layouts[0].gradient(), self.reads_labels)
+            return self._refuse(layout) if is_over else (None, True)
         if is_over:
-            return self._take(Form("hard"), layouts[0], forward, reading)
-        return reading, layouts[0].count, True  # the scale that hard labels would have is likelier than 1
+            self._take(Form("hard"), dims[0], forward)
+        elif self.reads_labels:
+            return None, True
+        # Before it is over: the scale that hard labels would have is likelier than 1.
+        return cross_entropy.read(Form("hard"), layout, self.reads_labels), True
 
-    def _refuse(self, forward: Forward, layout: _LaidOut) -> tuple[None, None, bool]:
+    def _refuse(self, layout: Gradient) -> tuple[None, bool]:
         """A gradient that says something has no known form: an error where labels are needed, later a warning."""
         self._was_refused = self._form is None
         if self.reads_labels:
-            message = unread.UNREADABLE_LABELS.format(name=self._name, seen=unread.seen_in(layout.z, layout.g))
+            message = unread.UNREADABLE_LABELS.format(name=self._name, seen=unread.seen_in(layout.g))
             if self._form is None:
                 raise RuntimeError(message)
             self._warn(f"a batch gets no penalty: {message}", "a batch")
-        return None, None, True
+        return None, True
 
     def questions(self) -> list[_sync.Question]:
         """What is asked together in a step that may read values: how many of the last batches were skipped."""
@@ -275,24 +264,13 @@ class LossReader:
             warn(message)
 
 
-class _LaidOut:
-    """A gradient as rows along one dimension.
+def _wide_rows(z: Tensor, g: Tensor, form: Form | None) -> Gradient:
+    """Rows of logits and gradient in float32 or wider, with what is known of them: all rows, since a choice of them may
+    show another factor.
 
     A live row, whose gradient is not zero, has a positive entry, since it sums to 0, except of ``NLLLoss``.
     """
-
-    def __init__(self, z: Tensor, g: Tensor, dim: int, form: Form | None) -> None:
-        self.dim = dim
-        self.z = z
-        self.g = g
-        self._tolerance = cross_entropy.tolerance_of(self.z.dtype, self.g.dtype)
-        if form is None or form.kind == "log":
-            self._size = self.g.abs().amax(1)
-        else:
-            self._size = self.g.amax(1)
-        # The number of rows that are not zero: the norm of order 0 takes one kernel.
-        self.count = torch.linalg.vector_norm(self._size, 0, dtype=torch.promote_types(self.g.dtype, torch.float32))
-
-    def gradient(self) -> Gradient:
-        """Logits and gradient in float32 or wider: all rows, since a choice of them may show another factor."""
-        return Gradient(wide(self.z), wide(self.g), self._size > 0, self.count, self._tolerance)
+    size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
+    # The number of rows that are not zero: the norm of order 0 takes one kernel.
+    num_live = torch.linalg.vector_norm(size, 0, dtype=torch.promote_types(g.dtype, torch.float32))
+    return Gradient(wide(z), wide(g), size > 0, num_live, cross_entropy.tolerance_of(z.dtype, g.dtype))

@@ -11,19 +11,20 @@ from dcl_optim._sync import Question
 
 WINDOW = 100  # batches, of which a warning says how many were skipped
 
+TERM = "loss + optimizer.penalty(logits)"  # as DCLOptimizer writes it
+TERM_WITH_LABELS = "loss + optimizer.penalty(logits, labels)"
 UNREADABLE_LABELS = (
     "{name} cannot read the labels from this loss's gradient, which is not that of a softmax cross-entropy over the "
-    "model's logits.\n  Seen: {seen}.\n  Fix: add the penalty to the loss, loss + optimizer.penalty(logits, labels). "
-    "See docs/losses.md"
+    f"model's logits.\n  Seen: {{seen}}.\n  Fix: add the penalty to the loss, {TERM_WITH_LABELS}. See docs/losses.md"
 )
 UNREADABLE_SCALE = (
     "{name} cannot read what this loss is multiplied by (gradient scaler, accumulation, weights) from its gradient, "
     "which is not that of a softmax cross-entropy over the model's logits.\n"
-    "  Fix: add the penalty to the loss, loss + optimizer.penalty(logits). See docs/losses.md"
+    f"  Fix: add the penalty to the loss, {TERM}. See docs/losses.md"
 )
 MANY_SKIPPED = (
     "{number} of the last {window} batches got no penalty: {name} cannot read their labels from the loss's gradient.\n"
-    "  Fix: add the penalty to the loss, loss + optimizer.penalty(logits, labels). See docs/losses.md"
+    f"  Fix: add the penalty to the loss, {TERM_WITH_LABELS}. See docs/losses.md"
 )
 SOFTMAX_TWICE = (
     "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
@@ -33,11 +34,11 @@ SOFTMAX_TWICE = (
 
 def term_of(reads_labels: bool) -> str:
     """The penalty term as an optimizer writes it that needs labels, or none."""
-    return "loss + optimizer.penalty(logits, labels)" if reads_labels else "loss + optimizer.penalty(logits)"
+    return TERM_WITH_LABELS if reads_labels else TERM
 
 
-def seen_in(z: Tensor, g: Tensor) -> str:
-    """Say in a line what logits and gradient, rows (N, K), show. Synchronizes."""
+def seen_in(g: Tensor) -> str:
+    """Say in a line what a gradient, rows (N, K), shows. Synchronizes."""
     if g.shape[1] == 1:
         return "one logit a row, as of binary classification or regression"
     g = g[g.abs().amax(1) > 0].float()
