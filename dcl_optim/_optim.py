@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 # Without a line of Python for each parameter: a step may ask about all of them.
-_parameters, _gradient, _exists = itemgetter("params"), attrgetter("grad"), functools.partial(is_not, None)
+_parameters = itemgetter("params")
+_gradient = attrgetter("grad")
+_exists = functools.partial(is_not, None)
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:

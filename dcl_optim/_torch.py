@@ -177,7 +177,7 @@ class OptimizerInternals(Optimizer):
         self._set_up_hooks()
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)  # 1 and 1.0 are two tensors
 def constant(value: float, device: torch.device) -> Tensor:
     """A number as a tensor; making it anew in each step would be one kernel more."""
     return torch.full((), value, device=device)

@@ -162,7 +162,10 @@ class Forecaster(ABC):
         """Measure the training accuracy from now on, since the weight follows it. Only with ``reads_labels``."""
 
     def train_accuracy(self) -> tuple[Tensor, int]:
-        """The running mean of the training accuracy, a scalar, and the number of classes; see above."""
+        """The running mean of the training accuracy, a scalar, and the number of classes.
+
+        Only a forecaster with ``reads_labels`` is asked, after :meth:`measure_accuracy`, and it has to answer.
+        """
         raise NotImplementedError
 
     def questions(self) -> list[Question]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from dcl_optim.companion import copying
 from dcl_optim.companion.copying import Follower
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, add_note, try_to_build
 from dcl_optim.companion.replay import Replay, unchanged_rng
-from dcl_optim.distances import Distance, rows_of, rows_towards_target, to_rows
+from dcl_optim.distances import Distance, rows_towards_target, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
-from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Question, Scale
+from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Question, Scale, pull_of
 
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
 TINY = 1e-30  # what can be divided by
@@ -67,6 +67,7 @@ class Network:
     versions: list[int]  # how often the parameters that it trains had been written to when it was made
     has_predicted: bool = False
     has_shown_its_leaves: bool = False
+    shared_versions: list[tuple[int, int]] = field(default_factory=list)  # of what it shares, before the first forward
     loaded_since: bool = False  # whether weights were loaded into the model since the last forward pass
 
 
@@ -197,7 +198,7 @@ class Companion(Forecaster):
             warn(WEIGHTS_LOADED)
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
-            self._versions = network.follower.versions()
+            network.shared_versions = network.follower.versions()
             if versions_of(parameters_of(network.optimizer.optimizer)) != network.versions:
                 network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
@@ -208,7 +209,7 @@ class Companion(Forecaster):
         assert network is not None
         arguments = self._replay.arguments(args, kwargs)
         if not network.has_predicted:
-            network.follower.require_unwritten(self._versions)
+            network.follower.require_unwritten(network.shared_versions)
         shows_its_leaves = self._learns and not network.has_shown_its_leaves
         given = copying.leaves_of(tensors_of(arguments)) if shows_its_leaves else []  # before the forward edits them
         with torch.set_grad_enabled(self._learns):
@@ -238,7 +239,7 @@ class Companion(Forecaster):
         prediction.rows = c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
         if _sync.is_sync_step(forward.step):
             self._diverged = (z.isfinite() & ~c.isfinite()).any()
-        return Pull(rows_of(self.distance, z, c), max(len(z), 1))
+        return pull_of(self.distance, z, c)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 

@@ -202,7 +202,7 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 class Follower:
     """Brings the companion, at each forward pass, to where the model is: mode, device, dtype, a patched forward.
 
-    Nothing in Python grows with the model. A companion that is no copy follows the mode only.
+    A companion that is no copy follows the mode only.
 
     Args:
         model: the user's own module.
@@ -326,15 +326,12 @@ class Follower:
                 "companion=copy.deepcopy(model)"
             )
 
-    def shared_names(self) -> set[str]:
-        """The names of the parameters that the companion shares."""
-        shared = {id(ours) for _, ours in self._shared}
-        return {name for name, p in self._companion.named_parameters(remove_duplicate=False) if id(p) in shared}
-
     def own_state(self) -> dict[str, Tensor]:
         """The companion's tensors without what it shares with the model."""
-        shared = self.shared_names()
-        return {name: tensor for name, tensor in self._companion.state_dict().items() if name not in shared}
+        shared = {id(ours) for _, ours in self._shared}
+        named = self._companion.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if id(parameter) in shared}
+        return {name: tensor for name, tensor in self._companion.state_dict().items() if name not in names}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_num_ranks": 0}
