@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same, mlp, sgd
 
 VARIANTS = ("dcl", "dcp")
+EACH = pytest.mark.parametrize("variant", VARIANTS)
 WEIGHT, ALPHA = 0.7, 0.4
 METHOD = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

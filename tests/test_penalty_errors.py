@@ -12,11 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.by_hand import VARIANTS, assert_same_training, learned, term_of, train, wrap
+from tests.by_hand import EACH, assert_same_training, learned, term_of, train, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, dropout_net, mlp
-
-EACH = pytest.mark.parametrize("variant", VARIANTS)
-
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
 

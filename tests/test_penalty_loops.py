@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from dcl_optim import AutoWeight
 from tests.by_hand import (
     CLOSE,
+    EACH,
     VARIANTS,
     apart,
     assert_same_training,
@@ -28,7 +29,6 @@ from tests.by_hand import (
 )
 from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp
 
-EACH = pytest.mark.parametrize("variant", VARIANTS)
 STEPS = 6
 margins = F.multi_margin_loss
 

@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from tests.by_hand import (
     CLOSE,
-    VARIANTS,
+    EACH,
     apart,
     assert_same_training,
     by_hand,
@@ -34,7 +34,6 @@ from tests.integrations.lightning_modules import fit
 from tests.integrations.trainer_by_hand import QUIET as TRAINERS
 from tests.integrations.trainer_by_hand import Tape
 
-EACH = pytest.mark.parametrize("variant", VARIANTS)
 BATCHES, PARTS = 7, 3  # an epoch's last accumulation has one batch
 
 
