@@ -149,20 +149,20 @@ def name_of(distance: Distance) -> str:
 class Rows(NamedTuple):
     r"""The distances of N rows, and their gradients with respect to the first argument.
 
-    The gradient of row i is ``slope[i] * factor * shrink[i]``.
+    The gradient of row i is ``slope[i] * factor / lengths[i]``.
 
     Attributes:
         values: called without arguments, it gives the distances, (N,): only logs and the penalty term ask for them.
         slope: (N, K), in float32 or wider.
         factor: a number.
-        shrink: (N,); None for 1.
+        lengths: (N,); None for 1.
         norms: of the rows of slope, (N,), where slope is z - c; else None.
     """
 
     values: Callable[[], Tensor]
     slope: Tensor
     factor: float = 1.0
-    shrink: Tensor | None = None
+    lengths: Tensor | None = None
     norms: Tensor | None = None
 
 
@@ -207,8 +207,8 @@ def _squared_rows(apart: Tensor, norms: Tensor, radius: float) -> Rows:
     factor = 2.0 / max(apart.shape[1], 1)
     if radius == math.inf:
         return Rows(lambda: norms.square() * (0.5 * factor), apart, factor, None, norms)
-    shrink = norms.clamp(min=radius).reciprocal_()  # up to a factor of the radius
-    return Rows(lambda: _huber(norms, radius) * factor, apart, factor * radius, shrink, norms)
+    lengths = norms.clamp(min=radius)
+    return Rows(lambda: _huber(norms, radius) * factor, apart, factor * radius, lengths, norms)
 
 
 def _differentiated(distance: Distance, z: Tensor, c: Tensor) -> Rows:
@@ -234,7 +234,7 @@ def radius_of(num_classes: int) -> float:
 def _huber(norms: Tensor, radius: float) -> Tensor:
     """Half of the square up to a radius, and its tangent beyond."""
     near = norms.clamp(max=radius)
-    return near * (norms - 0.5 * near)
+    return near * torch.sub(norms, near, alpha=0.5)
 
 
 def difference(z: Tensor, c: Tensor) -> Tensor:

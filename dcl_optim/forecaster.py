@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim._sync import Question
+from dcl_optim._torch import constant
 from dcl_optim._validation import check_tensors
 from dcl_optim.distances import Distance, Rows, from_rows, rows_of
 from dcl_optim.loss.reader import Labels, Scale
@@ -59,14 +60,15 @@ class Pull(NamedTuple):
             scalar = self.number.reciprocal() if scalar is None else scalar / self.number
         else:
             factor /= self.number
-        of_rows = self.rows.shrink
-        if self.weights is not None:
-            of_rows = self.weights if of_rows is None else of_rows * self.weights
-        if of_rows is None:
-            return factor, 1.0 if scalar is None else scalar
+        of_rows = self.weights
         if scalar is not None:
-            of_rows = of_rows * scalar.to(of_rows)
-        return factor, of_rows[:, None]
+            scalar = scalar.to(self.rows.slope)
+            of_rows = scalar if of_rows is None else of_rows * scalar
+        if self.rows.lengths is not None:
+            of_rows = (1.0 if of_rows is None else of_rows) / self.rows.lengths
+        if of_rows is None:
+            return factor, 1.0
+        return factor, of_rows[:, None] if of_rows.ndim else of_rows
 
     def added_to(self, gradient: Tensor, class_dim: int, *scales: Scale) -> Tensor:
         r"""Add :math:`s\,\partial\Delta/\partial z` to a gradient of the logits, s being the product of the scales.
@@ -92,7 +94,12 @@ class Pull(NamedTuple):
         With ``overwrites`` it takes the memory of the slope.
         """
         factor, of_rows = self.coefficients(*scales)
-        rows = torch.mul(self.rows.slope, of_rows * factor, out=self.rows.slope if overwrites else None)
+        slope = self.rows.slope
+        out = slope if overwrites else None
+        if isinstance(of_rows, Tensor):
+            rows = torch.addcmul(constant(0.0, slope.device), slope, of_rows, value=factor, out=out)
+        else:
+            rows = torch.mul(slope, factor * of_rows, out=out)
         return from_rows(rows, shape, class_dim).to(dtype)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dcl_optim._validation import check_number, check_positive
-from dcl_optim.forecaster import Forecaster
+from dcl_optim.forecaster import Forecaster, Scale
 from dcl_optim.schedules import Checked, Schedule
 
 
@@ -51,9 +51,11 @@ class AutoWeight:
         check_positive("power", self.power)
         check_positive("classes", self.classes)
 
-    def at(self, accuracy: Tensor, num_classes: int) -> Tensor:
+    def at(self, accuracy: Tensor, num_classes: int) -> Scale:
         """The weight at a training accuracy in [0, 1], which does not synchronize."""
         ceiling = min(1.0, num_classes / self.classes)
+        if ceiling <= self.floor:  # as with ten classes
+            return self.floor
         return (accuracy**self.power * ceiling).clamp(min=self.floor)
 
     def __str__(self) -> str:
@@ -72,7 +74,7 @@ class FollowingFit:
         self.given = rule
         self._forecaster = forecaster
 
-    def __call__(self, step: int) -> Tensor:
+    def __call__(self, step: int) -> Scale:
         accuracy, num_classes = self._forecaster.train_accuracy()
         return self.given.at(accuracy, num_classes)
 
