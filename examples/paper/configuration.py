@@ -36,6 +36,7 @@ class Configuration:
         weight_decay: of the optimizer.
         averages: decays for one step of moving averages of the weights: predictors of their own beside the model.
         label_noise: the share of the training labels that are replaced by another class.
+        precision: "float32", or "bfloat16" for autocast in the network's forward pass, also when it is measured.
     """
 
     data: str
@@ -51,6 +52,7 @@ class Configuration:
     weight_decay: float = 5e-4
     averages: tuple[float, ...] = ()
     label_noise: float = 0.0
+    precision: str = "float32"
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration in types that JSON knows."""

@@ -47,7 +47,7 @@ def _by_argument(record: Record) -> Record:
         options = configuration["options"]
         if options.pop("preset", None):
             configuration["options"] = {"weight": 1.0, "alpha": 0.6} | options
-        record["configuration"] = {"averages": [], "label_noise": 0.0} | configuration
+        record["configuration"] = {"averages": [], "label_noise": 0.0, "precision": "float32"} | configuration
     return record
 
 

@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
     "adamw": torch.optim.AdamW,
 }
+PRECISIONS = ("float32", "bfloat16")
 SECONDS_BETWEEN_SAVES = 30.0
 AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fifth of the time
 # What JSON has no value for, by the name that a configuration gives, from the number of steps in the training and in
@@ -42,6 +43,19 @@ SCHEDULES: dict[str, Callable[[int, int], Any]] = {
     "accuracy^6 / √10": lambda steps, epoch: AutoWeight(classes=10 * math.sqrt(10)),  # to √(K/100), of ten classes
     "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
+
+
+class InBfloat16(nn.Module):
+    """A network whose forward pass runs under autocast, and whose logits are in float32."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            logits: Tensor = self.network(x)
+        return logits.float()
 
 
 class Run:
@@ -61,6 +75,8 @@ class Run:
     def __init__(self, configuration: Configuration, seed: int, device: torch.device, data: Data | None = None) -> None:
         if configuration.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={configuration.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+        if configuration.precision not in PRECISIONS:
+            raise ValueError(f"precision={configuration.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
         for decay in configuration.averages:
             if not 0 <= decay < 1:
                 raise ValueError(f"averages={configuration.averages!r} are decays in [0, 1), which {decay!r} is not")
@@ -81,6 +97,8 @@ class Run:
 
     def _build(self, name: str) -> nn.Module:
         model = networks.build(name, self.data.classes, self.data.shape).to(self.device)
+        if self.configuration.precision == "bfloat16":
+            model = InBfloat16(model)
         # Convolutions over few channels are faster so, on a CPU too.
         return model.to(memory_format=torch.channels_last)
 

@@ -106,6 +106,23 @@ def test_an_unknown_optimizer_is_refused():
         Run(replace(TINY, optimizer="lion"), 0, CPU)
 
 
+@pytest.mark.parametrize("method", ["plain", "dcl", "dcp"])
+def test_a_network_in_bfloat16_has_the_same_weights_and_rounded_logits(method):
+    wide, half = (Run(replace(TINY, method=method, precision=name), 0, CPU) for name in ("float32", "bfloat16"))
+    assert_same(half.method.main.network.network, wide.method.main.network)
+    (_, theirs, _), (_, ours, _) = (next(run.logits("validation")) for run in (wide, half))
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)
+    assert not torch.equal(ours, theirs)
+    half.train_epoch()
+    assert {parameter.dtype for parameter in half.method.main.network.parameters()} == {torch.float32}
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(ValueError, match="precision='half' is unknown; choose one of float32, bfloat16"):
+        Run(replace(TINY, precision="half"), 0, CPU)
+
+
 def test_a_companion_is_named_and_a_schedule_too():
     options = {"companion": "cnn", "alpha": "running-average"}
     run = Run(replace(TINY, method="dcl", options=options), 0, CPU)
@@ -429,13 +446,14 @@ def test_presets_in_older_records_are_read_as_the_arguments_that_they_stood_for(
     records.append({"configuration": {"options": {"preset": "paper", "distance": "kl"}}}, path)
     records.append({"configuration": {"options": {"preset": "paper", "weight": 0.1, "alpha": 0.97}}}, path)
     records.append({"configuration": {"options": {}, "averages": [0.9], "label_noise": 0.2}}, path)
+    later = {"label_noise": 0.0, "precision": "float32"}
     assert [record["configuration"] for record in records.read(path)] == [
         {"weight": None, "lr": 0.1},
         {"weight": 0.1},
         {"weight": 1.0},
-        {"options": {"weight": 1.0, "alpha": 0.6, "distance": "kl"}, "averages": [], "label_noise": 0.0},
-        {"options": {"weight": 0.1, "alpha": 0.97}, "averages": [], "label_noise": 0.0},
-        {"options": {}, "averages": [0.9], "label_noise": 0.2},
+        {"options": {"weight": 1.0, "alpha": 0.6, "distance": "kl"}, "averages": [], **later},
+        {"options": {"weight": 0.1, "alpha": 0.97}, "averages": [], **later},
+        {"options": {}, "averages": [0.9], "label_noise": 0.2, "precision": "float32"},
     ]
 
 
