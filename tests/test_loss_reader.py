@@ -442,7 +442,13 @@ def test_dcl_takes_the_scale_of_hard_labels_meanwhile(script):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    ("script", "loss"), [(one_row_of_two_classes, squares), (a_prior, smoothed), (certain, smoothed)]
+    ("script", "loss"),
+    [
+        (one_row_of_two_classes, squares),
+        (one_row_of_two_classes, smoothed),  # which hard labels fit too, until the model is certain
+        (a_prior, smoothed),
+        (certain, smoothed),
+    ],
 )
 def test_if_hard_labels_do_not_fit_all_of_them_the_loss_is_refused(script, loss, variant):
     """DCL refuses where 1 is likely wrong, as in the second backward pass of a step."""

@@ -98,6 +98,7 @@ class LossReader:
         self.class_dim: int | None = state.get("class_dim")
         self._num_silent = 0  # batches before the first one that told a form
         self._may_be_hard = True  # whether each of them fits hard labels
+        self._single_row_scale: float | None = None  # what the first of them with a single row would have
         self._was_refused = False  # whether a gradient that said something had no known form
 
     def read(self, forward: Forward, gradient: Tensor, is_first: bool) -> Loss:
@@ -226,16 +227,28 @@ class LossReader:
         """
         if self._form is not None:
             return self._refuse(layout)
-        self._may_be_hard = self._may_be_hard and len(dims) == 1 and bool(evidence.is_hard) and not evidence.is_mixed
+        reading = cross_entropy.read(Form("hard"), layout, self.reads_labels)
+        fits = len(dims) == 1 and bool(evidence.is_hard) and not evidence.is_mixed
+        self._may_be_hard = self._may_be_hard and fits and self._has_one_scale(reading, layout.tolerance)
         is_over = self._num_silent >= PATIENCE
         if not self._may_be_hard:
+            self._scale = None  # that of hard labels, which do not fit
             return self._refuse(layout) if is_over else (None, True)
         if is_over:
             self._take(Form("hard"), dims[0], forward)
         elif self.reads_labels:
             return None, True
         # Before it is over: the scale that hard labels would have is likelier than 1.
-        return cross_entropy.read(Form("hard"), layout, self.reads_labels), True
+        return reading, True
+
+    def _has_one_scale(self, reading: Reading, tolerance: float) -> bool:
+        """Whether the batches of a single row show one scale: of two classes hard labels fit any such row."""
+        num_live, tells_scale, scale = torch.stack([reading.num_live, reading.tells_scale, reading.scale]).tolist()
+        if num_live != 1 or not tells_scale:
+            return True
+        if self._single_row_scale is None:
+            self._single_row_scale = scale
+        return abs(scale - self._single_row_scale) <= 5.0 * tolerance * self._single_row_scale
 
     def _refuse(self, layout: Gradient) -> tuple[None, bool]:
         """A gradient that says something has no known form: an error where labels are needed, later a warning."""

@@ -46,10 +46,12 @@ class Kind:
         """Whether the gradient of a batch does.
 
         Not if entries may underflow, in float32 from a range of 80 in a row on: a row without gradient looks like one
-        that is ignored. Nor, in half precision, if rows have factors and the model is certain of one: rounding is all
+        that is ignored. Nor if their squares do. Nor, in half precision, if rows have factors and the model is certain of one: rounding is all
         that is left. Nor if predictions are so uniform that it is about that of a loss without smoothing or weights.
         """
         p, half = b.z.softmax(1), g.dtype.itemsize < 4
+        if not g.float().norm():
+            return False
         if (b.z.amax(1) - b.z.amin(1)).max() > 80 or (half and self.weighs and (p * b.e).max() > 1 - 1e-4):
             return False
         size = torch.where(meant.reshape(len(g), -1).amax(1) < 0, 1.0, g.abs().amax(1))

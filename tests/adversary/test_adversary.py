@@ -10,7 +10,7 @@ import pytest
 from tests.adversary.loops import check
 from tests.adversary.losses import count
 
-SEEDS = (29, 30, 31, 32)
+SEEDS = (29, 30, 31, 32, 37, 41)
 CASES, LOOPS = 6, 75  # of each seed: of each kind of loss, of loops
 each_seed = pytest.mark.parametrize("seed", SEEDS)
 
