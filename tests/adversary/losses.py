@@ -46,8 +46,9 @@ class Kind:
         """Whether the gradient of a batch does.
 
         Not if entries may underflow, in float32 from a range of 80 in a row on: a row without gradient looks like one
-        that is ignored. Nor if their squares do. Nor, in half precision, if rows have factors and the model is certain of one: rounding is all
-        that is left. Nor if predictions are so uniform that it is about that of a loss without smoothing or weights.
+        that is ignored. Nor if their squares do. Nor, in half precision, if rows have factors and the model is certain
+        of one: rounding is all that is left. Nor if predictions are so uniform that it is about that of a loss without
+        smoothing or weights.
         """
         p, half = b.z.softmax(1), g.dtype.itemsize < 4
         if not g.float().norm():

@@ -15,6 +15,7 @@ from tests.test_example import ROOT
 
 NEEDS = {
     "minimal": "sklearn",
+    "idea": "sklearn",
     "distributed": "sklearn",
     "mixed_precision": "sklearn",
     "image_classification": "tqdm",
