@@ -39,6 +39,9 @@ class DCPOptimizer(ForecastOptimizer):
     (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
     optimizer.penalty(z, y)``. Sigmoid outputs (binary, multi-label) and regression have no classes.
 
+    The arguments come in this order: use (``weight``), data (``num_classes``, ``logits``), scale (``process_group``),
+    paper (``alpha``, ``update``, ``distance``), and ``strict``. Most scripts need none of them.
+
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
         model: the model that it trains.
@@ -47,8 +50,8 @@ class DCPOptimizer(ForecastOptimizer):
             (:class:`~dcl_optim.AutoWeight`). The paper uses 1.
         num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
             (default) for that of the first logits.
-        logits: function of the model's output that returns the logits tensor; None (default) looks for them as
-            :func:`~dcl_optim.loss.outputs.find_logits` says.
+        logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
+            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first item of a tuple or list.
         process_group: the ``torch.distributed.ProcessGroup`` over which class sums are added up; ``"auto"`` (default)
             for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
@@ -77,9 +80,10 @@ class DCPOptimizer(ForecastOptimizer):
         >>> optimizer.prototypes.shape
         torch.Size([3, 3])
 
+    The paper's settings: ``DCPOptimizer(optimizer, model, weight=1, alpha=0.6, update="batch", distance="squared")``.
+
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix. Where we differ: the weight, alpha,
-    prototypes that count rows and not batches, and a distance that is linear far out. The paper's DCP is
-    ``DCPOptimizer(optimizer, model, weight=1, alpha=0.6, update="batch", distance="squared")``.
+    prototypes that count rows and not batches, and a distance that is linear far out.
     """
 
     _name = "DCPOptimizer"

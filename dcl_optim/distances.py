@@ -29,10 +29,10 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
     can make it, and for a single output (K = 1).
 
     Args:
-        z, c: rows (N, K), as in all distances.
+        z, c: rows (N, K).
 
     Returns:
-        One value a row, (N,), as in all distances.
+        One value a row, (N,).
 
     Examples:
         >>> mse(torch.tensor([[1.0, 3.0], [8.0, 6.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
@@ -48,7 +48,10 @@ def squared(z: Tensor, c: Tensor) -> Tensor:
     The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use this mean.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> squared(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -61,7 +64,10 @@ def l1(z: Tensor, c: Tensor) -> Tensor:
     r"""Absolute distance of logits, :math:`\frac{1}{K}\lVert z_i - c_i\rVert_1`, of the paper's Table 6.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -79,6 +85,9 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     Args:
         z, c: rows (N, K).
         temperature: T > 0, default 4.
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
@@ -102,6 +111,9 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     Args:
         z, c: rows (N, K).
         temperature: T > 0, default 0.1.
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
@@ -188,7 +200,8 @@ def rows_towards_target(distance: Distance, z: Tensor, c: Tensor, rows: Rows, al
     r"""The distances :math:`\delta(c, \alpha c + (1-\alpha) z)` and their gradients for c.
 
     Args:
-        distance, z, c: as in :func:`rows_of`.
+        distance: a function (z, c) that returns one value a row.
+        z, c: rows (N, K).
         rows: what :func:`rows_of` gave for z and c, whose slope may be used again.
         alpha: the share of c in the target.
     """

@@ -89,7 +89,7 @@ class Pull(NamedTuple):
     def gradient(
         self, shape: torch.Size, dtype: torch.dtype, class_dim: int, *scales: Scale, overwrites: bool = False
     ) -> Tensor:
-        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s as in :meth:`added_to`.
+        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s being the product of the scales.
 
         With ``overwrites`` it takes the memory of the slope.
         """
@@ -153,7 +153,8 @@ class Forecaster(ABC):
         """Learn from a forward pass at its first backward pass, now or in :meth:`step`.
 
         Args:
-            forward, labels: as in :meth:`pull`.
+            forward: the forward pass; its ``logits`` and ``rows`` must not change.
+            labels: of its rows; None without ``reads_labels``.
             pull: what :meth:`pull` returned; it was added to the gradient already, and may be overwritten.
             scale: what the loss was multiplied by.
             alpha: the value of this step, in [0, 1].
