@@ -25,15 +25,14 @@ class DCLOptimizer(ForecastOptimizer):
 
     For a batch with logits :math:`z = f(\theta_t, x)` and companion logits :math:`c = f(\omega_t, x)`,
 
-    .. math:: \theta_{t+1} = \text{base step with } \nabla_\theta\,[\ell(z, y) + \lambda\,\Delta(z, \text{stop}(c))]
+    .. math:: g_\theta = \nabla_\theta\,[\ell(z, y) + \lambda\,\Delta(z, \text{stop}(c))]
 
-    .. math::
-        \omega_{t+1} = \text{companion step with }
-        \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
+    .. math:: g_\omega = \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
 
-    (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training forward pass or
-    by :attr:`companion`. It sees the same input in the same mode with the same random draws, and leaves the RNG state
-    unchanged. It is copied again when the base optimizer trains other parameters than before.
+    The base optimizer steps the model with :math:`g_\theta`, and the companion's optimizer the companion with
+    :math:`g_\omega` (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training
+    forward pass or by :attr:`companion`. It sees the same input in the same mode with the same random draws, and leaves
+    the RNG state unchanged. It is copied again when the base optimizer trains other parameters than before.
 
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.

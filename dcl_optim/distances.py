@@ -22,7 +22,7 @@ RADIUS = 1 / math.sqrt(2.0)  # of mse, for each class
 
 
 def mse(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, linear far out: :math:`\frac{1}{K}\,m_i\,(2\,\lVert z_i - c_i\rVert - m_i)` with
+    r"""Squared distance of logits, linear far out: :math:`m_i\,(2\,\lVert z_i - c_i\rVert - m_i)/K` with
     :math:`m_i = \min(\lVert z_i - c_i\rVert, K/\sqrt2)`.
 
     It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row, where the gradient is as long as a cross-entropy
@@ -43,9 +43,9 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
 
 
 def squared(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, :math:`\frac{1}{K}\lVert z_i - c_i\rVert^2`, which is the paper's.
+    r"""Squared distance of logits, :math:`\lVert z_i - c_i\rVert^2/K`, which is the paper's.
 
-    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use this mean.
+    The paper writes :math:`\lVert z-c\rVert^2/2` per sample (Section 3.2); its experiments use this mean.
 
     Args:
         z, c: rows (N, K).
@@ -61,7 +61,7 @@ def squared(z: Tensor, c: Tensor) -> Tensor:
 
 
 def l1(z: Tensor, c: Tensor) -> Tensor:
-    r"""Absolute distance of logits, :math:`\frac{1}{K}\lVert z_i - c_i\rVert_1`, of the paper's Table 6.
+    r"""Absolute distance of logits, :math:`\lVert z_i - c_i\rVert_1/K`, of the paper's Table 6.
 
     Args:
         z, c: rows (N, K).

@@ -19,7 +19,7 @@ __all__ = ["Forecaster", "Forward", "Labels", "Pull", "Question", "Scale", "chec
 
 
 class Pull(NamedTuple):
-    r"""The penalty :math:`\Delta(z, c) = \frac1n \sum_i w_i \delta_i` of one forward pass, with its gradient by rows.
+    r"""The penalty :math:`\Delta(z, c) = \sum_i w_i \delta_i / n` of one forward pass, with its gradient by rows.
 
     Attributes:
         rows: the distances :math:`\delta_i` and their gradients.
@@ -222,7 +222,7 @@ class Forecaster(ABC):
 
 
 def pull_of(distance: Distance, z: Tensor, c: Tensor) -> Pull:
-    r"""The penalty :math:`\frac1N \sum_i \delta(z_i, c_i)` of rows (N, K), with c held constant.
+    r"""The penalty :math:`\sum_i \delta(z_i, c_i) / N` of rows (N, K), with c held constant.
 
     Args:
         distance: a function (z, c) of rows that returns one value a row.
