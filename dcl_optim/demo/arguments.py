@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import NoReturn
 
 import torch
@@ -71,10 +72,10 @@ def _device(name: str) -> str:
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0]  # the advice that follows has addresses
         if reason.startswith("Expected one of"):  # 20 names follow
             reason = "use cpu, cuda, cuda:1 or mps"
-        raise argparse.ArgumentTypeError(f"{name!r} is not a device here: {reason[:120]}") from error
+        raise argparse.ArgumentTypeError(f"{name!r} is not a device here: {shorten(reason, 120)}") from error
     return name
 
 
