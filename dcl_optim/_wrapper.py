@@ -134,8 +134,9 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         if not isinstance(own, dict):
             raise ValueError(
                 f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}.\n"
-                "  Fix: load the state of a plain optimizer into optimizer.base, and save without "
-                "flatten_optimizer_state_dict=True"
+                "  Fix: the state of a plain optimizer or of another wrapper goes into the base, "
+                "optimizer.base.load_state_dict(state_dict). Where a trainer loads it, see docs/frameworks.md. "
+                "Save without flatten_optimizer_state_dict=True"
             )
         try:
             self._check_own_state(own)

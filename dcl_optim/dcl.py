@@ -25,25 +25,27 @@ class DCLOptimizer(ForecastOptimizer):
 
     For a batch with logits :math:`z = f(\theta_t, x)` and companion logits :math:`c = f(\omega_t, x)`,
 
-    .. math:: \theta_{t+1} = \text{base step with } \nabla_\theta\,[\ell(z, y) + \lambda\,\Delta(z, \text{stop}(c))]
+    .. math:: g_\theta = \nabla_\theta\,[\ell(z, y) + \lambda\,\Delta(z, \text{stop}(c))]
 
-    .. math::
-        \omega_{t+1} = \text{companion step with }
-        \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
+    .. math:: g_\omega = \nabla_\omega\,\Delta(c, \alpha\,\text{stop}(c) + (1-\alpha)\,\text{stop}(z))
 
-    (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training forward pass or
-    by :attr:`companion`. It sees the same input in the same mode with the same random draws, and leaves the RNG state
-    unchanged. It is copied again when the base optimizer trains other parameters than before.
+    The base optimizer steps the model with :math:`g_\theta`, and the companion's optimizer the companion with
+    :math:`g_\omega` (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training
+    forward pass or by :attr:`companion`. It sees the same input in the same mode with the same random draws, and leaves
+    the RNG state unchanged. It is copied again when the base optimizer trains other parameters than before.
 
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.
+
+    The arguments come in this order: use (``weight``), data (``logits``), scale (``process_group``), paper (the four
+    ``companion`` options, ``alpha``, ``distance``), and ``strict``. Most scripts need none of them.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
         model: the model that it trains.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper uses 1.
-        logits: function of the model's output that returns the logits tensor; None (default) looks for them as
-            :func:`~dcl_optim.loss.outputs.find_logits` says.
+        logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
+            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first item of a tuple or list.
         process_group: the ``torch.distributed.ProcessGroup`` over which the companion's gradients are averaged;
             ``"auto"`` (default) for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         companion: None (default) for a copy of the model, which shares the parameters that the base optimizer does not
@@ -83,9 +85,10 @@ class DCLOptimizer(ForecastOptimizer):
         >>> optimizer.companion(x).shape
         torch.Size([16, 3])
 
+    The paper's settings: ``DCLOptimizer(optimizer, model, weight=1, alpha=0.6, distance="squared")``.
+
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. Where we differ: the weight, and a distance
-    that is linear far out. The paper's DCL is ``DCLOptimizer(optimizer, model, weight=1, distance="squared")``.
-    ``companion_fraction`` is its Table 10.
+    that is linear far out. ``companion`` is for its Table 9, ``companion_fraction`` for its Table 10.
     """
 
     _name = "DCLOptimizer"

@@ -22,22 +22,26 @@ from dcl_optim.weights import Weight
 class DCPOptimizer(ForecastOptimizer):
     r"""Train a model with Deep Companion Prototype by wrapping its optimizer.
 
-    Each class k has a prototype :math:`p^k \in \mathbb{R}^K` of its logits. The penalty pulls each row towards the
-    prototype of its label, and the prototypes then follow the rows of the batch (the paper's appendix, Equations 5 and
-    6):
+    Each class k has a prototype :math:`p^k \in \mathbb{R}^K` of its logits. The penalty pulls each row toward the
+    prototype of its label. The base optimizer steps with the gradient
 
-    .. math::
-        \theta_{t+1} = \text{base step with }
-        \nabla_\theta\,\Big[\ell(z, y) + \frac{\lambda}{N}\sum_i \Delta(z_i, p^{y_i}_t)\Big]
+    .. math:: g = \nabla_\theta\,\Big[\ell(z, y) + \frac{\lambda}{N}\sum_i \Delta(z_i, p^{y_i})\Big]
 
-    .. math:: n_k \leftarrow \alpha\,n_k + m_k, \qquad p^k \leftarrow p^k + \tfrac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
+    and each prototype of a class with :math:`m_k` rows in the batch follows them as a running mean:
 
-    for the classes of the batch, with :math:`m_k` rows of class k: a running mean of the rows. A class gives no penalty
-    before its first mean is its prototype.
+    .. math:: n_k \leftarrow \alpha\,n_k + m_k
+
+    .. math:: p^k \leftarrow p^k + \frac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
+
+    (the paper's appendix, Equations 5 and 6). The first mean of a class is its first prototype. Until then its rows get
+    no penalty.
 
     **Labels** are read from the gradient of a softmax cross-entropy of the model's logits
     (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
     optimizer.penalty(z, y)``. Sigmoid outputs (binary, multi-label) and regression have no classes.
+
+    The arguments come in this order: use (``weight``), data (``num_classes``, ``logits``), scale (``process_group``),
+    paper (``alpha``, ``update``, ``distance``), and ``strict``. Most scripts need none of them.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
@@ -47,8 +51,8 @@ class DCPOptimizer(ForecastOptimizer):
             (:class:`~dcl_optim.AutoWeight`). The paper uses 1.
         num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
             (default) for that of the first logits.
-        logits: function of the model's output that returns the logits tensor; None (default) looks for them as
-            :func:`~dcl_optim.loss.outputs.find_logits` says.
+        logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
+            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first item of a tuple or list.
         process_group: the ``torch.distributed.ProcessGroup`` over which class sums are added up; ``"auto"`` (default)
             for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
@@ -77,9 +81,10 @@ class DCPOptimizer(ForecastOptimizer):
         >>> optimizer.prototypes.shape
         torch.Size([3, 3])
 
+    The paper's settings: ``DCPOptimizer(optimizer, model, weight=1, alpha=0.6, update="batch", distance="squared")``.
+
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix. Where we differ: the weight, alpha,
-    prototypes that count rows and not batches, and a distance that is linear far out. The paper's DCP is
-    ``DCPOptimizer(optimizer, model, weight=1, alpha=0.6, update="batch", distance="squared")``.
+    prototypes that count rows and not batches, and a distance that is linear far out.
     """
 
     _name = "DCPOptimizer"
@@ -124,7 +129,7 @@ class DCPOptimizer(ForecastOptimizer):
         )
 
     def penalty(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-        r"""The weighted penalty :math:`\frac{\lambda}{n}\sum_i\Delta(z_i, p^{y_i})`, a term to add to any loss.
+        r"""The weighted penalty :math:`\lambda\sum_i\Delta(z_i, p^{y_i})/n`, a term to add to any loss.
 
         Autograd carries every factor of the loss. In a step in which it is called, the hooks add nothing. The
         prototypes learn in its backward pass. With gradients off it is 0 and nothing is learned, so one function can

@@ -22,17 +22,17 @@ RADIUS = 1 / math.sqrt(2.0)  # of mse, for each class
 
 
 def mse(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, linear far out: :math:`\frac{1}{K}\,m_i\,(2\,\lVert z_i - c_i\rVert - m_i)` with
+    r"""Squared distance of logits, linear far out: :math:`m_i\,(2\,\lVert z_i - c_i\rVert - m_i)/K` with
     :math:`m_i = \min(\lVert z_i - c_i\rVert, K/\sqrt2)`.
 
     It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row, where the gradient is as long as a cross-entropy
     can make it, and for a single output (K = 1).
 
     Args:
-        z, c: rows (N, K), as in all distances.
+        z, c: rows (N, K).
 
     Returns:
-        One value a row, (N,), as in all distances.
+        One value a row, (N,).
 
     Examples:
         >>> mse(torch.tensor([[1.0, 3.0], [8.0, 6.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
@@ -43,12 +43,15 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
 
 
 def squared(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, :math:`\frac{1}{K}\lVert z_i - c_i\rVert^2`, which is the paper's.
+    r"""Squared distance of logits, :math:`\lVert z_i - c_i\rVert^2/K`, which is the paper's.
 
-    The paper writes :math:`\frac12\lVert z-c\rVert^2` per sample (Section 3.2); its experiments use this mean.
+    The paper writes :math:`\lVert z-c\rVert^2/2` per sample (Section 3.2); its experiments use this mean.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> squared(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -58,10 +61,13 @@ def squared(z: Tensor, c: Tensor) -> Tensor:
 
 
 def l1(z: Tensor, c: Tensor) -> Tensor:
-    r"""Absolute distance of logits, :math:`\frac{1}{K}\lVert z_i - c_i\rVert_1`, of the paper's Table 6.
+    r"""Absolute distance of logits, :math:`\lVert z_i - c_i\rVert_1/K`, of the paper's Table 6.
 
     Args:
-        z, c: as in :func:`mse`.
+        z, c: rows (N, K).
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
@@ -79,6 +85,9 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     Args:
         z, c: rows (N, K).
         temperature: T > 0, default 4.
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
@@ -102,6 +111,9 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
     Args:
         z, c: rows (N, K).
         temperature: T > 0, default 0.1.
+
+    Returns:
+        One value a row, (N,).
 
     Examples:
         >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
@@ -188,7 +200,8 @@ def rows_towards_target(distance: Distance, z: Tensor, c: Tensor, rows: Rows, al
     r"""The distances :math:`\delta(c, \alpha c + (1-\alpha) z)` and their gradients for c.
 
     Args:
-        distance, z, c: as in :func:`rows_of`.
+        distance: a function (z, c) that returns one value a row.
+        z, c: rows (N, K).
         rows: what :func:`rows_of` gave for z and c, whose slope may be used again.
         alpha: the share of c in the target.
     """

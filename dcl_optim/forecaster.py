@@ -19,7 +19,7 @@ __all__ = ["Forecaster", "Forward", "Labels", "Pull", "Question", "Scale", "chec
 
 
 class Pull(NamedTuple):
-    r"""The penalty :math:`\Delta(z, c) = \frac1n \sum_i w_i \delta_i` of one forward pass, with its gradient by rows.
+    r"""The penalty :math:`\Delta(z, c) = \sum_i w_i \delta_i / n` of one forward pass, with its gradient by rows.
 
     Attributes:
         rows: the distances :math:`\delta_i` and their gradients.
@@ -89,7 +89,7 @@ class Pull(NamedTuple):
     def gradient(
         self, shape: torch.Size, dtype: torch.dtype, class_dim: int, *scales: Scale, overwrites: bool = False
     ) -> Tensor:
-        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s as in :meth:`added_to`.
+        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s being the product of the scales.
 
         With ``overwrites`` it takes the memory of the slope.
         """
@@ -153,7 +153,8 @@ class Forecaster(ABC):
         """Learn from a forward pass at its first backward pass, now or in :meth:`step`.
 
         Args:
-            forward, labels: as in :meth:`pull`.
+            forward: the forward pass; its ``logits`` and ``rows`` must not change.
+            labels: of its rows; None without ``reads_labels``.
             pull: what :meth:`pull` returned; it was added to the gradient already, and may be overwritten.
             scale: what the loss was multiplied by.
             alpha: the value of this step, in [0, 1].
@@ -221,7 +222,7 @@ class Forecaster(ABC):
 
 
 def pull_of(distance: Distance, z: Tensor, c: Tensor) -> Pull:
-    r"""The penalty :math:`\frac1N \sum_i \delta(z_i, c_i)` of rows (N, K), with c held constant.
+    r"""The penalty :math:`\sum_i \delta(z_i, c_i) / N` of rows (N, K), with c held constant.
 
     Args:
         distance: a function (z, c) of rows that returns one value a row.

@@ -61,8 +61,8 @@ class ForecastOptimizer(OptimizerWrapper):
         forecaster: builds the forecaster, once the other arguments have been checked.
         weight: :math:`\lambda \ge 0`, a callable of the step (counted from 1), or with labels ``"auto"``.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step.
-        logits: function of the model's output that returns the logits tensor; None looks for them as
-            :func:`~dcl_optim.loss.outputs.find_logits` says.
+        logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
+            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first item of a tuple or list.
         strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
             optimizer alone. Default True.
     """
@@ -128,8 +128,8 @@ class ForecastOptimizer(OptimizerWrapper):
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
 
         Args:
-            closure: as in torch.optim; if it does not call ``backward()``, ``step`` does. With LBFGS add
-                ``penalty(...)`` to the loss in it.
+            closure: a function that evaluates the loss again and returns it. If it does not call ``backward()``,
+                ``step`` does. With LBFGS add ``penalty(...)`` to the loss in it. Default: none.
 
         Returns:
             The loss of the first evaluation; without a closure, what the base optimizer returns.
@@ -255,7 +255,11 @@ class ForecastOptimizer(OptimizerWrapper):
             raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, term_of(self.forecaster.reads_labels)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, as in torch.optim."""
+        """Clear the gradients of all parameters.
+
+        Args:
+            set_to_none: set them to None (default) instead of zero.
+        """
         self._algorithm.note_zero_grad()
         self.base.zero_grad(set_to_none)
 

@@ -38,7 +38,7 @@ class Prototypes(Forecaster):
 
     Args:
         num_classes: K, or None for that of the first logits.
-        update: ``"rows"`` or ``"batch"``, as in DCPOptimizer.
+        update: ``"rows"`` for a mean of rows, ``"batch"`` for one in which each batch counts alike (Equation 6).
         distance: a function (z, c) of rows (N, K) that returns one value a row.
         like: a tensor whose device, and dtype at float32 or wider, the prototypes take.
         group: the ranks that train the model together.

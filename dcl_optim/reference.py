@@ -91,10 +91,15 @@ def dcp_step(
     r"""One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
 
     Args:
+        model: :math:`\theta_t`, updated in place.
         prototypes: the prototype of each class seen so far, (K,) each; updated in place.
+        optimizer: that of the model.
+        x, y: inputs (batch, ...) and class indices (batch,).
+        loss_function, distance: :math:`\ell`, (z, y) -> scalar, and :math:`\Delta`, (z, p) -> one value a row, of
+            which the mean is taken.
+        weight, alpha: :math:`\lambda` and :math:`\alpha`.
         numbers: :math:`n_k` of each class seen so far, updated in place, if every row is to count alike; None for
             Equation 6.
-        model, optimizer, x, y, loss_function, distance, weight, alpha: as in :func:`dcl_step`; y are class indices.
 
     Returns:
         The task loss, detached.

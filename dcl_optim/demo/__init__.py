@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dcl_optim.demo.arguments import parse
+from dcl_optim.demo.arguments import make_folder, parse, plan
 from dcl_optim.demo.results import announce, load, present, save
 from dcl_optim.demo.training import METHODS, Histories, train_seeds
 
@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     args = parse(argv)
+    if args.saved is None:
+        print(plan(args), end="", file=sys.stderr, flush=True)
+    make_folder(args)
     print("dcl-demo: loading scikit-learn and matplotlib ...", file=sys.stderr)  # which takes seconds
     _require_extra()
     if args.saved is not None:

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import NoReturn
 
 import torch
@@ -71,19 +72,18 @@ def _device(name: str) -> str:
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0]  # the advice that follows has addresses
         if reason.startswith("Expected one of"):  # 20 names follow
             reason = "use cpu, cuda, cuda:1 or mps"
-        raise argparse.ArgumentTypeError(f"{name!r} is not a device here: {reason[:120]}") from error
+        raise argparse.ArgumentTypeError(f"{name!r} is not a device here: {shorten(reason, 120)}") from error
     return name
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line and make the output folder.
+    """Read the command line; nothing is written.
 
     Raises:
-        SystemExit: a value is out of its range, the folder or the file of ``--csv`` cannot be made, or that of
-            ``--from`` is not there; with code 2 and a message.
+        SystemExit: a value is out of its range, or the file of ``--from`` is not there; with code 2 and a message.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -105,6 +105,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         _check_saved(parser, args)
     if args.out is None:
         args.out = OUT if args.saved is None else args.saved.parent
+    return args
+
+
+def make_folder(args: argparse.Namespace) -> None:
+    """Make the output folder and the file of ``--csv``.
+
+    Raises:
+        SystemExit: they cannot be made; with code 2 and a message.
+    """
+    parser = make_parser()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,7 +124,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             args.csv.open("a").close()
         except OSError as error:
             parser.error(f"argument --csv: cannot write {args.csv}: {error.strerror}")
-    return args
+
+
+def plan(args: argparse.Namespace) -> str:
+    """Say what will be trained on which data, about how long it takes, and where the results go."""
+    runs = f"{args.seeds} seeds of {args.epochs} epochs"
+    share = args.seeds * args.epochs * (200 + args.train_size) / (SEEDS * EPOCHS * (200 + TRAIN_SIZE))
+    minutes = f"{round(share)} to {round(2 * share)} minutes" if share > 0.75 else "a minute or less"
+    files = "results.json and curves.png" + (f", and {args.csv}" if args.csv is not None else "")
+    older = " (over older ones)" if (args.out / "results.json").exists() else ""
+    return (
+        f"dcl-demo: trains plain SGD, DCP and DCL on {args.train_size} of scikit-learn's 8x8 digits\n"
+        f"dcl-demo: {runs}, which takes {minutes} on a CPU\n"
+        f"dcl-demo: writes {files} to {args.out}{older}\n"
+    )
 
 
 def _check_saved(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -23,6 +23,8 @@ from dcl_optim.demo.report import format_table, summarise, verdict
 from dcl_optim.demo.training import METHODS, Histories
 from dcl_optim.plots import training_curves
 
+EXPECT = "Ten classes gain least, few images a class or wrong labels most: docs/results.md"
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -105,6 +107,7 @@ def _render(args: argparse.Namespace, histories: Histories) -> tuple[str, Figure
     lines += [f"{seeds} of {planned} seeds were finished.\n"] * (seeds < planned)
     lines += [verdict(row, seeds) for row in rows if row.diverged or (row.method != "plain" and not quick)]
     lines += ["--quick checks the installation only: so few steps and seeds compare nothing."] * quick
+    lines.append(EXPECT)
     title = f"digits, {args.train_size} training images"
     return "\n".join(lines), training_curves(histories, title=title, split=split)
 

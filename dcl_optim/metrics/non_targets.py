@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def top_non_target(logits: Tensor, labels: Tensor) -> Tensor:
-    r"""Find each sample's highest-ranked wrong class, :math:`\bar c_x = \arg\max_{k \ne y} f(\theta, x)_k`.
+    r"""Find each sample's highest-ranked wrong class.
+
+    .. math:: \bar c_x = \operatorname{argmax}_{k \ne y}\, f(\theta, x)_k
 
     Args:
         logits: floating point, (N, K) with K at least 2.

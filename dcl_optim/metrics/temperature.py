@@ -11,7 +11,7 @@ TOLERANCE = 1e-10  # of 1 / T
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     r"""Fit the temperature T by which logits are to be divided before the softmax.
 
-    .. math:: T = \arg\min_{T > 0}\; -\frac1N \sum_i \log \sigma(z_i / T)_{y_i}
+    .. math:: T = \operatorname{argmin}_{T > 0}\; -\frac1N \sum_i \log \sigma(z_i / T)_{y_i}
 
     The minimum is unique, since the negative log-likelihood is convex in 1/T. Newton's method finds it in float64. Fit
     T on validation data, and divide the logits of new data by it. The predicted classes stay the same.

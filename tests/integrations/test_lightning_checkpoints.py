@@ -16,7 +16,7 @@ from torch import nn
 
 from dcl_optim import LinearWarmup, RunningAverage
 from tests.helpers import assert_same, batches, mlp
-from tests.integrations import METHODS, differ
+from tests.integrations import METHODS, differ, wrap
 from tests.integrations.lightning_modules import (
     BATCHES,
     QUIET,
@@ -76,6 +76,33 @@ def test_a_checkpoint_of_a_wrapped_run_goes_on_plainly_and_gives_the_model_alone
         nn.functional.cross_entropy(module.net(x), y).backward()
         optimizer.step()
     assert_same(plain.net, module.net)
+
+
+class TakesPlainStates(Classifier):
+    """The recipe of docs/frameworks.md."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: optimizer.state_dict() | state)
+        return optimizer
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrapped_run_resumes_from_the_checkpoint_of_a_plain_one(method, tmp_path):
+    fit(plain := Classifier("plain", still()))
+    plain.trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    net, data = still(), list(loader()) * 2
+    base = by_hand("plain", net, data=data[:BATCHES])
+    optimizer = wrap(method, base, net)
+    for x, y in data:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    resumed, trainer = TakesPlainStates(method, still(seed=5)), quiet_trainer(max_epochs=4)
+    trainer.fit(resumed, loader(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True)
+    assert_same(resumed.net, net)
+    assert_same(trainer.optimizers[0].state_dict(), optimizer.state_dict())
 
 
 # ---- copies and further fits ----------------------------------------------------------------------------------------

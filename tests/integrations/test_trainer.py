@@ -210,6 +210,23 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_resumes_bit_for_bit(method, task
     assert_same_run(again, second, model, optimizer)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_wrapped_run_resumes_from_the_checkpoint_of_a_plain_one(method, tmp_path):
+    plain, model, again = (text_classifier() for _ in range(3))
+    base = wrapped("plain", plain)
+    train(tmp_path, plain, base, sentences(), save_strategy="epoch", num_train_epochs=1)
+    model.load_state_dict(plain.state_dict())
+    expected = wrapped(method, model)
+    expected.base.load_state_dict(base.state_dict())
+
+    tape, optimizer = Tape(), wrapped(method, again)
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: optimizer.state_dict() | state)
+    train(tmp_path, again, optimizer, sentences(), tape, resume=str(tmp_path / f"checkpoint-{EPOCH}"))
+    repeat(model, expected, tape.updates(1, EPOCH))
+    assert optimizer.logs()["step"] == EPOCH
+    assert_same_run(again, optimizer, model, expected)
+
+
 # ---- losses that Trainer computes on the model's logits --------------------------------------------------------------
 
 
