@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.machine import processor
 
-PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics", "pytorch_optimizer")
+PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics")
 
 # Finished runs are written to a folder that git ignores, and those of the repository are read in addition.
 RESULTS, COMMITTED = Path("runs/results"), Path("docs/results")
