@@ -1,17 +1,8 @@
-"""``python -m benchmarks [options]`` measures; ``table FILE`` prints a results file, ``plot FILE`` draws it.
-
-``kernels`` counts what a step launches, ``wide`` measures networks with many classes.
-"""
-
-from __future__ import annotations
+"""``python -m benchmarks``: the processes that :mod:`benchmarks.run` starts do not import this file."""
 
 import sys
 
-from benchmarks import kernels, plot, run, table, wide
+from benchmarks.run import main
 
-COMMANDS = {"table": table.main, "plot": plot.main, "kernels": kernels.main, "wide": wide.main}
-
-if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-    COMMANDS[sys.argv[1]](sys.argv[2:])
-else:
-    run.main(sys.argv[1:])
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,7 +1,5 @@
 """Count the kernels and synchronizations of one training step on a fake accelerator, for each method and loss.
 
-    python -m benchmarks kernels --name kernels
-
 A small network's step on a GPU takes as long as its launches, so their number is what a method costs there.
 """
 
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import fake_device, methods, report, table
+from benchmarks import fake_device, methods
 from benchmarks.launches import counted
-from benchmarks.measure import say
 from benchmarks.script import Script, Training
+from benchmarks.steps import say
 from benchmarks.workloads import WORKLOADS
 
 WORK = WORKLOADS["mlp-small"]
@@ -68,9 +66,7 @@ def mixed(labels: Tensor) -> Tensor:
     return 0.7 * shares + 0.3 * shares.roll(1, 0)
 
 
-METHODS: dict[str, Callable[[Script], Training]] = {
-    name: row.build for name, row in methods.METHODS.items() if name == "plain" or "DCL" in name or "DCP" in name
-}
+METHODS: dict[str, Callable[[Script], Training]] = {name: row.build for name, row in methods.METHODS.items()}
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
@@ -103,7 +99,7 @@ def refusal(method: str, loss: Loss, dtype: torch.dtype) -> str:
     return ""
 
 
-def measure(method: str, loss: str, dtype: str) -> dict[str, Any]:
+def row_of(method: str, loss: str, dtype: str) -> dict[str, Any]:
     """One row of the table."""
     row: dict[str, Any] = {"dtype": dtype, "loss": loss, "method": method}
     row["refused"] = refusal(method, LOSSES[loss], DTYPES[dtype])
@@ -118,23 +114,13 @@ def measure(method: str, loss: str, dtype: str) -> dict[str, Any]:
     return row
 
 
-def main(arguments: list[str]) -> None:
-    """Count, write the JSON file, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME",
-                        help=", ".join(METHODS))  # fmt: skip
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES), metavar="NAME",
-                        help=", ".join(LOSSES))  # fmt: skip
-    report.add_options(parser, "kernels")
-    options = parser.parse_args(arguments)
+def measure(options: argparse.Namespace, losses: Sequence[str] = tuple(LOSSES)) -> dict[str, Any]:
+    """All methods with each loss, in both dtypes of the logits."""
     if not fake_device.available():
-        parser.error(f"torch {torch.__version__} does not let Python register a device; install a newer one")
-    torch.set_num_threads(1)
+        raise SystemExit(f"torch {torch.__version__} does not let Python register a device; install a newer one")
     fake_device.register()
     rows = []
-    for dtype, loss, method in itertools.product(DTYPES, options.losses, options.methods):
+    for dtype, loss, method in itertools.product(DTYPES, losses, METHODS):
         say(f"{dtype}, {loss}: {method}")
-        rows.append(measure(method, loss, dtype))
-    results = report.results(options, ["kernels", *arguments]) | {"model": WORK.title, "kernels": rows}
-    report.write(options, results)
-    print(table.markdown(results))
+        rows.append(row_of(method, loss, dtype))
+    return {"model": WORK.title, "kernels": rows}

@@ -12,7 +12,7 @@ import torch
 
 import dcl_optim
 
-OPTIONAL = ("torchvision", "pytorch_optimizer", "schedulefree")
+OPTIONAL = ("torchvision",)
 
 
 def processor() -> str:
@@ -46,7 +46,7 @@ def machine(device: str = "cpu") -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Python, torch, the library, and what the methods are taken from."""
+    """Python, torch, the library, and what the networks are taken from."""
     own = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

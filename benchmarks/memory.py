@@ -20,13 +20,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.knobs import rows_for
-from benchmarks.methods import METHODS, Row, start
+from benchmarks.methods import METHODS, start
 from benchmarks.script import sgd
 from benchmarks.setting import PRECISIONS, Setting
 from benchmarks.workloads import WORKLOADS
 
-STEPS = 5  # as many as the longest period of a method, whose dear step must be among them
+STEPS = 5
 ROOT = Path(__file__).parent.parent
 
 
@@ -65,21 +64,15 @@ def used_by(work: Callable[[], object], setting: Setting | None = None) -> dict[
     return {"peak_bytes": peak, "before_bytes": before, "used_bytes": peak - before}
 
 
-def import_everything(row: Row, package: str) -> None:
+def import_everything(package: str) -> None:
     """Import what will be imported anyway: torch fetches half of itself at the first step of an optimizer."""
-    for name in (row.package, package):
-        if name:
-            import_module(name)
+    if package:
+        import_module(package)
     model = nn.Linear(1, 1)
     optimizer = sgd(model.parameters())
     optimizer.zero_grad()
     model(torch.zeros(1, 1)).sum().backward()
     optimizer.step()
-
-
-def rows_by_name(model: str) -> dict[str, Row]:
-    """All rows that the tables of a workload have."""
-    return METHODS | {row.name: row for row in rows_for(WORKLOADS[model])}
 
 
 def ask(model: str, row: str, setting: Setting, threads: int) -> dict[str, int]:
@@ -90,19 +83,10 @@ def ask(model: str, row: str, setting: Setting, threads: int) -> dict[str, int]:
     """
     words = ["--device", setting.device, "--precision", setting.precision, "--threads", str(threads)]
     words += ["--compile"] if setting.compiled else []
-    return answer(f"{row} on {model}", "benchmarks.memory", model, row, *words)
-
-
-def answer(what: str, *words: str) -> dict[str, int]:
-    """Run a module of ours in a fresh process and read the figures that it prints.
-
-    Raises:
-        RuntimeError: the process failed.
-    """
-    line = [sys.executable, "-m", *words]
+    line = [sys.executable, "-m", "benchmarks.memory", model, row, *words]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"the memory of {what} could not be measured:\n{done.stderr}")
+        raise RuntimeError(f"the memory of {row} on {model} could not be measured:\n{done.stderr}")
     figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
@@ -119,8 +103,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     setting = Setting(options.device, options.precision, options.compile)
-    row, work = rows_by_name(options.model)[options.row], WORKLOADS[options.model]
-    import_everything(row, work.package)
+    row, work = METHODS[options.row], WORKLOADS[options.model]
+    import_everything(work.package)
     print(json.dumps(used_by(lambda: start(row, work, setting, STEPS), setting)))
 
 

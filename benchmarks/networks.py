@@ -1,4 +1,4 @@
-"""The networks that are timed; each takes a width or a depth where a smaller companion or a growth series needs one."""
+"""The networks that are timed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,9 @@ def perceptron(sizes: Sequence[int]) -> nn.Module:
     return Network(nn.Flatten(), *layers, nn.Linear(last, classes))
 
 
-def mlp(width: float = 1.0) -> nn.Module:
-    """784-512-512-10: so little arithmetic that the wrapper's own work shows most."""
-    hidden = round(512 * width)
-    return perceptron((784, hidden, hidden, CLASSES))
-
-
-def cnn(width: float = 1.0) -> nn.Module:
+def cnn() -> nn.Module:
     """Two convolutions with batch norm on 28x28."""
-    first, second = round(16 * width), round(32 * width)
+    first, second = 16, 32
     return Network(
         *(nn.Conv2d(1, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(first, second, 3, padding=1, bias=False), nn.BatchNorm2d(second), nn.ReLU(), nn.MaxPool2d(2)),
@@ -37,32 +31,30 @@ def cnn(width: float = 1.0) -> nn.Module:
     )
 
 
-def resnet_cifar(blocks: int = 2) -> nn.Module:
-    """ResNet-18 (one block a stage: ResNet-10) with the stem that papers use on CIFAR: 3x3, stride 1, no pooling."""
+def resnet_cifar() -> nn.Module:
+    """ResNet-18 with the stem that papers use on CIFAR: 3x3, stride 1, no pooling."""
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    model = ResNet(BasicBlock, [blocks] * 4, num_classes=CLASSES)
+    model = ResNet(BasicBlock, [2] * 4, num_classes=CLASSES)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
 
 
-def shufflenet(width: str = "1_0") -> nn.Module:
-    """ShuffleNetV2 as torchvision has it, by its width: many small operations in place of a few large ones."""
+def shufflenet() -> nn.Module:
+    """ShuffleNetV2 as torchvision has it: many small operations in place of a few large ones."""
     from torchvision import models
 
-    return getattr(models, f"shufflenet_v2_x{width}")(num_classes=CLASSES)
+    return models.shufflenet_v2_x1_0(num_classes=CLASSES)
 
 
-def vit_tiny(width: float = 1.0) -> nn.Module:
+def vit_tiny() -> nn.Module:
     """Six layers of width 192 on 8x8 patches of 4x4 pixels."""
     from torchvision.models import VisionTransformer
 
-    hidden = round(192 * width)
     return VisionTransformer(
-        image_size=32, patch_size=4, num_layers=6, num_heads=3, hidden_dim=hidden, mlp_dim=4 * hidden,
-        num_classes=CLASSES,
-    )  # fmt: skip
+        image_size=32, patch_size=4, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=768, num_classes=CLASSES
+    )
 
 
 def resnet50() -> nn.Module:

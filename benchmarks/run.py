@@ -1,27 +1,32 @@
-"""Time what you choose, side by side, and write the figures to a JSON file with a table and an image."""
+"""Measure what the optimizers cost, in three tables.
+
+    python -m benchmarks                                 all three, each in a process, with the defaults below
+    python -m benchmarks steps --models cnn --rounds 3   one of them
+
+steps: time, memory and state of a training step; kernels: how many a step launches on an accelerator, counted on a fake
+one; wide: time of a step with many classes. Each table is printed and written to benchmarks/results/TABLE.json.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import asdict
+import datetime
+import json
+import multiprocessing
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import growth, knobs, measure, plot, report, table
-from benchmarks.allocator import freed_memory_kept
-from benchmarks.measure import say
-from benchmarks.methods import METHODS, Row, missing
-from benchmarks.setting import PRECISIONS, Setting
-from benchmarks.workloads import ON_CPU, ON_CUDA, WORKLOADS
+from benchmarks import kernels, machine, steps, table, wide
+from benchmarks.setting import PRECISIONS
+from benchmarks.workloads import ON_CPU, WORKLOADS
 
-PARTS = ("methods", "knobs", "memory", "growth")
-# Without --models: a table of all methods on each network, and the knobs where they differ most.
-DEFAULT_MODELS = {
-    "cpu": {"methods": list(ON_CPU), "knobs": ["cnn", "resnet18"]},
-    "cuda": {"methods": [*ON_CPU, *ON_CUDA], "knobs": ["resnet18-128"]},
-}
+# The threads of each, and what measures it.
+TABLES = {"steps": (2, steps.measure), "kernels": (1, kernels.measure), "wide": (1, wide.measure)}
 
 
 def positive(kind: type[int] | type[float]) -> Any:
@@ -37,105 +42,61 @@ def positive(kind: type[int] | type[float]) -> Any:
     return parse
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=__doc__,
-        epilog="python -m benchmarks table FILE prints a file's tables, python -m benchmarks plot FILE draws it; "
-        "python -m benchmarks kernels and python -m benchmarks wide measure further costs",
-    )
-    rows = ", ".join(dict.fromkeys([*METHODS, *knobs.KNOBS]))
-    made.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    made.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="NAME", help=", ".join(WORKLOADS))
-    made.add_argument("--methods", nargs="+", metavar="NAME", help=f"rows of the tables beside plain: {rows}")
-    made.add_argument("--series", nargs="+", choices=growth.SERIES, default=list(growth.SERIES), metavar="NAME",
-                      help=f"what grows: {', '.join(growth.SERIES)}")  # fmt: skip
-    made.add_argument("--rounds", type=positive(int), default=11, help="rounds over all rows (default 11)")
-    made.add_argument("--threads", type=positive(int), default=2, help="torch.set_num_threads (default 2)")
-    made.add_argument("--slot", type=positive(float), default=0.2, help="seconds a row and round (default 0.2)")
-    made.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    made.add_argument("--precision", choices=PRECISIONS, default="float32", help=" or ".join(PRECISIONS))
-    made.add_argument("--compile", action="store_true", help="compile the networks")
-    report.add_options(made, "run")
-    return made
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line and refuse what cannot be run before anything is measured."""
-    made = parser()
+    form = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=form)
+    made.add_argument("tables", nargs="*", metavar="TABLE", help=f"{', '.join(TABLES)} (default: all)")
+    made.add_argument("--rounds", type=positive(int), default=9, help="of steps and wide, over all rows (default 9)")
+    made.add_argument("--slot", type=positive(float), default=0.3, help="seconds a row and round (default 0.3)")
+    made.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the files")
+    networks = f"of steps: {', '.join(WORKLOADS)}; default: the first {len(ON_CPU)}"
+    made.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(ON_CPU), metavar="NAME", help=networks)
+    made.add_argument("--device", default="cpu", help="of steps: cpu (default), cuda, cuda:1")
+    made.add_argument("--precision", choices=PRECISIONS, default="float32", help=f"of steps: {' or '.join(PRECISIONS)}")
+    made.add_argument("--compile", action="store_true", help="compile the networks of steps")
     options = made.parse_args(arguments)
-    unknown = sorted(set(options.methods or []) - set(METHODS) - set(knobs.KNOBS))
+    unknown = [name for name in options.tables if name not in TABLES]
     if unknown:
-        made.error(f"argument --methods: unknown {', '.join(map(repr, unknown))}; choose from --help's")
+        made.error(f"there is no table {unknown[0]!r}; choose from {', '.join(TABLES)}")
     try:
-        kind = torch.device(options.device).type
         torch.zeros(1, device=options.device)
     except (RuntimeError, AssertionError) as error:
         made.error(f"argument --device: {options.device!r} cannot be used: {error}")
-    defaults = DEFAULT_MODELS["cuda" if kind == "cuda" else "cpu"]
-    options.of_part = {part: list(dict.fromkeys(options.models or models)) for part, models in defaults.items()}
-    lacking = missing({package for part in options.parts for package in _packages(part, options)})
-    if lacking:
-        made.error(lacking)
+    packages = {WORKLOADS[model].package for model in options.models} - {""}
+    missing = sorted(package for package in packages if find_spec(package) is None)
+    if missing:
+        made.error(f"{', '.join(missing)} is missing: pip install {' '.join(missing)}")
     return options
 
 
-def _packages(part: str, options: argparse.Namespace) -> Iterable[str]:
-    for model in options.of_part.get(part, ()):
-        yield WORKLOADS[model].package
-        if part in ("methods", "knobs"):
-            yield from (row.package for row in _rows(part, model, options))
-
-
-def _rows(part: str, model: str, options: argparse.Namespace) -> list[Row]:
-    rows = list(METHODS.values()) if part == "methods" else knobs.rows_for(WORKLOADS[model])
-    return measure.chosen(rows, options.methods)
-
-
-def _tables(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """The parts that are tables of rows, and their memory: after all times, lest the processes disturb them."""
-    found: dict[str, Any] = {
-        part: [
-            {"model": model} | measure.measure(WORKLOADS[model], rows, setting, options.rounds, options.slot)
-            for model in options.of_part[part]
-            if (rows := _rows(part, model, options))
-        ]
-        for part in ("methods", "knobs")
-        if part in options.parts
+def run(name: str, options: argparse.Namespace, command: str) -> None:
+    """Measure one table, write its file and print it."""
+    threads, measure = TABLES[name]
+    torch.set_num_threads(threads)
+    begin = datetime.datetime.now(datetime.timezone.utc)
+    found = measure(options)
+    results = {
+        "date": begin.isoformat(timespec="seconds"),
+        "command": command,
+        "machine": machine.machine(options.device if name == "steps" else "cpu"),
+        "versions": machine.versions(),
+        "minutes": round((datetime.datetime.now(datetime.timezone.utc) - begin).total_seconds() / 60, 1),
+        **found,
     }
-    if "memory" in options.parts:
-        known: dict[str, dict[str, Any]] = {}
-        for figures in [figures for part in found.values() for figures in part]:
-            say(f"{figures['title']}, batch {figures['batch_size']}")
-            measure.add_memory(
-                figures, figures["model"], setting, options.threads, known.setdefault(figures["model"], {})
-            )
-    return found
-
-
-def _measure_all(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    parts = _tables(options, setting)
-    if "growth" in options.parts:
-        with freed_memory_kept() as parts["freed_memory_kept"]:
-            parts["growth"] = [
-                growth.measure(name, setting, options.rounds, options.slot) for name in dict.fromkeys(options.series)
-            ]
-    return parts
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{name}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print("\n".join([*table.TABLES[name](results), "", table.source(results), ""]), flush=True)
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, write the JSON file, draw it, print the tables."""
+    """Measure each table in a process: the fake device changes torch for good."""
     options = parse(arguments)
-    torch.set_num_threads(options.threads)
-    setting = Setting(options.device, options.precision, options.compile)
-    measured = _measure_all(options, setting)
-    head = report.results(options, arguments, options.device)
-    results = head | {"setting": asdict(setting), "rounds": options.rounds} | measured
-    path = report.write(options, results)
-    try:
-        for drawn in plot.draw(results, path):
-            say(f"drew {drawn}")
-    except ImportError as error:
-        say(f"no figures: {error}")
-    print(table.markdown(results))
+    command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    for name in options.tables or TABLES:
+        process = multiprocessing.get_context("spawn").Process(target=run, args=(name, options, command))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)

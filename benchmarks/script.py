@@ -50,17 +50,11 @@ class Script:
         """Backward through a micro-batch's share of the loss."""
         (loss / self.micro_batches if self.micro_batches > 1 else loss).backward()
 
-    def loop(
-        self,
-        optimizer: Optimizer,
-        after: Callable[[], Any] = lambda: None,
-        penalty: Penalty | None = None,
-    ) -> Callable[[], None]:
+    def loop(self, optimizer: Optimizer, penalty: Penalty | None = None) -> Callable[[], None]:
         """One step of the loop of any script.
 
         Args:
             optimizer: what the script steps.
-            after: called after the optimizer's step.
             penalty: what the script adds to its loss.
         """
         steps = self.steps()
@@ -70,7 +64,6 @@ class Script:
             for x, y in next(steps):
                 self.backward(self.loss(x, y, penalty))
             optimizer.step()
-            after()
 
         return step
 
@@ -124,8 +117,3 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 def sgd(parameters: Iterable[nn.Parameter], **options: Any) -> SGD:
     """The base optimizer of every method; the rate is low so that noise with random labels stays finite."""
     return SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4, **options)
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a script hands to its optimizer."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Steps = dict[str, Callable[[], None]]
@@ -46,26 +45,15 @@ def steps_per_slot(steps: Steps, slot_seconds: float, synchronise: Synchronise =
 
 
 def interleaved(
-    steps: Steps,
-    rounds: int,
-    count: int,
-    progress: Callable[[int], None] = lambda done: None,
-    synchronise: Synchronise = lambda: None,
-    periods: Mapping[str, int] | None = None,
+    steps: Steps, rounds: int, count: int, synchronise: Synchronise = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds per step of every method in every round; each round starts with another method.
-
-    A method that does more at every so many steps, its period, takes whole periods: else a slot would hold the dear
-    step in some rounds only, and the median would be the cheap one's.
-    """
+    """Seconds per step of every method in every round; each round starts with another method."""
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     for index in range(rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
-            period = (periods or {}).get(name, 1)
-            times[name].append(seconds_per_step(steps[name], math.ceil(count / period) * period, synchronise))
-        progress(index + 1)
+            times[name].append(seconds_per_step(steps[name], count, synchronise))
     return times
 
 
@@ -80,8 +68,3 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def ratios(times: list[float], reference: list[float]) -> dict[str, float]:
     """Quartiles over the rounds of time divided by the reference's time in the same round."""
     return quartiles([time / other for time, other in zip(times, reference, strict=True)])
-
-
-def microseconds_more(times: list[float], reference: list[float]) -> dict[str, float]:
-    """Quartiles over the rounds of time minus the reference's time in the same round, in microseconds."""
-    return quartiles([1e6 * (time - other) for time, other in zip(times, reference, strict=True)])

@@ -1,4 +1,4 @@
-"""What is timed on what: a network, its input, its batch and a smaller network that could be its companion."""
+"""What is timed on what: a network, its input and its batch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ class Workload:
         shape: one input.
         batch_size: inputs a step.
         classes: the number of its logits.
-        small: makes a smaller network with the same logits, where one is easily had.
-        small_title: what that one is called.
-        convolutional: whether a channels-last layout concerns it.
         package: the optional package it is built with.
     """
 
@@ -38,9 +35,6 @@ class Workload:
     shape: tuple[int, ...]
     batch_size: int
     classes: int = CLASSES
-    small: Callable[[], nn.Module] | None = None
-    small_title: str = "half the width"
-    convolutional: bool = False
     package: str = ""
 
     def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -60,35 +54,30 @@ class Workload:
         ]
 
 
-def _image(title: str, build: Callable[[], nn.Module], side: int, batch: int, **further: object) -> Workload:
-    return Workload(title, build, (3, side, side), batch, package="torchvision", **further)  # type: ignore[arg-type]
+def _image(title: str, build: Callable[[], nn.Module], side: int, batch: int, classes: int = CLASSES) -> Workload:
+    return Workload(title, build, (3, side, side), batch, classes, package="torchvision")
 
 
-_resnet18 = partial(
-    _image, "ResNet-18 32x32", networks.resnet_cifar, 32,
-    small=partial(networks.resnet_cifar, 1), small_title="ResNet-10", convolutional=True,
-)  # fmt: skip
+_resnet18 = partial(_image, "ResNet-18 32x32", networks.resnet_cifar, 32)
+
+
+def _mlp(*sizes: int) -> Workload:
+    title = f"MLP {'-'.join(map(str, sizes))}"
+    return Workload(title, partial(networks.perceptron, sizes), (sizes[0],), 128)
+
 
 ON_CPU = {
-    "mlp-small": Workload(
-        "MLP 64-256-256-10",
-        partial(networks.perceptron, (64, 256, 256, CLASSES)),
-        (64,),
-        128,
-        small=partial(networks.perceptron, (64, 128, 128, CLASSES)),
-    ),
-    "mlp": Workload("MLP 784-512-512-10", networks.mlp, (1, 28, 28), 128, small=partial(networks.mlp, 0.5)),
-    "cnn": Workload("CNN 28x28", networks.cnn, (1, 28, 28), 128, small=partial(networks.cnn, 0.5), convolutional=True),
+    "mlp-small": _mlp(64, 256, 256, CLASSES),
+    "mlp": _mlp(784, 512, 512, CLASSES),
+    "cnn": Workload("CNN 28x28", networks.cnn, (1, 28, 28), 128),
     "resnet18": _resnet18(32),
-    "shufflenet": _image(
-        "ShuffleNetV2 64x64", networks.shufflenet, 64, 64, small=partial(networks.shufflenet, "0_5"), convolutional=True
-    ),
-    "vit": _image("ViT-Tiny, 6 layers, 32x32", networks.vit_tiny, 32, 64, small=partial(networks.vit_tiny, 0.5)),
+    "shufflenet": _image("ShuffleNetV2 64x64", networks.shufflenet, 64, 64),
+    "vit": _image("ViT-Tiny, 6 layers, 32x32", networks.vit_tiny, 32, 64),
 }
 ON_CUDA = {
     "resnet18-128": _resnet18(128),
     "resnet18-512": _resnet18(512),
-    "resnet50": _image("ResNet-50 224x224", networks.resnet50, 224, 128, classes=1000, convolutional=True),
+    "resnet50": _image("ResNet-50 224x224", networks.resnet50, 224, 128, classes=1000),
     "vit-b16": _image("ViT-B/16 224x224", networks.vit_b16, 224, 128, classes=1000),
 }
 WORKLOADS = ON_CPU | ON_CUDA

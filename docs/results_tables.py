@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,27 +49,40 @@ SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
 
 def overview_cost() -> str:
     """The first page's table of costs: time of a step, memory, and what is left after training."""
-    from benchmarks import table
+    from benchmarks.table import grid
 
-    lines = benchmark("summary").splitlines()
-    head, _, *models = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    plain = {tuple(cells): float(cells[head.index("plain")].removesuffix(" ms")) for cells in models}
-    small = [cells for cells in plain if plain[cells] < SMALL_STEP]
-    large = [cells for cells in plain if plain[cells] >= SMALL_STEP]
-    slowest, fastest = max(plain[cells] for cells in small), min(plain[cells] for cells in large)
+    plain = {figures["title"]: figures["rows"][0]["milliseconds"]["median"] for figures in _benchmark("steps")["steps"]}
+    slowest = max(time for time in plain.values() if time < SMALL_STEP)
+    fastest = min(time for time in plain.values() if time >= SMALL_STEP)
 
-    def times(some: Sequence[Sequence[str]], name: str) -> str:
-        ratios = sorted(float(cells[head.index(name)]) for cells in some)
+    def times(method: str, small: bool) -> str:
+        found = _ratios(_way(method), "ratio_to_plain")
+        ratios = sorted(found[title] for title, time in plain.items() if (time < SMALL_STEP) == small)
         return f"{ratios[0]:.2f} to {ratios[-1]:.2f} ×"
 
-    both = ("DCPOptimizer", "DCLOptimizer")
     rows = [
-        [f"time, for steps of {fastest:.0f} ms or more", *(times(large, name) for name in both)],
-        [f"time, for steps of {slowest:.1f} ms or less", *(times(small, name) for name in both)],
+        [f"time, for steps of {fastest:.0f} ms or more", *(times(method, small=False) for method in ("DCP", "DCL"))],
+        [f"time, for steps of {slowest:.1f} ms or less", *(times(method, small=True) for method in ("DCP", "DCL"))],
         ["memory", "K × K numbers for K classes", "a second network and its optimizer"],
         ["at prediction", "none", "none"],
     ]
-    return "\n".join(table.grid(["", "DCP", "DCL"], rows, words=3))
+    return "\n".join(grid(["", "DCP", "DCL"], rows, words=3))
+
+
+def _way(method: str, way: str = "line") -> str:
+    """The row of the steps with the defaults; with the paper's settings as long as these were measured alone."""
+    name = f"{method}, {way}"
+    return name if _ratios(name, "ratio_to_plain") else f"{name}, paper"
+
+
+def _ratios(name: str, ratio: str) -> dict[str, float]:
+    """A row's median on each network, by the title."""
+    found = {}
+    for figures in _benchmark("steps")["steps"]:
+        for row in figures["rows"]:
+            if row["name"] == name:
+                found[figures["title"]] = row[ratio] if ratio == "memory_ratio_to_plain" else row[ratio]["median"]
+    return found
 
 
 def overview_accuracy() -> str:
@@ -144,13 +156,6 @@ def gains_by_experiment(columns: Mapping[str, str]) -> str:
     return gain_tables.by_experiment({head: _records(name) for head, name in columns.items()}, evidence.CURVES)
 
 
-def gains_by_fit(lines: Mapping[str, str], label: str) -> str:
-    """How well a row learns its training images and what it gains, by the head of an experiment's line."""
-    from examples.paper import gain_tables
-
-    return gain_tables.by_fit({head: _records(name) for head, name in lines.items()}, label)
-
-
 def gains_by_setting(*, bold: bool = False) -> str:
     """The gains over plain training in all settings, with corrected p values, or the small ones in bold."""
     from examples.paper import gain_tables, pays
@@ -198,33 +203,6 @@ def gains_of_peers(cost: str, *measures: str) -> str:
     alone = {name: row for name, row in peers.PLAIN_COST.items() if not name.startswith("DCP and ")}
     rows = {"plain": peers.PLAIN_COST, "plain, alone": alone, "twice": peers.TWICE_THE_COST}[cost]
     return gain_tables.by_measure(_records("peers-kanji"), rows, measures)
-
-
-def grids_of_peers() -> str:
-    """The gains on validation data of all values that were tried."""
-    from examples.paper import gain_tables, peers
-    from examples.paper.evidence import KANJI
-
-    return gain_tables.by_value(_records("peers-kanji-grids"), peers.grids(KANJI))
-
-
-def variation(name: str) -> str:
-    """How much logits and accuracy change from epoch to epoch, from the figures file of an experiment."""
-    from benchmarks.table import grid
-
-    runs_of = json.loads((RESULTS / f"figures-{name}.json").read_text())["runs"]
-    found = {_named(label): runs for label, runs in runs_of.items()}
-    epochs = len(next(iter(found.values()))[0]["accuracy"])
-    fifth = epochs // 5
-    parts = {f"epochs 2 to {fifth}": slice(0, fifth - 1), "the middle": slice(fifth - 1, -fifth)}
-    parts |= {f"the last {fifth}": slice(-fifth, None)}
-    head, lines = ["", *(f"d, {part}" for part in parts), "change of accuracy, points"], []
-    for label, runs in found.items():
-        cells = [f"{fmean(d for run in runs for d in run['drift'][part]):.2f}" for part in parts.values()]
-        late = [run["accuracy"][fifth - 1 :] for run in runs]
-        cells.append(f"{fmean(100 * abs(b - a) for accuracy in late for a, b in pairwise(accuracy)):.2f}")
-        lines.append([label, *cells])
-    return "\n".join(grid(head, lines, words=1))
 
 
 # A row's title, its module, the settings that differ from the default, its label without and with each optimizer.
@@ -280,6 +258,65 @@ def applications() -> str:
     return "\n".join(grid(["", "plain, %", "DCP, minus plain", "p", "DCL, minus plain", "p", "seeds"], lines, words=1))
 
 
+# What the experiments of examples/paper are for, by the page and the heading.
+MADE: dict[str, tuple[str, ...]] = {
+    "README, [Results](../results.md), [All settings](gains.md#all-settings), figure of gains by setting": (
+        *("data-kanji-480", "length-kanji-4k", "noise-kanji-20", "length-kanji-1k", "length-scripts-4k"),
+        *("pays-fashion-5k", "pays-fashion-50k", "pays-kanji", "pays-kanji-adamw", "pays-scripts"),
+        *("pays-debian", "pays-debian-adamw"),
+    ),
+    "[Length](gains.md#the-length-of-training), figure of gains by length": (
+        *("length-kanji-1k", "length-kanji-4k", "length-kanji-16k", "length-kanji-64k"),
+        *("length-scripts-1k", "length-scripts-4k"),
+    ),
+    "[Wrong labels](gains.md#wrong-labels)": ("length-kanji-4k", "noise-kanji-20", "noise-kanji-40"),
+    "[Few images](gains.md#few-training-images-and-many)": (
+        *("data-kanji-480", "length-kanji-4k", "data-kanji-1600", "data-kanji-4800"),
+    ),
+    "[Other methods](gains.md#other-methods)": ("peers-kanji",),
+    "[Probabilities](../results.md#probabilities)": ("probabilities-kanji",),
+    "[Logits](gains.md#size-and-shape-of-the-logits)": ("data-kanji-480",),
+    "[Controls](gains.md#controls)": ("controls-kanji",),
+    "[Defaults](ablations.md#the-defaults)": tuple(
+        f"defaults-{data}-{length}" for data in ("digits", "fashion", "scripts") for length in ("short", "long")
+    ),
+    "[The companion](ablations.md#the-companion-of-dcl)": ("distance", "rate", "companion", "alpha"),
+    "Rows that the companion learns from (the paper's Table 10)": ("fraction-scripts", "fraction-kanji"),
+    "Size of the network": tuple(
+        f"size-{data}-{size}{rows}"
+        for data in ("scripts", "kanji")
+        for size in ["xs", "s", "m", "l"]
+        for rows in ("", "-others")
+    ),
+}
+
+
+def made() -> str:
+    """Which experiments each table and figure is made of, how many runs these are, and how long they took where."""
+    from benchmarks.table import grid
+
+    lines = []
+    for place, names in MADE.items():
+        found = [record for name in names for record in _records(name)]
+        lines.append([place, ", ".join(f"`{name}`" for name in names), *_took(found)])
+    return "\n".join(grid(["table or figure", "experiments", "processor", "runs", "hours"], lines, words=3))
+
+
+def made_applications() -> str:
+    """How many runs each file of the applications has, and how long they took where."""
+    from benchmarks.table import grid
+
+    paths = sorted(RESULTS.glob("application-*.jsonl"))
+    lines = [[f"`{path.stem}`", *_took(_records(path.stem))] for path in paths]
+    return "\n".join(grid(["file", "processor", "runs", "hours"], lines, words=2))
+
+
+def _took(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    devices = sorted({record["device"].removesuffix(" Processor") for record in found})
+    hours = f"{sum(record['seconds'] for record in found) / 3600:.1f}"
+    return [", ".join(devices), str(len(found)), hours] if found else ["", "not run", ""]
+
+
 def source(module: str, *names: str) -> str:
     """The source of classes or functions, as a block of code."""
     from importlib import import_module
@@ -289,102 +326,40 @@ def source(module: str, *names: str) -> str:
     return "```python\n" + "\n\n".join(getsource(getattr(found, name)) for name in names) + "```"
 
 
-def benchmark(part: str, name: str = "cpu-2-threads") -> str:
-    """One of the tables that ``python -m benchmarks table`` prints, without its heading."""
+def benchmark(name: str) -> str:
+    """One of the tables of ``python -m benchmarks``: steps, kernels or wide."""
     from benchmarks import table
 
-    results = _benchmark(name)
-    lines = table.summary(results) if part == "summary" else table.SECTIONS[part](results)
-    return "\n".join(lines[2:])
+    return "\n".join(table.TABLES[name](_benchmark(name)))
 
 
-def benchmark_source(name: str = "cpu-2-threads") -> str:
-    """Where a benchmark's figures come from."""
+def benchmark_source(name: str) -> str:
+    """Where its figures come from."""
     from benchmarks import table
 
     return table.source(_benchmark(name))
 
 
 def cost() -> str:
-    """The time and the memory of both optimizers over those of plain training."""
+    """The time and the memory of both optimizers over those of plain training, by the line and by the term."""
     from benchmarks.table import grid
 
-    names = ("DCPOptimizer", "DCLOptimizer")
+    names = [_way(method, way) for method in ("DCP", "DCL") for way in ("line", "term")]
+    times = {name: found for name in names if (found := _ratios(name, "ratio_to_plain"))}
+    memory = {_way(method): _ratios(_way(method), "memory_ratio_to_plain") for method in ("DCP", "DCL")}
     lines = []
-    for table in _benchmark()["methods"]:
-        rows = {row["name"]: row for row in table["rows"]}
-        times = [f"{rows[name]['ratio_to_plain']['median']:.2f}" for name in names]
-        memory = [f"{rows[name]['memory_ratio_to_plain']:.2f}" for name in names]
-        title = f"{table['title']}, {table['batch_size']}"
-        lines.append([title, f"{rows['plain']['milliseconds']['median']:.1f}", *times, *memory])
-    head = ["network, batch size", "plain, ms", "DCP, time", "DCL, time", "DCP, RAM", "DCL, RAM"]
+    for figures in _benchmark("steps")["steps"]:
+        title = figures["title"]
+        cells = [f"{found[title]:.2f}" for found in (*times.values(), *memory.values())]
+        plain = f"{figures['rows'][0]['milliseconds']['median']:.1f}"
+        lines.append([f"{title}, {figures['batch_size']}", plain, *cells])
+    head = [
+        "network, batch size",
+        "plain, ms",
+        *(f"{name}, time" for name in times),
+        *(f"{name}, RAM" for name in memory),
+    ]
     return "\n".join(grid(head, lines, words=1))
-
-
-def options() -> str:
-    """The time of DCLOptimizer's options over that of plain training, a column for each network.
-
-    Options that need a change of the script itself are in the detailed table only.
-    """
-    from benchmarks.knobs import KNOBS
-    from benchmarks.table import grid
-
-    tables = _benchmark()["knobs"]
-    times = [{row["name"]: f"{row['ratio_to_plain']['median']:.2f}" for row in one["rows"]} for one in tables]
-    names = [name for name, knob in KNOBS.items() if not knob.variant and any(name in one for one in times)]
-    lines = [[name, KNOBS[name].changes, *(one.get(name, "–") for one in times)] for name in names]
-    return "\n".join(grid(["option", "changes", *(one["title"] for one in tables)], lines, words=2))
-
-
-BOTH = ("DCLOptimizer", "DCPOptimizer")
-
-
-def kernels() -> str:
-    """The kernels of a step."""
-    from benchmarks import table
-    from benchmarks.methods import BY_HAND_AND_WRAPPED
-
-    methods = (*BY_HAND_AND_WRAPPED, "DCPOptimizer, defaults")
-    found = {(row["dtype"], row["loss"], row["method"]): row for row in _benchmark("kernels-after")["kernels"]}
-    lines = [
-        [dtype, loss, *(f"{found[dtype, loss, name]['kernels']:.0f}" for name in methods)]
-        for dtype, loss in dict.fromkeys((dtype, loss) for dtype, loss, _ in found)
-    ]
-    return "\n".join(table.grid(["logits", "loss", *methods], lines, words=2))
-
-
-def wide() -> str:
-    """The time of a step with many classes over that of a plain step, and over that of the handwritten step."""
-    from benchmarks import table
-    from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
-
-    def ratio(rows: Mapping[str, Any], name: str, reference: str) -> str:
-        return f"{rows[name][reference]['median']:.2f}" if name in rows else "–"
-
-    lines = []
-    for point in _benchmark("wide-after")["wide"]:
-        rows = {row["name"]: row for row in point["rows"]}
-        place = [f"{point['classes']:,}", point["precision"], f"{rows['plain']['milliseconds']['median']:.1f}"]
-        over_plain = [ratio(rows, name, "ratio_to_plain") for name in METHODS[1:]]
-        lines.append(place + over_plain + [ratio(rows, name, "ratio_to_handwritten") for name in BOTH])
-    head = ["classes", "precision", "plain, ms", *METHODS[1:], "DCL ÷ handwritten", "DCP ÷ handwritten"]
-    return "\n".join(table.grid(head, lines, words=2))
-
-
-def wide_memory() -> str:
-    """The peak of the memory with many classes."""
-    from benchmarks import table
-    from benchmarks.methods import BY_HAND_AND_WRAPPED as METHODS
-
-    found = {
-        (row["classes"], row["rows"], row["precision"], row["name"]): f"{row['used_bytes'] / 2**20:,.0f}"
-        for row in _benchmark("wide-after")["wide_memory"]
-    }
-    lines = [
-        [f"{classes:,} × {rows:,}", precision, *(found.get((classes, rows, precision, name), "–") for name in METHODS)]
-        for classes, rows, precision in dict.fromkeys(place[:3] for place in found)
-    ]
-    return "\n".join(table.grid(["classes × rows", "precision", *METHODS], lines, words=2))
 
 
 def _records(name: str) -> list[Any]:
@@ -393,7 +368,7 @@ def _records(name: str) -> list[Any]:
     return records.read(RESULTS / f"{name}.jsonl")
 
 
-def _benchmark(name: str = "cpu-2-threads") -> Any:
+def _benchmark(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 

@@ -25,12 +25,12 @@ pytestmark = needs_device
 SYNC_STEP, COUNTED = 16, 3  # the step that may read values, after which steps are counted
 METHODS = (
     "plain",
-    "DCLOptimizer, defaults",
-    "DCL, by the term, defaults",
-    "DCPOptimizer, defaults",
-    "DCP, by the term, defaults",
+    "DCL, line",
+    "DCL, term",
+    "DCP, line",
+    "DCP, term",
 )
-FRACTION = "DCLOptimizer, companion_fraction"
+FRACTION = "DCL, line, companion_fraction"
 # The most kernels that a step may take. Those of plain training are torch's, and exact: they say that the counting is
 # right. Lower a figure when a step gets cheaper; python -m benchmarks kernels prints what it takes.
 BUDGETS = {

@@ -73,7 +73,7 @@ def test_a_private_module_is_imported_by_one_test_file_at_most() -> None:
     read_by_many = {"dcl_optim.reference", "dcl_optim._sync"}  # the question that some tests force an answer to
     public = documented | read_by_many | {"dcl_optim"}
     importers: dict[str, set[str]] = {}
-    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/test_*.py")]:
+    for path in ROOT.glob("tests/**/*.py"):
         for module, name in imports_of(path):
             if module not in public and f"{module}.{name}" not in public:
                 importers.setdefault(module, set()).add(str(path.relative_to(ROOT)))

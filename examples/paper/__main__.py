@@ -1,9 +1,9 @@
-"""Run an experiment, print its table, draw its figures, or draw the plots of all results.
+"""Run an experiment, print its table, put its results into the repository, or draw the plots of all results.
 
     python -m examples.paper list
-    python -m examples.paper run main-fashion --jobs 2
-    python -m examples.paper table main-fashion
-    python -m examples.paper figures main-fashion --only CE DCL DCP
+    python -m examples.paper run pays-fashion-5k --jobs 2
+    python -m examples.paper table pays-fashion-5k
+    python -m examples.paper publish pays-fashion-5k
     python -m examples.paper plot
 
 A run that is in the results file is not trained again, and one that another experiment's file has is copied from there;
@@ -20,12 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from examples.helpers.arguments import Parser, add_device, number
 from examples.helpers.extras import explain
-from examples.paper import figures, plots, records
+from examples.paper import plots, records
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.jobs import Job, finished, pending
 from examples.paper.table import markdown
@@ -36,7 +35,7 @@ COMMANDS = {
     "list": "name the experiments",
     "run": "make the runs of an experiment that are not made yet",
     "table": "print the table of an experiment's results",
-    "figures": "train some rows of an experiment and draw what they show on the way",
+    "publish": "write an experiment's results into the repository, without what no table shows",
     "plot": "draw the plots of all results",
 }
 
@@ -70,17 +69,6 @@ def run(options: argparse.Namespace) -> None:
             bar.update()
 
 
-def draw(options: argparse.Namespace) -> None:
-    """Train some rows of an experiment and draw what they show on the way."""
-    name, experiment = options.experiment, EXPERIMENTS[options.experiment]
-    labels, seeds = options.only or list(experiment.runs), options.seeds or experiment.seeds
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    folders = figures.Folders(options.results, options.images, options.checkpoints)
-    for path in figures.make(name, experiment, labels, seeds, options.device, folders):
-        print(path)
-
-
 def experiment(text: str) -> str:
     """Take the name of an experiment: the type of the argument."""
     if text not in EXPERIMENTS:
@@ -103,20 +91,18 @@ def parser() -> argparse.ArgumentParser:
         for name in names.split():
             found[name].add_argument(*flags, **options)
 
-    add("run table figures", "experiment", type=experiment, help=f"one of those that `{PROGRAM} list` names")
-    add("run figures", "--seeds", type=number(int, 1), help="how many (default: the experiment's own number)")
-    add("run figures", "--only", nargs="+", metavar="LABEL", help="these rows of the table only")
+    add("run table publish", "experiment", type=experiment, help=f"one of those that `{PROGRAM} list` names")
+    add("run", "--seeds", type=number(int, 1), help="how many (default: the experiment's own number)")
+    add("run", "--only", nargs="+", metavar="LABEL", help="these rows of the table only")
     add("run", "--jobs", type=number(int, 1), default=1, help="runs at a time, each in its own process (default 1)")
     add("run", "--threads", type=number(int, 1), help="of a run (default: the cores divided by --jobs)")
-    add("figures", "--threads", type=number(int, 1), help="of torch (default: torch's own)")
     add("run", "--fresh", action="store_true", help=f"train runs of {records.COMMITTED} too")
-    for name in ("run", "figures"):
-        add_device(found[name])
+    add_device(found["run"])
     own, known = records.RESULTS, records.COMMITTED
-    add("run table plot", "--results", type=Path, default=own, help=f"their folder, beside {known} (default {own})")
-    add("figures", "--results", type=Path, default=own, help=f"folder of the figures by epoch (default {own})")
-    add("figures plot", "--images", type=Path, default=IMAGES, help=f"folder of the figures (default {IMAGES})")
-    add("run figures", "--checkpoints", type=Path, default=CHECKPOINTS, help=f"their folder (default {CHECKPOINTS})")
+    of_results = f"their folder, beside {known} (default {own})"
+    add("run table publish plot", "--results", type=Path, default=own, help=of_results)
+    add("plot", "--images", type=Path, default=IMAGES, help=f"folder of the figures (default {IMAGES})")
+    add("run", "--checkpoints", type=Path, default=CHECKPOINTS, help=f"their folder (default {CHECKPOINTS})")
     return made
 
 
@@ -126,13 +112,28 @@ def show_list(options: argparse.Namespace) -> None:
         print(f"{name}: {one.title} ({len(one.runs)} rows, {one.seeds} seeds)")
 
 
-def show_table(options: argparse.Namespace) -> None:
-    """Print the table of an experiment's results."""
+def results(options: argparse.Namespace) -> list[records.Record]:
+    """The records of an experiment.
+
+    Raises:
+        ValueError: there is none.
+    """
     name = options.experiment
     found = records.finished(options.results, f"{name}.jsonl")
     if not found:
         raise ValueError(f"{name} has no results yet; `{PROGRAM} run {name}` makes them")
-    print(markdown(EXPERIMENTS[name], found))
+    return found
+
+
+def show_table(options: argparse.Namespace) -> None:
+    """Print the table of an experiment's results."""
+    print(markdown(EXPERIMENTS[options.experiment], results(options)))
+
+
+def publish(options: argparse.Namespace) -> None:
+    """Write an experiment's results into the repository."""
+    results(options)
+    print(records.publish(options.results, f"{options.experiment}.jsonl"))
 
 
 def plot(options: argparse.Namespace) -> None:
@@ -151,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         if label not in known:
             rows = ", ".join(map(repr, known))
             made.error(f"argument --only: {label!r} is no row of {options.experiment}; choose from {rows}")
-    commands = {"list": show_list, "run": run, "table": show_table, "figures": draw, "plot": plot}
+    commands = {"list": show_list, "run": run, "table": show_table, "publish": publish, "plot": plot}
     try:
         commands[options.command](options)
     except (ValueError, ImportError) as error:

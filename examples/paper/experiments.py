@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper import evidence, pays, peers, rules, size
+from examples.paper import evidence, pays, peers, size
 from examples.paper.configuration import BY_BATCH, DCL, DCP_01, PAPER, Configuration, Experiment
 from examples.paper.pays import DIGITS
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
 SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40, train_size=8_000)
 CIFAR = Configuration("cifar100", "resnet18", "plain", epochs=200, augmentation="authors")
-
-# The learning rate and decay of AdamW's own defaults, with which it is mostly used.
-ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 1e-2}
 
 LONG = {"digits": DIGITS, "fashion": FASHION, "scripts": SCRIPTS}
 SHORT = {
@@ -62,23 +59,6 @@ def _main(plain: Configuration) -> dict[str, Configuration]:
     }
 
 
-def _baselines(plain: Configuration) -> dict[str, Configuration]:
-    names = {
-        "SAM": "sam",
-        "GAM": "gam",
-        "DML": "dml",
-        "PS-KD": "ps-kd",
-        "SAF": "saf",
-        "EMA": "ema",
-        "Mean Teacher": "mean-teacher",
-        "snapshot": "snapshot",
-        "voting, 2 networks": "voting",
-        "bagging, 2 networks": "bagging",
-    }
-    twice = {"CE, twice the epochs": replace(plain, epochs=2 * plain.epochs)}
-    return _main(plain) | twice | {label: replace(plain, method=method) for label, method in names.items()}
-
-
 def _ablation(
     title: str, options: dict[str, dict[str, Any]], plain: Configuration = SCRIPTS, data: str = "100 scripts"
 ) -> Experiment:
@@ -103,20 +83,9 @@ def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict
 EXPERIMENTS: dict[str, Experiment] = {
     **_defaults("short", 5, SHORT),
     **_defaults("long", 3, LONG),
-    "adamw-fashion": Experiment(
-        "CE, DCL and DCP under AdamW on Fashion-MNIST", "validation", 3, "CE", _main(replace(FASHION, **ADAMW))
-    ),
-    "adamw-scripts": Experiment(
-        "CE, DCL and DCP under AdamW on 100 scripts", "validation", 3, "CE", _main(replace(SCRIPTS, **ADAMW))
-    ),
-    "main-fashion": Experiment(
-        "CE, DCL and DCP on Fashion-MNIST, 5,000 training images", "test", 5, "CE", _main(FASHION)
-    ),
-    "main-scripts": Experiment("CE, DCL and DCP on 100 scripts", "test", 5, "CE", _main(SCRIPTS)),
     "main-cifar100": Experiment(
         "CE, DCL and DCP as in the paper's Table 1; wants a GPU", "test", 3, "CE", _main(CIFAR)
     ),
-    "baselines": Experiment("what else costs as much, on 100 scripts", "test", 3, "CE", _baselines(SCRIPTS)),
     "alpha": _ablation("α (Table 11)", ALPHAS),
     "distance": _ablation("the distance (Table 6)", DISTANCES),
     "rate": _ablation("the companion's learning rate", RATES),
@@ -128,6 +97,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     **evidence.EXPERIMENTS,
     **pays.EXPERIMENTS,
     **peers.EXPERIMENTS,
-    **rules.EXPERIMENTS,
     **size.EXPERIMENTS,
 }

@@ -1,4 +1,4 @@
-"""Markdown tables of gains: by experiment, setting (p values corrected), measure, value of a grid, and fit."""
+"""Markdown tables of gains: by experiment, setting (p values corrected) and measure."""
 
 from __future__ import annotations
 
@@ -70,49 +70,8 @@ def by_measure(found: Sequence[Record], rows: Mapping[str, Row], measures: Seque
     return "\n".join(grid(["", *measures], lines, words=1))
 
 
-def by_value(found: Sequence[Record], grids: Mapping[str, Mapping[str, object]]) -> str:
-    """The gain over CE of each value of each grid, a line for each grid; its best is bold.
-
-    Args:
-        found: the records, of rows that are named by the grid and the value.
-        grids: the values of each.
-    """
-    lines = []
-    for name, grid_of_one in grids.items():
-        gains = {value: gain(found, Row(f"{name} {value}"), CE) for value in grid_of_one}
-        best = max((one.mean for one in gains.values() if one), default=None)
-        cells = [
-            f"**{value}: {_cell(one)}**" if one and one.mean == best else f"{value}: {_cell(one)}"
-            for value, one in gains.items()
-        ]
-        lines.append([name, *cells])
-    return "\n".join(grid(["", *(str(number) for number in range(1, 5))], lines, words=1))
-
-
-def by_fit(experiments: Mapping[str, Sequence[Record]], label: str) -> str:
-    """How well a row with a companion learns its training images, how far the companion lags, and what the row gains.
-
-    Args:
-        experiments: the records by the head of their line.
-        label: the row's.
-    """
-    row, companion = Row(label), Row(label, "companion")
-    lines = [
-        [
-            title,
-            _mean(found, "train accuracy, %"),
-            _mean(found, "train accuracy, %", row=row),
-            _cell(gain(found, companion, row)),
-            _cell(gain(found, row, CE)),
-        ]
-        for title, found in experiments.items()
-    ]
-    head = ["", "CE, training images, %", f"{label}, training images, %", "companion minus model", f"{label}, minus CE"]
-    return "\n".join(grid(head, lines, words=1))
-
-
-def _mean(found: Sequence[Record], measure: str, places: int = 2, row: Row = CE) -> str:
-    known = list(values(found, row, measure).values())
+def _mean(found: Sequence[Record], measure: str, places: int = 2) -> str:
+    known = list(values(found, CE, measure).values())
     return plus_minus(*mean_and_error(known), places=places) if known else ""
 
 

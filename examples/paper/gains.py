@@ -20,7 +20,6 @@ MEASURES: dict[str, Measure] = {
     "NLL, scaled": lambda record, name: record["quality"][name]["nll_scaled"],
     "ECE, %": lambda record, name: 100 * record["quality"][name]["ece"],
     "ECE, scaled, %": lambda record, name: 100 * record["quality"][name]["ece_scaled"],
-    "Brier": lambda record, name: record["quality"][name]["brier"],
     "largest logit": lambda record, name: record["spread"][name]["top"],
     "within / between": lambda record, name: record["spread"][name]["within"] / record["spread"][name]["between"],
     "train accuracy, %": lambda record, name: 100 * record["train_accuracy"][name],

@@ -1,4 +1,4 @@
-"""Predictions beyond their accuracy: negative log-likelihood, calibration, Brier score, size and spread of logits."""
+"""Predictions beyond their accuracy: negative log-likelihood, calibration, size and spread of logits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
 
     Returns:
         ``nll``, the mean negative log-likelihood; ``nll_scaled``, that of the logits divided by the temperature;
-        ``ece`` and ``ece_scaled``, the expected calibration errors of the top class with 15 bins; ``brier``, the mean
-        over the rows of the squared distance of the softmax from the one-hot label.
+        ``ece`` and ``ece_scaled``, the expected calibration errors of the top class with 15 bins.
 
     Raises:
         ImportError: torchmetrics is not installed.
@@ -34,13 +33,11 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
     ece, ece_scaled = (
         multiclass_calibration_error(p, y, num_classes=z.shape[1], n_bins=BINS) for p in (softmax, scaled)
     )
-    brier = (softmax - F.one_hot(y, z.shape[1])).square().sum(1).mean()
     return {
         "nll": float(F.cross_entropy(z, y)),
         "nll_scaled": float(F.cross_entropy(z / temperature, y)),
         "ece": float(ece),
         "ece_scaled": float(ece_scaled),
-        "brier": float(brier),
     }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +17,6 @@ from examples.paper.records import Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-SPREAD = "length-kanji-4k"  # the experiment whose logits are drawn, from its figures by epoch
 
 
 def steps(configuration: Configuration) -> int:
@@ -105,45 +100,6 @@ def _draw_intervals(axes: Axes, places: Sequence[float], gains: Sequence[Gain | 
     )
 
 
-def spread_curves(histories: Mapping[str, Sequence[Mapping[str, Sequence[float]]]], title: str) -> Figure:
-    """Draw the size of the logits over the epochs, and their spread within the classes over that between them.
-
-    A line is the mean over the runs.
-
-    Args:
-        histories: for each method its runs; a run has ``top``, ``within`` and ``between``, one value per epoch each.
-        title: of the figure.
-    """
-    figure = new_figure(7, 5.4)
-    panels = {
-        "largest logit\nminus the mean": lambda run: run["top"],
-        "spread within classes\ndivided by between": lambda run: [
-            a / b for a, b in zip(run["within"], run["between"], strict=True)
-        ],
-    }
-    for axes, (label, measure) in zip(figure.subplots(2, 1, sharex=True), panels.items(), strict=True):
-        for (method, runs), style in zip(histories.items(), styles(histories).values(), strict=True):
-            means = [statistics.fmean(values) for values in zip(*map(measure, runs), strict=True)]
-            epochs, marks = range(1, len(means) + 1), range(0, len(means), max(1, len(means) // 8))
-            axes.plot(
-                epochs,
-                means,
-                **style.of_points(),
-                linestyle=style.line,
-                markevery=marks,
-                label=method,
-                linewidth=1.2,
-                markersize=4,
-            )
-        # The first epochs start from noise: shown in full they would press the rest, which matters, into one line.
-        later = [value for line in axes.lines for value in line.get_ydata()[len(line.get_ydata()) // 10 :]]
-        axes.set_ylim(0.9 * min(later), 1.1 * max(later))
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-    figure.axes[-1].set_xlabel("epoch")
-    return finish(figure, title, *figure.axes[0].get_legend_handles_labels())
-
-
 def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> list[Path]:
     """Draw every plot whose experiments have records."""
 
@@ -151,22 +107,16 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
         return records.finished(results, f"{name}.jsonl")
 
     figures: dict[str, Figure] = {}
-    for setting in evidence.SETTINGS:
-        names = [f"length-{setting}-{length}" for length in evidence.LENGTHS]
-        made = {name: found for name in names if (found := read(name))}
-        if made:
-            title = f"Gain over plain training, {evidence.TITLES[setting]}"
-            figures[f"length-{setting}"] = length_curves(
-                [experiments[name] for name in made], list(made.values()), evidence.DRAWN, title
-            )
+    names = [f"length-kanji-{length}" for length in evidence.LENGTHS["kanji"]]
+    made = {name: found for name in names if (found := read(name))}
+    if made:
+        title = f"Gain over plain training, {evidence.TITLES['kanji']}"
+        figures["length-kanji"] = length_curves(
+            [experiments[name] for name in made], list(made.values()), evidence.DRAWN, title
+        )
     settings = {pays.PAYS[name]: found for name in pays.DRAWN if (found := read(name))}
     if settings:
         figures["pays"] = forest(settings, pays.FOREST, "Gain over plain training")
-    for path in (folder / f"figures-{SPREAD}.json" for folder in (results, records.COMMITTED)):
-        if path.exists():
-            histories = json.loads(path.read_text())["runs"]
-            figures[f"{SPREAD}-spread"] = spread_curves(histories, "Logits of test images, 150 Japanese characters")
-            break
     images.mkdir(parents=True, exist_ok=True)
     paths = [images / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):

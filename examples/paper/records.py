@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.machine import processor
 
-PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics", "pytorch_optimizer")
+PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics")
 
 # Finished runs are written to a folder that git ignores, and those of the repository are read in addition.
 RESULTS, COMMITTED = Path("runs/results"), Path("docs/results")
@@ -35,20 +35,7 @@ def read(path: Path) -> list[Record]:
     wrong = next((number for number, line in enumerate(lines, 1) if not _is_record(line)), None)
     if wrong is not None:
         raise ValueError(f"{path}, line {wrong}: no record of a run; mend or delete the line")
-    return [_by_argument(json.loads(line)) for line in lines]
-
-
-def _by_argument(record: Record) -> Record:
-    """Name the arguments that had another name, or none yet, when the record was written."""
-    configuration = record.get("configuration", {})  # of examples.applications, which had no other alphas than today's
-    if "preset" in configuration:
-        configuration["weight"] = {None: None, "default": 0.1, "paper": 1.0}[configuration.pop("preset")]
-    if "options" in configuration:  # of examples.paper, where it was always the paper's
-        options = configuration["options"]
-        if options.pop("preset", None):
-            configuration["options"] = {"weight": 1.0, "alpha": 0.6} | options
-        record["configuration"] = {"averages": [], "label_noise": 0.0, "precision": "float32"} | configuration
-    return record
+    return [json.loads(line) for line in lines]
 
 
 def _is_record(line: str) -> bool:
@@ -57,6 +44,20 @@ def _is_record(line: str) -> bool:
     except json.JSONDecodeError:
         return False
     return True
+
+
+def stripped(tree: Any) -> Any:
+    """A record without what no table shows: the losses by epoch, which older ones have, and one of the averages."""
+    if not isinstance(tree, dict):
+        return tree
+    return {name: stripped(part) for name, part in tree.items() if name not in ("losses", "EMA over 1000 steps")}
+
+
+def publish(folder: Path, name: str) -> Path:
+    """Write the stripped records of a file of both folders into the repository's."""
+    found, path = finished(folder, name), COMMITTED / name
+    path.write_text("".join(f"{json.dumps(stripped(record))}\n" for record in found))
+    return path
 
 
 def fingerprint(contents: Any) -> str:

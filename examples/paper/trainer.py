@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from dcl_optim import AutoWeight, metrics
+from dcl_optim import metrics
 from dcl_optim.schedules import LinearWarmup, RunningAverage
 from examples.helpers.checkpoint import save_atomically
 from examples.paper import datasets, measures, methods, networks
@@ -35,12 +34,6 @@ AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fift
 SCHEDULES: dict[str, Callable[[int, int], Any]] = {
     "running-average": lambda steps, epoch: RunningAverage(),
     "warm-up": lambda steps, epoch: LinearWarmup(1.0, max(1, steps // 2)),
-    "ramp": lambda steps, epoch: LinearWarmup(1.0, steps),
-    **{  # to 1 for any number of classes
-        f"accuracy^{power}": lambda steps, epoch, power=power: AutoWeight(power=power, classes=1)
-        for power in (3, 6, 9, 12)
-    },
-    "accuracy^6 / √10": lambda steps, epoch: AutoWeight(classes=10 * math.sqrt(10)),  # to √(K/100), of ten classes
     "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
 
@@ -183,7 +176,7 @@ class Run:
             found["perplexity"][name] = float(metrics.non_target_perplexity(z, y).nanmean())
         for corruption in self.data.corruptions if part == "test" else ():
             found["corrupted"][corruption] = {name: _accuracy(z, y) for name, z, y in self.logits(part, corruption)}
-        return found | {"losses": [round(loss, 6) for loss in self.losses], "seconds": round(self.seconds, 3)}
+        return found | {"seconds": round(self.seconds, 3)}
 
     def save(self, path: Path) -> None:
         """Write everything that a bit-exact continuation needs."""

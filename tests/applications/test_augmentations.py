@@ -1,4 +1,4 @@
-"""Mixed labels, the closure's step by hand, and the whole application on a made Fashion-MNIST."""
+"""Mixed labels and the whole application on a made Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import struct
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from dcl_optim import DCPOptimizer
 from examples.applications import augmentations
 from examples.applications.augmentations import APPLICATION, ROWS, main, mixing, step
 from examples.paper import records
@@ -63,34 +61,6 @@ def test_labels_are_mixed_as_the_pictures_are(name):
 def test_unknown_names_list_the_known():
     with pytest.raises(ValueError, match="mix='cutout' is unknown; choose one of none, mixup, cutmix"):
         mixing("cutout", 3, 1.0)
-
-
-def test_a_step_with_soft_labels_by_hand():
-    """DCP's second step: cross-entropy and the distance to the labels' mixture of the first step's prototypes."""
-    torch.manual_seed(0)
-    model, criterion = nn.Linear(4, 3).double(), nn.CrossEntropyLoss()
-    by_hand = nn.Linear(4, 3).double()
-    by_hand.load_state_dict(model.state_dict())
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DCPOptimizer(base, model, weight=1.0, alpha=0.6)
-    x = torch.randn(2, 6, 4, dtype=torch.float64)
-    soft = torch.softmax(torch.randn(2, 6, 3, dtype=torch.float64), 2)
-    found = [step(optimizer, model, criterion, x[number], soft[number]) for number in range(2)]
-
-    prototypes = None
-    for number in range(2):
-        z = by_hand(x[number])
-        loss = -(soft[number] * z.log_softmax(1)).sum(1).mean()
-        forecast = z.detach() if prototypes is None else soft[number] @ prototypes
-        gradients = torch.autograd.grad(loss + F.mse_loss(z, forecast), list(by_hand.parameters()))
-        if prototypes is None:
-            prototypes = (soft[number].T @ z.detach()) / soft[number].sum(0)[:, None]
-        with torch.no_grad():
-            for parameter, gradient in zip(by_hand.parameters(), gradients, strict=True):
-                parameter -= 0.1 * gradient
-        assert found[number] == pytest.approx(loss.item(), rel=1e-12)
-    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_each_row_is_held_against_the_one_without():

@@ -47,7 +47,7 @@ def test_rows_of_a_seed_come_together_and_are_made_once(options):
     assert len(CALLS) == 9
 
 
-def test_runs_that_the_repository_has_are_read_from_there(options, tmp_path, monkeypatch):
+def test_runs_that_the_repository_has_are_read_from_there_and_fresh_trains_them(options, tmp_path, monkeypatch, capsys):
     first = run(PRETENDED, options("--seeds", "1"))
     (tmp_path / "committed").mkdir()
     (tmp_path / "application-pretended.jsonl").rename(tmp_path / "committed" / "application-pretended.jsonl")
@@ -56,26 +56,15 @@ def test_runs_that_the_repository_has_are_read_from_there(options, tmp_path, mon
     assert found[:3] == first
     assert len(CALLS) == len(found) == 6
     assert found[3:] == records.read(tmp_path / "application-pretended.jsonl")
+    capsys.readouterr()
+    assert run(PRETENDED, options("--seeds", "2")) == found
+    said = f"pretended: all 6 runs have results in {records.COMMITTED} or {tmp_path}; --fresh trains them again\n"
+    assert (len(CALLS), capsys.readouterr().err) == (6, said)
+    fresh = run(PRETENDED, options("--seeds", "1", "--fresh"))
+    assert len(CALLS) == 9
+    assert run(PRETENDED, options("--seeds", "1", "--fresh")) == fresh
+    assert len(CALLS) == 9
     assert parser(PRETENDED, "A test.").parse_args([]).results == Path("runs/results")
-
-
-def test_a_run_that_does_nothing_is_said_and_fresh_trains_what_is_committed(options, tmp_path, monkeypatch, capsys):
-    run(PRETENDED, options("--seeds", "2"))
-    (tmp_path / "committed").mkdir()
-    (tmp_path / "application-pretended.jsonl").rename(tmp_path / "committed" / "application-pretended.jsonl")
-    monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
-    assert "results" not in capsys.readouterr().err
-    assert len(run(PRETENDED, options("--seeds", "2"))) == len(CALLS) == 6
-    said = capsys.readouterr().err
-    assert (
-        said == f"pretended: all 6 runs have results in {records.COMMITTED} or {tmp_path}; --fresh trains them again\n"
-    )
-    found = run(PRETENDED, options("--seeds", "1", "--fresh"))
-    assert len(CALLS) == 9
-    assert found == records.read(tmp_path / "application-pretended.jsonl")
-    assert run(PRETENDED, options("--seeds", "1", "--fresh")) == found
-    assert len(CALLS) == 9
-    assert "all 3 runs have results in" in capsys.readouterr().err
 
 
 def test_other_settings_are_other_runs(options):

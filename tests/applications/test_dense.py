@@ -1,4 +1,4 @@
-"""Scenes pixel by pixel, the score by scikit-learn, ignored pixels by hand, VOC's format, and the whole application."""
+"""Scenes pixel by pixel, the score by scikit-learn, VOC's format, and the whole application."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.applications import scenes
 from examples.applications.comparison import main
 from examples.applications.dense import APPLICATION, ROWS, UNet, build, logits, mean_intersection_over_union
@@ -77,46 +76,6 @@ def test_the_score_is_scikit_learns():
     kept = labels != scenes.IGNORED
     expected = jaccard_score(labels[kept], predicted[kept], labels=[0, 1, 2], average="macro")
     assert mean_intersection_over_union(predicted, labels, 5) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_score_by_hand():
-    """Class 0: 2 of 3 pixels; class 1: 1 of 2; class 2 is nowhere in the labels."""
-    labels, predicted = torch.tensor([[[0, 0, 0, 1]]]), torch.tensor([[[0, 0, 1, 1]]])
-    assert mean_intersection_over_union(predicted, labels, 3) == pytest.approx((2 / 3 + 1 / 2) / 2)
-
-
-@pytest.mark.parametrize("parts", [1, 4])
-def test_ignored_pixels_with_dcl_by_hand(parts):
-    """The loss is the mean over what counts, the penalty over all pixels, both times the script's factor 1/parts."""
-    torch.manual_seed(0)
-    model, criterion = nn.Conv2d(1, 3, 1).double(), nn.CrossEntropyLoss(ignore_index=255)
-    twin = nn.Conv2d(1, 3, 1).double()
-    x, y = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.randint(3, (2, 4, 4))
-    y[:, :2, 1:] = 255
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DCLOptimizer(base, model, companion=twin, weight=1.0)
-    c = twin(x).detach()
-    (criterion(model(x), y) / parts).backward()
-    assert optimizer.logs()["loss_scale"] == 1 / parts
-    z = F.conv2d(x, model.weight, model.bias)
-    rows, labels = z.movedim(1, 3).reshape(-1, 3), y.flatten()
-    loss = -rows.log_softmax(1)[labels < 3].gather(1, labels[labels < 3][:, None]).mean()
-    penalty = ((z - c) ** 2).mean()
-    again = torch.autograd.grad((loss + penalty) / parts, list(model.parameters()))
-    for parameter, expected in zip(model.parameters(), again, strict=True):
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_ignored_pixels_leave_prototypes_alone():
-    model, criterion = nn.Conv2d(1, 3, 1).double(), nn.CrossEntropyLoss(ignore_index=255)
-    x, y = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.arange(32).view(2, 4, 4) % 3
-    y[0] = 255
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    z = model(x)
-    criterion(z, y).backward()
-    optimizer.step()
-    means = torch.stack([z[1].movedim(0, 2)[y[1] == k].mean(0) for k in range(3)])
-    torch.testing.assert_close(optimizer.prototypes, means.detach(), rtol=1e-10, atol=1e-12)
 
 
 def test_the_network_sees_all_of_its_levels():

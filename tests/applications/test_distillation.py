@@ -234,12 +234,3 @@ def test_the_command_fills_the_papers_table(tmp_path, capsys):
     assert float(lines[1].split("|")[2]) == pytest.approx(scored(TINY, method="KD"), abs=5e-3)
     assert APPLICATION.rows["DKD, DCL"].against == "DKD"
     assert APPLICATION.rows["student, DCL"].against == "student"
-
-
-@pytest.mark.usefixtures("single", "folder")
-def test_the_student_learns(monkeypatch):
-    """Far above the ten per cent of chance, and the teacher's help shows in SimKD, which never sees a label."""
-    settings = replace(TINY, train_size=400, epochs=4, teacher_epochs=4)
-    assert scored(settings, method="teacher") > 60
-    assert scored(settings, method="SimKD") > 60
-    assert scored(settings, method="KD", dcl=True) > 40

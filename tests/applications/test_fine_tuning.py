@@ -118,8 +118,10 @@ def test_the_head_is_fresh_also_where_the_file_has_one_of_this_size(settings, tm
     assert model[12].weight.abs().max() <= model[12].in_features ** -0.5  # as nn.Linear draws it
 
 
-def test_all_methods_of_a_seed_start_as_the_same_function(settings):
+def test_all_methods_of_a_seed_start_as_the_same_function_and_have_their_learning_rates(settings):
     """LoRA's B is 0 at the start, and the heads are alike."""
+    rates = Settings(full_lr=1.0, probe_lr=2.0, lora_lr=3.0)
+    assert [rates.lr(method) for method in METHODS] == [1.0, 2.0, 3.0]
     weights, data = load_weights(settings, CPU, quiet), module.load_data(settings, 0)
     x = next(data.fixed("test"))[0]
     full, probe, lora = (module.prepare(settings, method, data, weights, 0).eval()(x) for method in METHODS)
@@ -203,11 +205,6 @@ def test_weights_that_cannot_be_fetched_are_asked_for(settings, tmp_path, monkey
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     with pytest.raises(ValueError, match=r"cannot fetch https://.*efficientnet_b0.*pass that file as weights=FILE"):
         load_weights(replace(settings, data="pets", network="efficientnet-b0"), CPU, quiet)
-
-
-def test_each_method_has_its_learning_rate():
-    rates = Settings(full_lr=1.0, probe_lr=2.0, lora_lr=3.0)
-    assert [rates.lr(method) for method in METHODS] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from torch import nn
 
 from examples.applications import semi_supervised
 from examples.applications.comparison import main
 from examples.applications.fixmatch import fixmatch_loss
-from examples.applications.semi_supervised import APPLICATION, groups, labelled, load_data, train
+from examples.applications.semi_supervised import APPLICATION, labelled, load_data, train
 from examples.paper import records
 from examples.paper.datasets import load
 
@@ -40,14 +39,6 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(semi_supervised, "accuracy", kept)
     return networks
-
-
-def test_kernels_alone_decay():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3))
-    decaying, others = groups(model, 0.1)
-    assert decaying == {"params": [model[0].weight, model[3].weight], "weight_decay": 0.1}
-    assert others["weight_decay"] == 0
-    assert others["params"] == [model[0].bias, model[1].weight, model[1].bias, model[3].bias]
 
 
 @pytest.mark.parametrize(("threshold", "unlabelled_weight"), [(0.0, 1.0), (0.3, 0.5)])

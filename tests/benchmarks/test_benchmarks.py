@@ -1,198 +1,327 @@
-"""The benchmark's command: what it measures, what it writes down, what it refuses."""
+"""The benchmark's command: what it measures, what it writes down, what it refuses; and its memory and its tables."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
-import runpy
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import knobs, measure, methods, run
+from benchmarks import kernels, memory, run, steps, table, timing, wide
 from benchmarks.methods import METHODS
-from benchmarks.workloads import ON_CPU, WORKLOADS
+from benchmarks.setting import Setting
+from benchmarks.workloads import ON_CPU
+from tests.on_device import needs_device
 
-ROOT = Path(__file__).parents[2]
-MLP_PARAMETERS = 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
-OPTIONS = (
-    *("--models", "mlp", "--methods", "DCLOptimizer", "--parts", "methods", "knobs", "memory", "growth"),
-    *("--series", "layers", "--rounds", "2", "--slot", "0.001", "--threads", "1", "--name", "small"),
-)
+MIB = 2**20
+MLP_PARAMETERS = 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems cannot forget a peak")
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> tuple[Path, str]:
-    """One run of the command in small: its file and what it printed."""
-    folder = tmp_path_factory.mktemp("results") / "new"
-    line = [sys.executable, "-W", "error", "-m", "benchmarks", *OPTIONS, "--out", str(folder)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+def python(*words: str) -> str:
+    line = [sys.executable, "-W", "error", *words]
+    done = subprocess.run(line, cwd=memory.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return folder / "small.json", done.stdout
+    return done.stdout
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+TINY = """
+from benchmarks import memory, methods, run
+methods.METHODS = {name: methods.METHODS[name] for name in ("plain", "DCL, by hand", "DCL, line, paper")}
+run.steps.METHODS = methods.METHODS
+run.run("steps", run.parse("steps --models mlp-small --rounds 2 --slot 0.001 --out OUT".split()), "the command")
+"""
 
 
 @pytest.fixture(scope="module")
-def results(measured):
-    return json.loads(measured[0].read_text())
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """Three rows of one network: the file and what was printed."""
+    folder = tmp_path_factory.mktemp("results") / "new"
+    printed = python("-c", TINY.replace("OUT", str(folder)))
+    return json.loads((folder / "steps.json").read_text()), printed
 
 
-def command(*words: str) -> None:
-    """As ``python -m benchmarks``, in this process."""
-    before, sys.argv = sys.argv, ["benchmarks", *words]
-    try:
-        runpy.run_module("benchmarks", run_name="__main__")
-    finally:
-        sys.argv = before
-
-
-def test_the_file_says_where_and_how_it_was_measured(results):
+def test_the_file_says_where_and_how_it_was_measured(measured: tuple[dict[str, Any], str]) -> None:
+    results, printed = measured
     assert set(results["machine"]) == {"cpu", "cores", "threads", "os"}
-    assert results["machine"]["threads"] == 1
-    assert results["machine"]["cores"] >= 1
+    assert results["machine"]["threads"] == 2
     assert results["versions"]["torch"] == str(torch.__version__)
-    assert {"python", "torch", "dcl_optim", "pytorch_optimizer", "schedulefree"} <= set(results["versions"])
     assert results["setting"] == {"device": "cpu", "precision": "float32", "compiled": False}
-    assert results["command"].startswith("python -m benchmarks --models mlp --methods DCLOptimizer")
-    assert results["date"][:2] == "20"
+    assert (results["command"], results["rounds"], results["date"][:2]) == ("the command", 2, "20")
+    assert printed == "\n".join([*table.steps(results), "", table.source(results), "", ""])
 
 
-def test_the_tables_hold_the_chosen_rows_and_what_they_are_divided_by(results):
-    (of_methods,), (of_knobs,) = results["methods"], results["knobs"]
-    assert (of_methods["model"], of_methods["batch_size"], of_methods["parameters"]) == ("mlp", 128, MLP_PARAMETERS)
-    assert [row["name"] for row in of_methods["rows"]] == ["plain", "DCLOptimizer"]
-    assert [row["name"] for row in of_knobs["rows"]] == ["plain", "DCLOptimizer"]
-    for row in of_methods["rows"] + of_knobs["rows"]:
-        assert len(row["rounds_milliseconds"]) == 2
-        assert 0 < row["milliseconds"]["lower"] <= row["milliseconds"]["median"] <= row["milliseconds"]["upper"]
-        assert row["ratio_to_handwritten"] is None
-    assert of_methods["rows"][0]["ratio_to_plain"] == {"median": 1.0, "lower": 1.0, "upper": 1.0}
+def test_ratios_are_those_of_the_rounds_and_memory_is_beyond_what_the_imports_hold(
+    measured: tuple[dict[str, Any], str],
+) -> None:
+    (figures,) = measured[0]["steps"]
+    assert (figures["batch_size"], figures["parameters"]) == (128, MLP_PARAMETERS)
+    plain, hand, line = figures["rows"]
+    for row, reference, ratio in ((line, plain, "ratio_to_plain"), (line, hand, "ratio_to_handwritten")):
+        pairs = zip(row["rounds_milliseconds"], reference["rounds_milliseconds"], strict=True)
+        expected = sum(ours / theirs for ours, theirs in pairs) / 2  # the median of two
+        assert row[ratio]["median"] == pytest.approx(expected)
+    assert (plain["ratio_to_handwritten"], hand["ratio_to_handwritten"]) == (None, None)
+    for row in figures["rows"]:
+        used = row["memory"]["used_bytes"]
+        assert used == row["memory"]["peak_bytes"] - row["memory"]["before_bytes"] > 0
+        assert row["memory"]["before_bytes"] > 100 * MIB
+        assert row["memory_ratio_to_plain"] == used / plain["memory"]["used_bytes"]
+    assert (line["parameters_added"], line["state_bytes_added"]) == (MLP_PARAMETERS, 8 * MLP_PARAMETERS)
 
 
-def test_ratios_are_those_of_the_rounds(results):
-    rows = {row["name"]: row for row in results["methods"][0]["rows"]}
-    plain, wrapped = (rows[name]["rounds_milliseconds"] for name in ("plain", "DCLOptimizer"))
-    expected = sum(ours / theirs for ours, theirs in zip(wrapped, plain, strict=True)) / 2  # the median of two
-    assert rows["DCLOptimizer"]["ratio_to_plain"]["median"] == pytest.approx(expected)
+def test_each_table_is_measured_in_a_process_and_an_error_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, str]] = []
 
+    class Process:
+        def __init__(self, target: Any, args: Any) -> None:
+            assert target is run.run
+            started.append((args[0], args[2]))
+            self.exitcode = int(args[0] == "kernels")
 
-def test_memory_is_raw_and_beyond_what_the_imports_hold(results):
-    rows = {row["name"]: row for row in results["methods"][0]["rows"]}
-    for row in rows.values():
-        memory = row["memory"]
-        assert memory["used_bytes"] == memory["peak_bytes"] - memory["before_bytes"] > 0
-        assert memory["before_bytes"] > 100 * 2**20
-        assert row["memory_ratio_to_plain"] == memory["used_bytes"] / rows["plain"]["memory"]["used_bytes"]
-    companion_gradients_and_momentum = 3 * 4 * MLP_PARAMETERS
-    more = rows["DCLOptimizer"]["memory"]["used_bytes"] - rows["plain"]["memory"]["used_bytes"]
-    assert 0.5 * companion_gradients_and_momentum < more < 3 * companion_gradients_and_momentum
-    assert results["knobs"][0]["rows"][1]["memory"] == rows["DCLOptimizer"]["memory"]  # asked for once
+        def start(self) -> None: ...
 
+        def join(self) -> None: ...
 
-def test_the_other_part_is_there(results):
-    (series,) = results["growth"]
-    assert [point["size"] for point in series["points"]] == [1, 4, 16, 64, 256]
-    assert [row["name"] for row in series["points"][0]["rows"]] == [
-        "plain",
-        "handwritten DCL",
-        "DCLOptimizer",
-        "DCPOptimizer",
-    ]
-
-
-def test_the_second_command_prints_the_tables_again(measured, capsys):
-    path, printed = measured
-    command("table", str(path))
-    assert capsys.readouterr().out == printed
-    assert [line for line in printed.splitlines() if line.startswith("###")] == [
-        "### Time of a step, divided by plain training's",
-        "### Methods",
-        "### DCLOptimizer's cost options",
-        "### Growth",
-    ]
-
-
-def test_the_figure_lies_beside_the_file_and_can_be_drawn_again(measured, capsys):
-    path, _ = measured
-    figure = path.with_name(f"{path.stem}-methods.png")
-    assert figure.read_bytes()[:4] == b"\x89PNG"
-    figure.unlink()
-    command("plot", str(path))
-    assert capsys.readouterr().out.split() == [str(figure)]
-    assert figure.exists()
+    context = argparse.Namespace(Process=Process)
+    monkeypatch.setattr(run.multiprocessing, "get_context", lambda kind: {"spawn": context}[kind])
+    run.main(["steps", "wide", "--rounds", "3"])
+    assert started == [(name, "python -m benchmarks steps wide --rounds 3") for name in ("steps", "wide")]
+    started.clear()
+    with pytest.raises(SystemExit, match="1"):
+        run.main([])
+    assert [name for name, _ in started] == ["steps", "kernels"]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        *("--models lenet", "--rounds 0", "--threads -1", "--slot 0", "--nothing", "--methods SGD", "--parts all"),
-        *("--device nowhere", "--precision float8", "--series depth"),
-    ],
+    ["--models lenet", "--rounds 0", "--slot 0", "--nothing", "growth", "--device nowhere", "--precision float8"],
 )
-def test_wrong_arguments_are_argparse_errors(arguments, capsys):
+def test_wrong_arguments_are_argparse_errors(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         run.main(arguments.split())
     assert raised.value.code == 2
     assert "error: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("package", "arguments", "needed"),
-    [
-        ("pytorch_optimizer", "--parts methods --models mlp", True),
-        ("schedulefree", "--parts methods --models mlp --methods DCLOptimizer", False),
-        ("torchvision", "--parts knobs --models resnet18", True),
-        ("torchvision", "--parts growth", False),
-    ],
-)
-def test_a_package_that_is_missing_is_named_with_its_extra_before_anything_runs(
-    package, arguments, needed, monkeypatch, capsys
-):
-    there = methods.find_spec
-    monkeypatch.setattr(methods, "find_spec", lambda name: None if name == package else there(name))
-    if needed:
-        with pytest.raises(SystemExit):
-            run.parse(arguments.split())
-        assert f"{package} is missing: pip install -e '.[integrations]'" in capsys.readouterr().err
-    else:
-        run.parse(arguments.split())
-
-
-def test_without_matplotlib_the_figures_are_saved_and_the_extra_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    some = json.loads((ROOT / "benchmarks" / "results" / "cpu-2-threads.json").read_text())["methods"]
-    monkeypatch.setattr(run, "_measure_all", lambda options, setting: {"methods": some})
-    threads = torch.get_num_threads()
-    run.main(["--parts", "methods", "--out", str(tmp_path), "--name", "bare", "--threads", str(threads)])
-    assert "no figures: " in (told := capsys.readouterr().err)
-    assert 'pip install "dcl-optim[plots]"' in told
-    assert json.loads((tmp_path / "bare.json").read_text())["methods"] == some
-    with pytest.raises(SystemExit, match=r'pip install "dcl-optim\[plots\]"'):
-        command("plot", str(tmp_path / "bare.json"))
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"models": []}'])
-@pytest.mark.parametrize("name", ["table", "plot"])
-def test_what_is_no_results_file(name, content, tmp_path, capsys):
-    path = tmp_path / "broken.json"
-    if content is not None:
-        path.write_text(content)
+def test_a_package_that_is_missing_is_named_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    run.parse(["--models", "cnn"])
     with pytest.raises(SystemExit):
-        command(name, str(path))
-    assert f"cannot read {path}" in capsys.readouterr().err
+        run.parse([])
+    assert "torchvision is missing: pip install torchvision" in capsys.readouterr().err
 
 
-def test_without_choices_every_part_has_its_networks():
-    options = run.parse([])
-    assert options.of_part["methods"] == list(ON_CPU) == ["mlp-small", "mlp", "cnn", "resnet18", "shufflenet", "vit"]
-    assert set(options.parts) == {"methods", "knobs", "memory", "growth"}
-    assert all(model in WORKLOADS for models in run.DEFAULT_MODELS["cuda"].values() for model in models)
+def test_the_defaults_are_measured_by_the_line_and_by_the_term() -> None:
+    ways = ["by hand", "line", "line, paper", "term", "term, paper"]
+    assert list(METHODS) == ["plain", *(f"{method}, {way}" for method in ("DCP", "DCL") for way in ways)]
+    assert run.parse([]).models == list(ON_CPU) == ["mlp-small", "mlp", "cnn", "resnet18", "shufflenet", "vit"]
 
 
-def test_a_chosen_row_brings_its_own_reference():
-    rows = knobs.rows_for(WORKLOADS["cnn"])
-    names = [row.name for row in measure.chosen(rows, ["channels last: the companion keeps the layout"])]
-    assert names == ["plain, channels last", "channels last: the companion keeps the layout"]
-    assert measure.chosen(rows, ["SAM"]) == []
-    assert measure.chosen(list(METHODS.values()), None) == list(METHODS.values())
+COUNTED = """
+import json, torch
+from benchmarks import kernels
+torch.set_num_threads(1)
+kernels.METHODS = {name: kernels.METHODS[name] for name in ("plain", "DCP, term")}
+kernels.DTYPES = {"float32": torch.float32}
+print(json.dumps(kernels.measure(None, ["mixup"])))
+"""
+
+
+@needs_device
+def test_kernels_are_counted_and_waits_too() -> None:
+    plain, term = json.loads(python("-c", COUNTED))["kernels"]
+    assert (plain["kernels"], plain["refused"]) == (29.0, "")
+    assert plain["synchronizations"] == {"1": 0, "2": 0, "3": 0, "100": 0, "others": 0}
+    assert term["kernels"] > 29
+    assert term["synchronizations"]["100"] >= 1
+
+
+def test_a_refusal_is_told_as_one() -> None:
+    loss = kernels.Loss(lambda: torch.nn.CrossEntropyLoss(torch.ones(3)))  # of another number of classes
+    assert kernels.refusal("plain", loss, torch.float32).startswith("RuntimeError: weight tensor should be defined")
+    row = {"dtype": "float32", "loss": "mixup", "method": "DCP, line", "refused": "RuntimeError: no labels"}
+    assert table.kernels({"kernels": [row]})[-1] == "| float32 | mixup | refused |"
+
+
+def test_many_classes_leave_dcp_out() -> None:
+    assert wide.names(16_384) == list(METHODS)
+    assert wide.names(16_385) == [name for name in METHODS if "DCP" not in name]
+    point = wide.times(10, "autocast", 1, 0.001)
+    assert [row["name"] for row in point["rows"]] == list(METHODS)
+    assert point["rows"][0]["ratio_to_plain"]["median"] == 1.0
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_are_interleaved_and_rotated() -> None:
+    order: list[str] = []
+    named = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    times = timing.interleaved(named, rounds=4, count=2)
+    assert "".join(order) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
+    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_the_collector_is_off_while_a_slot_runs_and_back_afterwards() -> None:
+
+    seen: list[bool] = []
+    timing.seconds_per_step(lambda: seen.append(gc.isenabled()), 3)
+    with pytest.raises(ZeroDivisionError):
+        timing.seconds_per_step(lambda: 1 / 0, 1)
+    assert (seen, gc.isenabled()) == ([False] * 3, True)
+
+
+def test_the_device_is_waited_for_before_and_after_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(order.append("clock") is None))
+    timing.seconds_per_step(lambda: order.append("step"), 2, lambda: order.append("wait"))
+    assert order == ["wait", "clock", "step", "step", "wait", "clock"]
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    Setting("cpu").synchronise()
+    Setting("cuda:1").synchronise()
+    assert waited == ["cuda:1"]
+
+
+def test_the_slot_is_filled_by_the_slowest_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = {"fast": 0.01, "slow": 0.05}
+    monkeypatch.setattr(timing, "seconds_per_step", lambda step, steps, synchronise: cost[step()])
+    named = {name: (lambda name=name: name) for name in cost}
+    assert timing.steps_per_slot(named, 0.2) == 4
+    assert timing.steps_per_slot(named, 0.001) == 1
+
+
+def test_a_ratio_is_taken_within_each_round() -> None:
+    """Round two ran on a machine ten times slower; the ratio does not see it."""
+    assert timing.ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == {"median": 2.0, "lower": 2.0, "upper": 2.0}
+    assert timing.quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "lower": 2.0, "upper": 4.0}
+    assert timing.quartiles([7.0]) == {"median": 7.0, "lower": 7.0, "upper": 7.0}
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+TWICE = """
+import json, mmap
+from benchmarks import memory
+
+def touch(size):
+    pages = mmap.mmap(-1, size)  # from the kernel, past any allocator, which may have as much at hand
+    for start in range(0, size, mmap.PAGESIZE):
+        pages[start] = 1
+    pages.close()
+
+print(json.dumps([memory.used_by(lambda: touch(size * 2**20)) for size in (200, 20)]))
+"""
+
+
+@linux
+def test_a_known_allocation_is_measured() -> None:
+    """In a fresh process: this one's peak is no longer known once it is forgotten."""
+    spent, again = json.loads(python("-c", TWICE))
+    assert 195 * MIB < spent["used_bytes"] < 230 * MIB
+    assert spent["used_bytes"] == spent["peak_bytes"] - spent["before_bytes"]
+    assert 15 * MIB < again["used_bytes"] < 40 * MIB  # the first peak is forgotten
+
+
+@linux
+def test_a_process_counts_its_own_memory_and_not_that_of_who_started_it() -> None:
+    """ru_maxrss, which Linux hands down, would say at least what this process holds."""
+    held = torch.ones(250 * MIB)
+    assert memory.resident_peak() > 1000 * MIB
+    spent = memory.ask("mlp", "DCP, line", Setting(), threads=1)
+    assert spent["peak_bytes"] < memory.resident_peak() - 500 * MIB
+    assert len(held) == 250 * MIB
+
+
+def test_a_process_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"no row on mlp could not be measured:\n(.|\n)*KeyError: 'no row'"):
+        memory.ask("mlp", "no row", Setting(), threads=1)
+
+
+def test_the_process_trains_the_row_that_was_timed_in_its_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[list[str]] = []
+
+    class Done:
+        returncode, stdout = 0, 'chatter\n{"used_bytes": 1}\n'
+
+    setting, started = Setting("cpu", "bf16-channels-last", True), []
+    monkeypatch.setattr(memory.subprocess, "run", lambda line, **_: lines.append(line) or Done)
+    assert memory.ask("cnn", "DCL, term", setting, threads=torch.get_num_threads()) == {"used_bytes": 1}
+    monkeypatch.setattr(memory, "start", lambda *arguments: started.append(arguments))
+    memory.main(lines[0][3:])
+    assert started == [(METHODS["DCL, term"], ON_CPU["cnn"], setting, memory.STEPS)]
+    assert '"used_bytes"' in capsys.readouterr().out
+
+
+def test_memory_is_divided_by_that_of_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_of = {"plain": 40, "DCL, line": 70}
+    monkeypatch.setattr(memory, "ask", lambda model, name, *_: {"used_bytes": bytes_of[name]})
+    figures = {"model": "mlp", "title": "MLP", "rows": [{"name": name} for name in bytes_of]}
+    steps.weigh(figures, Setting())
+    assert [row["memory_ratio_to_plain"] for row in figures["rows"]] == [1.0, 1.75]
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "lower": median - 0.125, "upper": median + 0.125}
+
+
+def row(name: str, milliseconds: float, ratio: float, hand: float | None = None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "milliseconds": spread(milliseconds),
+        "ratio_to_plain": spread(ratio),
+        "ratio_to_handwritten": None if hand is None else spread(hand),
+        "memory_ratio_to_plain": 1.75,
+        "state_bytes_added": 3 * 2**19,
+    }
+
+
+def test_every_cell_of_the_tables_is_a_figure_of_the_file() -> None:
+    rows = [row("plain", 2.0, 1.0), row("DCP, line", 5.25, 2.5, 0.5)]
+    assert table.steps({"steps": [{"title": "net", "batch_size": 64, "rows": rows}]})[2:] == [
+        "| net, 64 | plain | 2.00 | 1.00 (0.88–1.12) | – | 1.75 | 1.50 MiB |",
+        "|  | DCP, line | 5.25 | 2.50 (2.38–2.62) | 0.50 (0.38–0.62) | 1.75 | 1.50 MiB |",
+    ]
+    points = [{"classes": 1000, "precision": "float32", "rows": rows}]
+    points.append({"classes": 50_000, "precision": "autocast", "rows": rows[:1]})
+    assert table.wide({"wide": points}) == [
+        "| classes | precision | plain, ms | DCP, line |",
+        "| --- | --- | --: | --: |",
+        "| 1,000 | float32 | 2.0 | 2.50 |",
+        "| 50,000 | autocast | 2.0 | – |",
+    ]
+    counted = [
+        {"dtype": dtype, "loss": "mixup", "method": method, "kernels": kernels, "refused": ""}
+        for dtype, method, kernels in (("float32", "plain", 29.0), ("float32", "DCP, line", 130.2))
+    ]
+    assert table.kernels({"kernels": counted})[2:] == ["| float32 | mixup | 29 | 130 |"]
+    results = {
+        "machine": {"cpu": "chip", "cores": 8, "threads": 4, "os": "Linux", "device": "H200"},
+        "versions": {"python": "3.11", "torch": "2.6", "dcl_optim": "0.1.0"},
+        "setting": {"device": "cuda", "precision": "float32", "compiled": True},
+        **{"rounds": 9, "date": "2026-11-21T10:00:00", "command": "python -m benchmarks", "minutes": 1.5},
+    }
+    text = table.source(results)
+    assert "9 interleaved rounds" in text
+    assert "H200, chip, 8 cores, 4 threads, float32, compiled, Linux; Python 3.11, torch 2.6, dcl_optim 0.1.0" in text
+    assert text.endswith("2026-11-21; `python -m benchmarks`, 1.5 minutes.")
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (512, "0.5 KiB"), (2**20, "1.00 MiB"), (-(2**21), "-2.00 MiB")])
+def test_sizes(count: int, text: str) -> None:
+    assert table.size(count) == text

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.paper.methods import METHODS, Method, Setting, make
+from examples.paper.methods.averages import moving_average
 from tests.paper.test_paper_methods import (
     CLASSES,
     EPOCHS,
-    SAMPLES,
-    STEPS,
+    FEATURES,
     advance,
     assert_close,
     batches,
@@ -72,19 +72,9 @@ def twin(method: Method, name: str = "model") -> nn.Module:
 DEFAULTS = {
     "plain": {"label_smoothing": 0.0},
     "dcl": {"weight": 0.1, "alpha": 0.6, "distance": "mse"},
-    "dcp": {"weight": 0.1, "alpha": 0.97, "distance": "mse"},
-    "dcl-dcp": {"dcl_weight": 0.1, "dcl_alpha": 0.6, "dcp_weight": 0.1, "dcp_alpha": 0.97},
-    "sam": {"rho": 0.05},
-    "gam": {"rho": 0.2, "rho_gradient": 0.02, "beta_0": 0.5, "beta_1": 0.6, "gamma": 0.03},
-    "saf": {"weight": 0.3, "temperature": 5.0, "lag": 3, "start": 5},
-    "dml": {"weight": 1.0},
-    "ps-kd": {"alpha": 0.8},
+    "dcp": {"weight": "auto", "alpha": 0.97, "distance": "mse", "update": "rows"},
     "cs-kd": {"weight": 1.0, "temperature": 4.0},
-    "ema": {"decay": 0.999, "warm_up": False},
-    "mean-teacher": {"weight": 100.0, "ramp_up": 5, "decay": 0.999},
     "voting": {"estimators": 2},
-    "bagging": {"estimators": 2},
-    "snapshot": {"estimators": 2},
 }
 
 
@@ -114,74 +104,7 @@ def test_plain_with_label_smoothing() -> None:
     assert_close(method.networks()["model"], net)
 
 
-def test_self_distillation_mixes_the_labels_with_the_last_epochs_predictions() -> None:
-    method = started("ps-kd", by_hand(normed))
-    net, teacher = twin(method), None
-    for batch in batches():
-        epoch, step, x, y, _ = batch
-        advance(method, batch)
-        target, alpha = torch.eye(CLASSES, dtype=x.dtype)[y], 0.8 * (epoch + 1) / EPOCHS
-        if teacher is not None:
-            target = (1 - alpha) * target + alpha * probabilities(teacher(x)).detach()
-        descend(net, cross_entropy(net(x), target), epoch)
-        if step == STEPS - 1:
-            teacher = copy.deepcopy(net).eval()
-    assert_close(method.networks()["model"], net)
-
-
-def test_saf_holds_the_model_to_its_logits_of_some_epochs_ago_by_sample() -> None:
-    method = started("saf", by_hand(normed), lag=2, start=2, weight=0.7, temperature=3.0)
-    net, past = twin(method), {}
-    for batch in batches():
-        epoch, step, x, y, index = batch
-        if (epoch, step) in {(0, 1), (1, 0)}:  # rows that are not seen in this epoch
-            x, y, index = x[:5], y[:5], index[:5]
-        advance(method, (epoch, step, x, y, index))
-        z = net(x)
-        loss = cross_entropy(z, y)
-        for row, sample in enumerate(index.tolist()):
-            if epoch >= 2 and (epoch - 2, sample) in past:
-                p, q = probabilities(past[epoch - 2, sample] / 3), probabilities(z[row : row + 1] / 3)
-                loss = loss + 0.7 * 9 * (p * (p / q).log()).sum() / len(x)
-            past[epoch, sample] = z[row : row + 1].detach()
-        descend(net, loss, epoch)
-    assert sum(epoch == 0 for epoch, _ in past) == SAMPLES - 3
-    assert_close(method.networks()["model"], net)
-
-
-def test_saf_starts_after_five_epochs_with_the_papers_numbers() -> None:
-    epochs = 7
-    given = setting(smooth, momentum=0.0, epochs=epochs)
-    runs, apart = [], []
-    for name in ("saf", "plain"):
-        torch.manual_seed(0)
-        runs.append(make(name, given))
-    for batch in batches(epochs):
-        for run in runs:
-            advance(run, batch)
-        apart.append(not torch.equal(*[run.predict(batch[2]) for run in runs]))
-    assert apart == [False] * 5 * STEPS + [True] * 2 * STEPS
-    assert runs[0].kept["memory"].get_buffer("logits").shape == (3, SAMPLES, CLASSES)
-
-
 # ---- two networks ----------------------------------------------------------------------------------------------------
-
-
-def test_mutual_learning_updates_both_from_the_same_predictions() -> None:
-    method = started("dml", by_hand(normed))
-    model, peer = twin(method), twin(method, "peer")
-    assert not torch.equal(model[0].weight, peer[0].weight)
-    for batch in batches():
-        epoch, _, x, y, _ = batch
-        advance(method, batch)
-        z, c = model(x), peer(x)
-        p, q = probabilities(z), probabilities(c)
-        pull_model = (q.detach() * (q.detach() / p).log()).sum(1).mean()
-        pull_peer = (p.detach() * (p.detach() / q).log()).sum(1).mean()
-        descend(model, cross_entropy(z, y) + pull_model, epoch)
-        descend(peer, cross_entropy(c, y) + pull_peer, epoch)
-    assert_close(method.networks()["model"], model)
-    assert_close(method.networks()["peer"], peer)
 
 
 def divergence(z: Tensor, c: Tensor) -> Tensor:
@@ -224,3 +147,51 @@ def test_companion_prototype_holds_the_model_to_its_class_means() -> None:
             prototypes[k] = 0.3 * prototypes[k] + 0.7 * mean if k in prototypes else mean
         descend(net, loss, epoch)
     assert_close(method.networks()["model"], net)
+
+
+# ---- averages and ensembles ------------------------------------------------------------------------------------------
+
+
+def with_integers() -> nn.Module:
+    net = normed()
+    net.register_buffer("positions", torch.arange(50))
+    return net
+
+
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_the_weight_average_weighs_each_step_by_the_decay(warm_up: bool) -> None:
+    """With the warm-up it is the plain mean until the decay is reached: here in all steps, decay 0.999."""
+    method = started("plain", by_hand(with_integers))
+    net = method.networks()["model"]
+    average = moving_average(net, 0.999 if warm_up else 0.9, warm_up)
+    seen: list[dict[str, Tensor]] = []
+    for batch in batches():
+        advance(method, batch)
+        average.update_parameters(net)
+        seen.append(copy.deepcopy(net.state_dict()))
+    last = len(seen) - 1
+    weights = [0.9**last] + [0.1 * 0.9 ** (last - n) for n in range(1, last + 1)]
+    if warm_up:
+        weights = [1 / len(seen)] * len(seen)
+    for name, value in average.module.state_dict().items():
+        if value.is_floating_point():
+            expected = sum(weight * state[name] for weight, state in zip(weights, seen, strict=True))
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+        else:
+            assert torch.equal(value, seen[-1][name])
+
+
+def test_voting_trains_each_network_alone_and_averages_their_probabilities() -> None:
+    method = started("voting", by_hand(normed), estimators=3)
+    nets = [twin(method, name) for name in ("model", "model_2", "model_3")]
+    assert len({net[0].weight.sum().item() for net in nets}) == 3
+    for batch in batches():
+        epoch, _, x, y, _ = batch
+        advance(method, batch)
+        for net in nets:
+            descend(net, cross_entropy(net(x), y), epoch)
+    for name, net in zip(("model", "model_2", "model_3"), nets, strict=True):
+        assert_close(method.networks()[name], net)
+    x = torch.randn(7, FEATURES, dtype=torch.float64)
+    mean = sum(probabilities(copy.deepcopy(net).eval()(x)) for net in nets) / 3
+    torch.testing.assert_close(method.predict(x), mean.log().detach(), rtol=0, atol=1e-12)

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from examples.paper.methods.averages import MeanTeacher, WeightAverage
 from examples.paper.methods.base import Method, Setting
 from examples.paper.methods.class_wise import ClassWiseDistillation
-from examples.paper.methods.companion import CompanionLearning, CompanionLearningPrototype, CompanionPrototype
-from examples.paper.methods.ensembles import Bagging, Voting
-from examples.paper.methods.mutual import MutualLearning
+from examples.paper.methods.companion import CompanionLearning, CompanionPrototype
+from examples.paper.methods.ensembles import Voting
 from examples.paper.methods.plain import Plain
-from examples.paper.methods.self_distillation import SelfDistillation
-from examples.paper.methods.sharpness import GradientNormAware, SharpnessAware
-from examples.paper.methods.sharpness_free import SharpnessFree
-from examples.paper.methods.snapshot import Snapshot
 
 METHODS: dict[str, type[Method]] = {
     "plain": Plain,
     "dcl": CompanionLearning,
     "dcp": CompanionPrototype,
-    "dcl-dcp": CompanionLearningPrototype,
-    "sam": SharpnessAware,
-    "gam": GradientNormAware,
-    "saf": SharpnessFree,
-    "dml": MutualLearning,
-    "ps-kd": SelfDistillation,
     "cs-kd": ClassWiseDistillation,
-    "ema": WeightAverage,
-    "mean-teacher": MeanTeacher,
     "voting": Voting,
-    "bagging": Bagging,
-    "snapshot": Snapshot,
 }
 NAMES = tuple(METHODS)
 

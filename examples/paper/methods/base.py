@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -163,15 +162,6 @@ class Method(ABC):
         return {**self.trained, **self.kept}
 
 
-class Buffers(nn.Module):
-    """Named tensors that belong to a method's state."""
-
-    def __init__(self, **tensors: Tensor) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
-
-
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a function's keyword-only arguments."""
     return tuple(
@@ -205,19 +195,6 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def frozen_statistics(network: nn.Module) -> Iterator[None]:
-    """Inside the block batch norm normalises by the batch, as in training, but leaves its running statistics alone."""
-    tracking = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    try:
-        for module in tracking:
-            module.track_running_stats = False
-        yield
-    finally:
-        for module in tracking:
-            module.track_running_stats = True
 
 
 def logits_of(network: nn.Module, x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Ensembles of networks that are trained side by side: voting and bagging."""
+"""An ensemble of networks that are trained side by side."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from examples.paper.methods.base import Buffers, Method, Predictor, Setting, Trained, check_count, ensemble
+from examples.paper.methods.base import Method, Predictor, Setting, Trained, check_count, ensemble
 
 
 class Voting(Method):
@@ -40,37 +40,3 @@ class Voting(Method):
             trained.update(loss)
             losses.append(loss.detach())
         return torch.stack(losses).mean()
-
-
-class Bagging(Voting):
-    r"""Bagging (Breiman, 1996): as voting, but each network is trained on a bootstrap resample of the training set.
-
-    .. math:: \ell_m = \frac{1}{B} \sum_i n_{mi}\, \text{CE}(z_i, y_i)
-
-    :math:`n_{mi}` is how often sample i is in the resample of network m: as many draws with replacement as there are
-    samples, made once from torch's global generator. Over an epoch the losses sum to those of training on the
-    resample. Two things differ from drawing its batches: the resampled batch size varies around B, and batch norm
-    sees every sample of the batch once, those with :math:`n_{mi} = 0` too. ``step`` returns the mean unweighted loss.
-
-    Args:
-        setting: what to train with.
-        estimators: how many networks, at least 1. Default 2.
-
-    Raises:
-        ValueError: an option out of range.
-    """
-
-    def __init__(self, setting: Setting, *, estimators: int = 2) -> None:
-        super().__init__(setting, estimators=estimators)
-        draws = (torch.randint(setting.samples, (setting.samples,)) for _ in self.trained)
-        counts = torch.stack([draw.bincount(minlength=setting.samples) for draw in draws])
-        self._resample = self.kept["resample"] = Buffers(counts=counts.to(setting.device))
-        self._losses = torch.nn.CrossEntropyLoss(reduction="none")
-
-    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        means = []
-        for trained, counts in zip(self.trained.values(), self._resample.get_buffer("counts"), strict=True):
-            losses = self._losses(trained.network(x), y)
-            trained.update((counts[index.to(counts.device)] * losses).mean())
-            means.append(losses.detach().mean())
-        return torch.stack(means).mean()

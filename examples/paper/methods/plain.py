@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from examples.paper.methods.base import Method, Setting, Trained, check_range, frozen_statistics, keywords_of
+from examples.paper.methods.base import Method, Setting, Trained, check_range, keywords_of
 from examples.paper.methods.criterion import Criterion
 
 Wrapper = Callable[..., Optimizer]
@@ -29,14 +28,10 @@ class Plain(Method):
             \alpha)` a batch and a permutation π of it, the inputs are :math:`r x_i + (1 - r) x_{\pi(i)}` and the labels
             likewise; since cross-entropy is linear in its target, the loss is their :math:`r\, \text{CE}(z, y_i) +
             (1 - r)\, \text{CE}(z, y_{\pi(i)})`. DCP gets the mixed labels too. They use 0.2 on ImageNet, 1 on CIFAR.
-        rho: the radius :math:`\rho \ge 0` of SAM's step; see :class:`~examples.paper.methods.sharpness.SharpnessAware`.
-            A penalty is in both of its gradients; companion, prototypes and criterion learn from the first evaluation,
-            at the unperturbed weights.
         options: see :class:`~examples.paper.methods.criterion.Criterion`.
 
     Raises:
         ValueError: an option out of range, or mixup with a term that needs one class a sample.
-        ImportError: ``rho`` is given, and ``pytorch_optimizer`` is not installed.
     """
 
     criterion: Criterion
@@ -47,29 +42,20 @@ class Plain(Method):
         wrapper: Wrapper | None = None,
         *,
         mixup: float = 0.0,
-        rho: float = 0.0,
         **options: Any,
     ) -> None:
         check_range("mixup", mixup, 0)
-        check_range("rho", rho, 0)
         criterion = Criterion(setting.classes, **options)
         if mixup and criterion.state_dict():
             raise ValueError(
                 f"mixup={mixup!r} gives samples of two classes, and online_label_smoothing and center_loss need one "
                 "class a sample: leave mixup or these out"
             )
-
-        def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
-            base = sharpness_aware(base, rho) if rho else base
-            return base if wrapper is None else wrapper(base, model)
-
-        super().__init__(setting, model=Trained(setting, wrap))
-        self._mixup, self._rho = mixup, rho
+        super().__init__(setting, model=Trained(setting, wrapper))
+        self._mixup = mixup
         self.criterion = criterion.to(next(self.main.network.parameters()))
         if criterion.state_dict():
             self.kept["criterion"] = criterion
-        if rho:
-            self.cost += 1
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -77,36 +63,21 @@ class Plain(Method):
 
     def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         x, target = self._mixed(x, y) if self._mixup else (x, y)
-        z, loss = self._evaluate(x, target)
-        if self._rho:
-            with contextlib.ExitStack() as stack:
-                for network in self.networks().values():
-                    stack.enter_context(frozen_statistics(network))
-                self.main.optimizer.step(lambda: self._evaluate(x, target)[1])
-        else:
-            self.main.optimizer.step()
-        self._learn(z, y, target)
-        return loss
+        self.main.optimizer.zero_grad()
+        z = self.main.network(x)
+        loss = self.criterion(z, target)
+        (loss + self._penalty(z, target)).backward()
+        self.main.optimizer.step()
+        self.criterion.learn(z.detach(), y)
+        return loss.detach()
 
     def end_epoch(self) -> None:
         super().end_epoch()
         self.criterion.end_epoch()
 
-    def _evaluate(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient; give logits and loss, detached."""
-        self.main.optimizer.zero_grad()
-        z = self.main.network(x)
-        loss = self.criterion(z, target)
-        (loss + self._penalty(z, target)).backward()
-        return z.detach(), loss.detach()
-
     def _penalty(self, z: Tensor, target: Tensor) -> Tensor | float:
         """What a method adds to the loss."""
         return 0.0
-
-    def _learn(self, z: Tensor, y: Tensor, target: Tensor) -> None:
-        """Learn from a step: its logits, class indices, and the labels that the loss had."""
-        self.criterion.learn(z, y)
 
     def _mixed(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         alpha = torch.tensor(self._mixup, dtype=torch.float64)
@@ -114,16 +85,3 @@ class Plain(Method):
         other = torch.randperm(len(y)).to(y.device)
         labels = F.one_hot(y, self.setting.classes).to(x.dtype)
         return share * x + (1 - share) * x[other], share * labels + (1 - share) * labels[other]
-
-
-def sharpness_aware(base: Optimizer, rho: float) -> Optimizer:
-    """Put SAM around an optimizer: the base steps, with the gradient at the ascended weights."""
-    try:
-        from pytorch_optimizer import SAM
-    except ImportError as error:
-        raise ImportError("SAM needs a package: pip install pytorch_optimizer") from error
-
-    def keep_base(groups: Any, **options: Any) -> Any:
-        return base
-
-    return SAM(base.param_groups, cast(Any, keep_base), rho=rho)

@@ -45,8 +45,7 @@ _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "small-cnn": partial(_small_cnn, 16),
     "small-cnn-half": partial(_small_cnn, 8),
     "small-cnn-quarter": partial(_small_cnn, 4),
-    "strided-cnn": partial(strided.strided_cnn, width=16),
-    "strided-cnn-wide": partial(strided.strided_cnn, width=32),
+    "strided-cnn": strided.strided_cnn,
     **{name: partial(vision.resnet, name) for name in ("resnet18", "resnet34", "resnet50")},
     **{name: partial(residual.resnet, name) for name in residual.WIDTHS},
     "resnet10-l-strided": partial(residual.resnet, "resnet10-l", stride=2),  # 3.6 times as fast on one CPU core

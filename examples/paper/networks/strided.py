@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def strided_cnn(classes: int, shape: tuple[int, int, int], width: int) -> nn.Module:
+def strided_cnn(classes: int, shape: tuple[int, int, int], width: int = 16) -> nn.Module:
     """Three convolutions of stride 2 with batch norm, of width, twice and four times as many channels; mean pooling."""
 
     def block(inputs: int, outputs: int, kernel: int) -> list[nn.Module]:
