@@ -281,7 +281,10 @@ MADE: dict[str, tuple[str, ...]] = {
         f"defaults-{data}-{length}" for data in ("digits", "fashion", "scripts") for length in ("short", "long")
     ),
     "[The companion](ablations.md#the-companion-of-dcl)": ("distance", "rate", "companion", "alpha"),
-    "Rows that the companion learns from (the paper's Table 10)": ("fraction-scripts", "fraction-kanji"),
+    "[Table 10 of the paper](ablations.md#the-rows-that-the-companion-learns-from)": (
+        "fraction-scripts",
+        "fraction-kanji",
+    ),
     "Size of the network": tuple(
         f"size-{data}-{size}{rows}"
         for data in ("scripts", "kanji")
