@@ -31,7 +31,9 @@ def python(*words: str) -> str:
 
 
 def test_pytest_benchmark_times_a_step_of_each_method() -> None:
-    found = python("-m", "pytest", "benchmarks", "-q", "-n0", "-p", "no:cacheprovider", "--benchmark-disable")
+    found = python(
+        "-m", "pytest", "benchmarks", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--benchmark-disable"
+    )
     assert f"{len(METHODS)} passed" in found
 
 
