@@ -43,6 +43,8 @@ def _by_argument(record: Record) -> Record:
     configuration = record.get("configuration", {})  # of examples.applications, which had no other alphas than today's
     if "preset" in configuration:
         configuration["weight"] = {None: None, "default": 0.1, "paper": 1.0}[configuration.pop("preset")]
+    if "lora_lr" in configuration:  # of examples.applications.fine_tuning
+        record["configuration"] = configuration = {"precision": "float32"} | configuration
     if "options" in configuration:  # of examples.paper, where it was always the paper's
         options = configuration["options"]
         if options.pop("preset", None):
