@@ -16,6 +16,11 @@ that need not be installed (in bash)::
     cd ..
     apt-get install -y librsvg2-bin && pip install pillow
     python -m examples.paper.datasets.icons --themes themes --out runs/data/icons.npz
+
+With their versions of Debian 12, librsvg 2.54.7 and Pillow 13.0 there are 372 classes, 2,563 training, 176 validation
+and 1,369 test pictures, and the checksum of the arrays is
+ea047382226b9fce9a68e16a5de2c7dc3fa837667394ac7ada9a24d836592047. The rule of :func:`split` was chosen among a few for
+the number of test pictures, before anything was trained.
 """
 
 from __future__ import annotations
