@@ -14,7 +14,7 @@ import torch
 
 from examples.applications import adapters, pretrained
 from examples.applications import fine_tuning as module
-from examples.applications.comparison import made, main
+from examples.applications.comparison import main
 from examples.applications.fine_tuning import APPLICATION, Settings, fine_tune, load_weights
 from examples.applications.scripts_split import split
 from examples.paper import datasets, networks, records
@@ -286,12 +286,6 @@ def test_bfloat16_is_the_networks_and_not_the_logits(settings):
     torch.testing.assert_close(full, half, rtol=0.05, atol=0.05)
     with pytest.raises(ValueError, match="precision='float16' is unknown; choose one of float32, bfloat16"):
         module.prepare(replace(settings, precision="float16"), "full", data, weights, 0)
-
-
-def test_runs_from_before_there_was_a_precision_are_known(settings, tmp_path):
-    old = {k: v for k, v in asdict(settings).items() if k != "precision"} | {"method": "full", "dcl": False}
-    records.append({"label": "full", "seed": 0, "configuration": old, "score": 1.0}, tmp_path / "old.jsonl")
-    assert [r["score"] for r in made(APPLICATION, asdict(settings), tmp_path / "old.jsonl")] == [1.0]
 
 
 def test_the_command_makes_all_rows(settings, tmp_path, capsys):
