@@ -122,7 +122,6 @@ class Companion(Forecaster):
         self._mode: str | None = None  # that the base was switched to, if it has one
         self._network: Network | None = None
         self._replay = Replay()
-        self._generator = torch.Generator().manual_seed(0)  # which rows the companion learns from, with a fraction
         self._warned_weights_loaded = False
         self._start()
         if options.companion is not None:
@@ -253,7 +252,7 @@ class Companion(Forecaster):
         c = prediction.rows
         assert c is not None
         rows = rows_towards_target(self.distance, forward.rows, c, pull.rows, alpha)
-        number, weights = self._drawn_rows(pull)
+        number, weights = self._drawn_rows(pull, forward.step)
         towards = Pull(rows, number, weights)
         gradient = towards.gradient(logits.shape, rows.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
@@ -268,13 +267,14 @@ class Companion(Forecaster):
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
 
-    def _drawn_rows(self, pull: Pull) -> tuple[float | Tensor, Tensor | None]:
+    def _drawn_rows(self, pull: Pull, step: int) -> tuple[float | Tensor, Tensor | None]:
         """How many rows the companion learns from, and 1 for these and 0 for the others; all without a fraction."""
         if self._options.fraction == 1.0:
             return pull.number, None
         slope = pull.rows.slope
         number = max(round(self._options.fraction * len(slope)), 1)
-        drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device, non_blocking=True)
+        generator = torch.Generator().manual_seed(step)  # a resumed run draws the same rows
+        drawn = torch.randperm(len(slope), generator=generator)[:number].to(slope.device, non_blocking=True)
         return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
 
     def skip(self, forward: Forward, alpha: float) -> None:
@@ -383,7 +383,6 @@ class Companion(Forecaster):
         return {
             "model": network.follower.own_state(),
             "optimizer": network.optimizer.state_dict(),
-            "generator": self._generator.get_state(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -392,11 +391,8 @@ class Companion(Forecaster):
         before = self._network
         try:
             network = self._network or self._make()
-            check_tensors(state.get("model", {}), network.follower.own_state(), "companion")
             network.optimizer.check_state(state.get("optimizer", {}))
-            generator = {"generator": self._generator.get_state()}
-            check_tensors({"generator": state.get("generator")}, generator, "companion")
-            torch.Generator().set_state(state["generator"].cpu())  # which raises for what is no state
+            check_tensors(state.get("model", {}), network.follower.own_state(), "companion")
         except Exception:
             self._network = before
             raise
@@ -409,7 +405,6 @@ class Companion(Forecaster):
         with all_or_nothing(network.optimizer.optimizer):
             network.optimizer.load_state_dict(state["optimizer"])
             network.module.load_state_dict(state["model"], strict=False)
-        self._generator.set_state(state["generator"].cpu())
         self.forget()
         network.optimizer.note_options()
         network.has_predicted = False
@@ -422,15 +417,6 @@ class Companion(Forecaster):
             raise RuntimeError("companion was given as a module: load weights into it, or wrap the model again")
         self.forget()
         self._network = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._run_backward()  # graphs cannot be copied
-        return self.__dict__ | {"_generator": self._generator.get_state()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._generator = torch.Generator()
-        self._generator.set_state(state["_generator"])
 
 
 def _half_factor(gradient: Tensor) -> Tensor:
