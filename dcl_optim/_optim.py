@@ -1,4 +1,4 @@
-"""Questions about any torch optimizer: its parameters, its gradients, whether it is torch's own."""
+"""Questions about any torch optimizer: its parameters and its gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from torch.optim import Optimizer
 _parameters = itemgetter("params")
 _gradient = attrgetter("grad")
 _exists = functools.partial(is_not, None)
-
-
-def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is torch's: none of those draws random numbers, or evaluates the model without a closure."""
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -109,6 +109,13 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
+def warn_once(said: set[str], message: str) -> None:
+    """Issue a warning, if it is not among those that were said."""
+    if message not in said:
+        said.add(message)
+        warn(message)
+
+
 # Keeps the hooks out of compiled graphs, as torch.optim keeps its own methods out.
 outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 

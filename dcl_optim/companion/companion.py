@@ -3,7 +3,6 @@ r"""The companion network: its prediction for a batch, and its step towards :mat
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
-from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
+from dcl_optim._torch import call_after_backward, current_backward, warn_once
 from dcl_optim._tree import tensors_of
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying
 from dcl_optim.companion.copying import Follower
-from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, add_note, try_to_build
-from dcl_optim.companion.replay import Replay, unchanged_rng
+from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, noting, try_to_build
+from dcl_optim.companion.replay import Replay, capture_rng, replayed
 from dcl_optim.distances import Distance, rows_towards_target, to_rows
 from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Question, Scale, pull_of
@@ -38,7 +37,10 @@ WEIGHTS_LOADED = (
     "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
 COPIED_AGAIN = "the base optimizer trains other parameters than before: the companion is copied from the model again"
-DIVERGED = "the companion's logits were not finite where the model's are (is its learning rate too high?): {}"
+DIVERGED = (
+    "the companion's logits were not finite where the model's are, and such logits get no penalty (is its learning "
+    "rate too high?): call optimizer.reset_companion(), or load weights into a companion that was given"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,6 @@ class Network:
     optimizer: CompanionOptimizer
     follower: Follower
     starts_equal: bool  # whether its first prediction has to be the model's logits
-    versions: list[int]  # how often the parameters that it trains had been written to when it was made
     has_predicted: bool = False
     has_shown_its_leaves: bool = False
     shared_versions: list[tuple[int, int]] = field(default_factory=list)  # of what it shares, before the first forward
@@ -77,6 +78,7 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
+    network: Network
     rows: Tensor | None = None  # the logits as rows (N, K), on the model's device
 
 
@@ -122,7 +124,8 @@ class Companion(Forecaster):
         self._mode: str | None = None  # that the base was switched to, if it has one
         self._network: Network | None = None
         self._replay = Replay()
-        self._warned_weights_loaded = False
+        self._said: set[str] = set()
+        self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
         self._start()
         if options.companion is not None:
             self._make()
@@ -133,7 +136,6 @@ class Companion(Forecaster):
         self._num_observed = 0
         self._total_scale: Scale | None = None  # the sum of |s|
         self._half_factor: Tensor | None = None  # of gradients in float16
-        self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
 
     def _make(self) -> Network:
         """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
@@ -141,13 +143,12 @@ class Companion(Forecaster):
         options = self._options
         is_copy = options.companion is None
         device = next(parameters_of(self._base)).device
-        with unchanged_rng(device) if is_copy else nullcontext(), torch.inference_mode(False):
+        with replayed(capture_rng(device)), torch.inference_mode(False):
             module = copying.build(model, self._base, options.companion)
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        versions = versions_of(parameters_of(optimizer.optimizer))
-        self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
+        self._network = Network(module, optimizer, follower, starts_equal=is_copy)
         if self._mode is not None:
             self.switch(self._mode)
         return self._network
@@ -190,16 +191,13 @@ class Companion(Forecaster):
             self._network.has_shown_its_leaves = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
-                warn(COPIED_AGAIN)
+                warn_once(self._said, COPIED_AGAIN)
         network = self._network or self._make()
-        if network.loaded_since and not self._warned_weights_loaded:
-            self._warned_weights_loaded = True
-            warn(WEIGHTS_LOADED)
+        if network.loaded_since:
+            warn_once(self._said, WEIGHTS_LOADED)
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             network.shared_versions = network.follower.versions()
-            if versions_of(parameters_of(network.optimizer.optimizer)) != network.versions:
-                network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
 
@@ -211,13 +209,9 @@ class Companion(Forecaster):
             network.follower.require_unwritten(network.shared_versions)
         shows_its_leaves = self._learns and not network.has_shown_its_leaves
         given = copying.leaves_of(tensors_of(arguments)) if shows_its_leaves else []  # before the forward edits them
-        with torch.set_grad_enabled(self._learns):
-            try:
-                output = self._replay.call(network.module, *arguments)
-            except Exception as error:
-                add_note(error, IN_COMPANION.format("forward"))
-                raise
-            logits = self._find_logits(output)
+        with torch.set_grad_enabled(self._learns), noting(IN_COMPANION.format("forward")):
+            output = self._replay.call(network.module, *arguments)
+        logits = self._find_logits(output)
         if logits.shape != forward.logits.shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
@@ -230,7 +224,7 @@ class Companion(Forecaster):
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
         network.has_predicted = True
-        forward.prediction = Prediction(logits, self._learns)
+        forward.prediction = Prediction(logits, self._learns, network)
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         z = forward.rows
@@ -244,7 +238,7 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not prediction.learns or not len(forward.rows):
+        if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
             self.skip(forward, alpha)
             return
         logits = prediction.logits
@@ -280,10 +274,8 @@ class Companion(Forecaster):
     def skip(self, forward: Forward, alpha: float) -> None:
         prediction: Prediction = forward.prediction
         prediction.logits = prediction.logits.detach()
-        if self._group.size > 1:  # the others wait for this one's share in the mean, and for its answer
+        if self._group.size > 1:  # the others wait for this one's share in the mean
             self._num_observed += prediction.learns
-            if self._diverged is None and _sync.is_sync_step(forward.step):
-                self._diverged = torch.zeros((), dtype=torch.bool, device=forward.logits.device)
 
     def _run_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
@@ -292,12 +284,9 @@ class Companion(Forecaster):
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
         kind = logits[0].device.type
-        try:  # no backward pass is to run under autocast
-            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-                torch.autograd.backward(logits, gradients)
-        except RuntimeError as error:
-            add_note(error, IN_COMPANION.format("backward"))
-            raise
+        # No backward pass is to run under autocast.
+        with torch.autocast(kind, enabled=False), noting(IN_COMPANION.format("backward")):
+            torch.autograd.backward(logits, gradients)
 
     def before_step(self) -> None:
         if self._network is not None:
@@ -316,9 +305,7 @@ class Companion(Forecaster):
             network.optimizer.step()
             network.follower.clear_gradients()
         network.optimizer.note_options()
-        diverged = self._diverged
         self._start()
-        self._diverged = diverged
 
     def _average(self, gradients: list[Tensor]) -> None:
         """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
@@ -327,28 +314,16 @@ class Companion(Forecaster):
             torch._foreach_div_(gradients, total.clamp(min=TINY).to(gradients[0].device))
         elif total is not None and total not in (0.0, 1.0):
             torch._foreach_div_(gradients, total)
-        if self._group.size > 1:
-            together = list(gradients)
-            if self._diverged is not None:  # all ranks copy the model again, or none does
-                self._diverged = self._diverged.to(gradients[0].dtype if gradients else torch.float32)[None]
-                together.append(self._diverged)
-            self._group.average(together)
+        self._group.average(gradients)
 
     def questions(self) -> list[Question]:
         diverged = self._diverged
         self._diverged = None
-        if diverged is None:
-            return []
-        return [Question(diverged.reshape(1), self._recreate)]
+        return [] if diverged is None else [Question(diverged.reshape(1), self._warn_of_divergence)]
 
-    def _recreate(self, values: list[float]) -> None:
-        if not any(values):
-            return
-        what = "load weights into optimizer.companion, or wrap again"
-        if self._options.companion is None:
-            self.reset()
-            what = "it is copied from the model again"
-        warn(DIVERGED.format(what))
+    def _warn_of_divergence(self, values: list[float]) -> None:
+        if any(values):
+            warn_once(self._said, DIVERGED)
 
     def forget(self) -> None:
         self._start()

@@ -187,8 +187,9 @@ def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> N
             "the first prediction of dcl_optim's companion, a copy of the model, is not what the model gave for the "
             f"same input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away, which is in "
             "the penalty. Usual reasons: hooks of the model that are not copied (add them to optimizer.companion too); "
-            "weights changed since optimizer.companion was asked for (call reset_companion()); inputs that the forward "
-            "changes inside an object; state outside of modules; random draws from outside of torch's generators"
+            "weights changed since optimizer.companion was asked for (call reset_companion(), unless they are meant); "
+            "inputs that the forward changes inside an object; state outside of modules; random draws from outside of "
+            "torch's generators"
         )
 
 

@@ -7,7 +7,8 @@ counts in its own groups (Schedule-Free's averages, Prodigy's estimates) stays e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import inner_of, is_torchs_own, parameters_of, without_gradient
+from dcl_optim._optim import inner_of, without_gradient
 from dcl_optim._torch import version_of
-from dcl_optim.companion.replay import capture_rng, replayed, restore_rng
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
@@ -57,7 +57,6 @@ class CompanionOptimizer:
             self.optimizer = make(trained)
             if not isinstance(self.optimizer, Optimizer):
                 raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
-        self._draws_nothing = is_torchs_own(self.optimizer)
         self.note_options()
 
     def follow_options(self) -> None:
@@ -82,15 +81,9 @@ class CompanionOptimizer:
         ]
 
     def step(self) -> None:
-        """Step, with random draws that the script's generators do not notice."""
-        state = {} if self._draws_nothing else capture_rng(next(parameters_of(self.optimizer)).device)
-        try:
+        """Step."""
+        with noting(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
             self.optimizer.step()
-        except Exception as error:
-            add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
-            raise
-        finally:
-            restore_rng(state)
 
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none."""
@@ -159,7 +152,7 @@ def try_to_build(base: Optimizer, make: MakeOptimizer | None) -> None:
 
 
 def build_like(base: Optimizer, parameters: list[list[nn.Parameter]], lr_scale: float = 1.0) -> Optimizer:
-    """Build an optimizer of the base's class and settings over other parameters; what it draws is undone."""
+    """Build an optimizer of the base's class and settings over other parameters."""
     groups: list[dict[str, Any]] = []
     for group, own in zip(base.param_groups, parameters, strict=True):
         left_out = NO_OPTIONS + OF_SCHEDULERS
@@ -176,8 +169,7 @@ def build_like(base: Optimizer, parameters: list[list[nn.Parameter]], lr_scale: 
     accepted = inspect.signature(kind.__init__).parameters
     known = {key: value for key, value in vars(base).items() if _is_setting(value)} | base.defaults
     try:
-        with replayed(capture_rng(next(parameters_of(base)).device)):
-            return kind(groups, **{key: value for key, value in known.items() if key in accepted})
+        return kind(groups, **{key: value for key, value in known.items() if key in accepted})
     except Exception as error:
         raise ValueError(
             f"a second {kind.__name__} for the companion could not be built ({error!r}); {PASS_ANOTHER}"
@@ -192,7 +184,12 @@ def _is_setting(value: Any) -> bool:
     return plain or inspect.isroutine(value) or inspect.isclass(value)
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, which Python knows from 3.11 on."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+@contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Add a note to an error in the block, which Python knows from 3.11 on."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        raise

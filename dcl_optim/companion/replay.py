@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -152,12 +150,3 @@ def replayed(state: RngState) -> Iterator[None]:
         yield
     finally:
         restore_rng(now)
-
-
-def unchanged_rng(device: torch.device) -> ExitStack:
-    """Give the generators back as they were after the block: torch's, and those of Python and NumPy."""
-    stack = ExitStack()
-    stack.enter_context(replayed(capture_rng(device)))
-    stack.callback(random.setstate, random.getstate())
-    stack.callback(numpy.random.set_state, numpy.random.get_state())  # noqa: NPY002
-    return stack
