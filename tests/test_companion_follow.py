@@ -291,9 +291,9 @@ class MoCo(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_frozen_parameters_that_the_forward_writes_to_are_named_and_refused(in_place: bool) -> None:
+def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool) -> None:
     model = MoCo(in_place)
-    with wrap(model), pytest.raises(RuntimeError, match=r"its parameters \['keys.0.weight', .*pass companion="):
+    with wrap(model), pytest.raises(RuntimeError, match=r"writes to its parameters.*pass companion="):
         model(one()[0])
 
 

@@ -29,7 +29,7 @@ HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which
 IN_COMPANION = (
     "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
     "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too. The companion has "
-    "none of the model's own hooks."
+    "none of the script's hooks."
 )
 WEIGHTS_LOADED = (
     "weights were loaded into the model since its last training forward pass, but the companion was not reset: if they "
