@@ -64,11 +64,10 @@ class CompanionOptimizer:
             return
         for theirs, ours, seen in zip(self._base.param_groups, self.optimizer.param_groups, self._seen, strict=False):
             for key, value in theirs.items():
-                if key in NO_OPTIONS or (value is seen.get(key) and key != "lr"):
-                    continue
-                if isinstance(value, Tensor) and isinstance(ours.get(key), Tensor):
-                    ours[key].copy_(_option(key, value, self._lr_scale))  # a captured step holds on to the tensor
-                else:
+                is_lr_tensor = key == "lr" and isinstance(value, Tensor) and isinstance(ours["lr"], Tensor)
+                if is_lr_tensor:  # which is filled in place: a captured step holds on to it
+                    ours["lr"].copy_(value * self._lr_scale)
+                elif key not in NO_OPTIONS and value is not seen.get(key):
                     ours[key] = _option(key, value, self._lr_scale)
 
     def note_options(self) -> None:
