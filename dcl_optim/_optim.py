@@ -15,12 +15,18 @@ from torch.optim import Optimizer
 # Without a line of Python for each parameter: a step may ask about all of them.
 _parameters = itemgetter("params")
 _gradient = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
 _exists = functools.partial(is_not, None)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters that an optimizer trains, group by group."""
     return chain.from_iterable(map(_parameters, optimizer.param_groups))
+
+
+def trained_by(optimizer: Optimizer) -> list[list[Tensor]]:
+    """The parameters that an optimizer trains now, group by group: those that require a gradient."""
+    return [list(filter(_requires_grad, group["params"])) for group in optimizer.param_groups]
 
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:

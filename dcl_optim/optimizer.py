@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
-    "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
-)
-CALL_THE_MODEL = "call the model itself in training mode, the compiled one if it is compiled, before each step"
-NOT_CALLED = (
-    "no training forward pass of the model: model.forward, another method, a part or a copy was called, its class "
-    "overrides __call__, it was compiled and called before it was wrapped, torch.func was used, a state was loaded "
-    "after the backward pass, or the gradients are those of the last step"
+    "  Seen: {} training forward passes of the model, which is in {} mode now. What does not count: forward passes in "
+    "eval mode; calls of model.forward, of another method, a part or a copy, of a class that overrides __call__, of a "
+    "model compiled and called before it was wrapped, or by torch.func; a backward pass with create_graph=True, or of "
+    "before a state was loaded; gradients of the last step.\n"
+    "  Fix: call the model itself in training mode (and then eval() of layers that are to stay as they are, such as "
+    "batch norm), pass logits=<function of its output> if others were found, or add the penalty to the loss, {}. "
+    "strict=False allows such steps. See docs/troubleshooting.md"
 )
 NOT_ADDED = (
     "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
@@ -128,8 +128,7 @@ class ForecastOptimizer(OptimizerWrapper):
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
 
         Args:
-            closure: as in torch.optim; if it does not call ``backward()``, ``step`` does. With LBFGS add
-                ``penalty(...)`` to the loss in it.
+            closure: as in torch.optim. With LBFGS add ``penalty(...)`` to the loss in it.
 
         Returns:
             The loss of the first evaluation; without a closure, what the base optimizer returns.
@@ -173,7 +172,7 @@ class ForecastOptimizer(OptimizerWrapper):
         def evaluate() -> Any:
             if was_observed and not have_gradients(self.base):  # the base has moved the model and cleared them: SAM
                 algorithm.observe_no_more()
-            loss = self._evaluate(closure)
+            loss = closure()
             if not losses:
                 self._require_batch()
                 self._require_terms()
@@ -187,22 +186,6 @@ class ForecastOptimizer(OptimizerWrapper):
         self.forecaster.step()
         algorithm.end_step()
         return losses[0] if losses else None
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure, and the backward pass that it left to us."""
-        algorithm = self._algorithm
-        before = algorithm.step
-        num_forwards = before.num_forwards
-        num_backwards = before.num_backwards
-        loss = closure()
-        step = algorithm.step  # another one if the closure has cleared gradients
-        if step is not before:
-            num_forwards = num_backwards = 0
-        left_to_us = step.num_forwards > num_forwards and step.num_backwards == num_backwards
-        if left_to_us and isinstance(loss, Tensor) and loss.requires_grad:
-            self.zero_grad()
-            loss.backward()
-        return loss
 
     def _refuse_superseded(self) -> None:
         if self._algorithm.superseded:
@@ -222,27 +205,9 @@ class ForecastOptimizer(OptimizerWrapper):
         if algorithm.step.num_batches or not (self._strict and algorithm.hooks.attached):
             return
         if have_gradients(self.base):
-            raise RuntimeError(NOT_REGULARIZED.format(self._name, *self._cause()))
-
-    def _cause(self) -> tuple[str, str]:
-        """What was seen in a step without a batch, and the fix."""
-        step = self._algorithm.step
-        term = term_of(self.forecaster.reads_labels)
-        if step.num_backwards:
-            return "a backward pass with create_graph=True", "run a backward pass without it before the step"
-        if step.num_forwards:
-            return (
-                "the gradient did not come through the logits that were found",
-                f"pass logits=<their function>, or add the penalty to the loss, {term}",
-            )
-        if not self.model.training:
-            if self.forecaster.reads_labels:
-                return "the model is in eval mode", f"add the penalty to the loss, {term}, or call model.train()"
-            return (
-                "the model is in eval mode, in which the companion does not run",
-                "call model.train(), and then eval() of the layers that are to stay as they are, such as batch norm",
-            )
-        return NOT_CALLED, CALL_THE_MODEL
+            mode = "training" if self.model.training else "eval"
+            term = term_of(self.forecaster.reads_labels)
+            raise RuntimeError(NOT_REGULARIZED.format(self._name, algorithm.step.num_forwards, mode, term))
 
     def _require_terms(self) -> None:
         step = self._algorithm.step

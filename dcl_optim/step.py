@@ -68,7 +68,6 @@ class Step:
 
     Attributes:
         num_forwards: training forward passes of the model.
-        num_backwards: backward passes that reached their logits, also those that are not part of the training.
         num_batches: backward passes that brought gradients to the trained parameters.
         last_backward: the last backward pass that brought a gradient to logits, by autograd's number.
         num_terms: calls of the optimizer's ``penalty``.
@@ -81,7 +80,6 @@ class Step:
     def __init__(self, number: int) -> None:
         self.number = number
         self.num_forwards = 0
-        self.num_backwards = 0
         self.num_batches = 0
         self.last_backward = -1
         self.num_terms = 0

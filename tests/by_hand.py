@@ -168,16 +168,15 @@ def train(
 
 
 def train_by_closures(optimizer: Any, data: Any, loss: Any, way: str = "term", when: str = "in step") -> Any:
-    """``when`` the backward pass comes: in the closure, once before the step too (SAM), or after the closure."""
+    """``when`` the closure runs: in the step, or once before it too (SAM)."""
     term = term_of(optimizer, way)
     for x, y in data:
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             z = optimizer.model(x)
             found = loss(z, y) + term(z, y)
-            if when != "left to step":
-                optimizer.zero_grad()
-                found.backward()
+            optimizer.zero_grad()
+            found.backward()
             return found
 
         if when == "before step, too":

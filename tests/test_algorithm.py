@@ -107,7 +107,7 @@ def test_gradients_by_torch_func_are_left_alone_and_a_step_on_them_says_so():
         torch.testing.assert_close(found[name], parameter.grad)
     for name, parameter in model.named_parameters():
         parameter.grad = found[name]
-    with pytest.raises(RuntimeError, match=r"torch\.func was used"):
+    with pytest.raises(RuntimeError, match=r"by torch\.func"):
         optimizer.step()
 
 
@@ -357,21 +357,6 @@ def test_an_attack_on_an_output_that_is_trained_on_afterwards():
         found.append((model.state_dict(), optimizer.companion.state_dict()))
     assert_same(*found)
     assert not torch.equal(optimizer.companion[0].weight, mlp(seed=1)[0].weight)
-
-
-def test_a_closure_that_attacks_and_leaves_its_backward_to_the_optimizer():
-    x, y = one()
-    found = []
-    for attacks in (False, True):
-        model, optimizer = model_and_other_companion()
-
-        def closure(model: nn.Module = model, attacks: bool = attacks) -> Tensor:
-            adversarial = attacked(model if attacks else mlp(), x, y, by_grad)
-            return F.cross_entropy(model(adversarial), y)
-
-        optimizer.step(closure)
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -1,4 +1,4 @@
-"""A companion that is not finite gives no penalty, is warned of, and can be reset."""
+"""A companion whose weights are not finite is copied anew from the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dcl_optim._sync import SYNC_INTERVAL
 from tests.helpers import assert_same, backward, batches, mlp, train
 
 NAN, INF = float("nan"), float("inf")
-DIVERGED = r"logits were not finite where the model's are.*optimizer\.reset_companion\(\)"
+COPIED = "weights are not finite.*it is copied from the model again"
 
 
 def wrap(model: nn.Module, base: Any = torch.optim.AdamW, **options: Any) -> DCLOptimizer:
@@ -42,22 +42,24 @@ def load_nan(optimizer: DCLOptimizer) -> None:
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("lose", [spoil_a_weight, overflow, load_nan])
-def test_a_companion_that_is_not_finite_is_warned_of_once_and_can_be_reset(lose):
+@pytest.mark.parametrize(
+    ("base", "lose"),
+    [(torch.optim.AdamW, spoil_a_weight), (torch.optim.Adagrad, overflow), (torch.optim.SGD, load_nan)],
+)
+def test_a_companion_that_is_not_finite_is_copied_again_in_the_next_step_that_asks(base, lose):
     """In steps 1, 2, 4, 8, ... and 100, 200, ...; the model is trained on all the while."""
     model = mlp()
-    optimizer = wrap(model)
-    data = list(batches(18))
+    optimizer = wrap(model, base)
+    data = list(batches(10))
     train(model, optimizer, data[:5])
     lose(optimizer)
     train(model, optimizer, data[5:7])
-    with pytest.warns(UserWarning, match=DIVERGED) as caught:
-        train(model, optimizer, data[7:16])
-    assert len(caught) == 1
+    assert not is_finite(optimizer.companion)
     assert is_finite(model)
-    optimizer.reset_companion()
+    with pytest.warns(UserWarning, match=COPIED):
+        train(model, optimizer, data[7:8])
     assert_same(optimizer.companion, model)
-    train(model, optimizer, data[16:])
+    train(model, optimizer, data[8:])
     assert is_finite(optimizer.companion)
     assert 0 < optimizer.logs()["penalty"] < INF
 
@@ -74,7 +76,7 @@ def test_steps_until_then_are_without_its_penalty(distance):
     theirs.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
     optimizer.companion[2].bias.data.fill_(NAN)  # no entry of its logits is finite
     train(model, optimizer, [third])
-    with pytest.warns(UserWarning, match=DIVERGED):
+    with pytest.warns(UserWarning, match=COPIED):
         train(model, optimizer, [fourth])
     train(plain, theirs, [third, fourth])
     assert_same(model, plain)
@@ -89,8 +91,9 @@ def test_on_a_gpu_it_is_found_once_in_a_hundred_steps():
     spoil_a_weight(optimizer)
     train(model, optimizer, data[65 : SYNC_INTERVAL - 1])
     assert is_finite(model)
-    with pytest.warns(UserWarning, match=DIVERGED):
+    with pytest.warns(UserWarning, match=COPIED):
         train(model, optimizer, data[SYNC_INTERVAL - 1 :])
+    assert is_finite(optimizer.companion)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

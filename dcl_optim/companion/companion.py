@@ -2,6 +2,7 @@ r"""The companion network: its prediction for a batch, and its step towards :mat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
 from dcl_optim._torch import call_after_backward, current_backward, warn_once
 from dcl_optim._tree import tensors_of
@@ -38,8 +38,8 @@ WEIGHTS_LOADED = (
 )
 COPIED_AGAIN = "the base optimizer trains other parameters than before: the companion is copied from the model again"
 DIVERGED = (
-    "the companion's logits were not finite where the model's are, and such logits get no penalty (is its learning "
-    "rate too high?): call optimizer.reset_companion(), or load weights into a companion that was given"
+    "the companion's weights are not finite (a batch that was not, or too high a learning rate): it is copied from the "
+    "model again"
 )
 
 
@@ -125,7 +125,6 @@ class Companion(Forecaster):
         self._network: Network | None = None
         self._replay = Replay()
         self._said: set[str] = set()
-        self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
         self._start()
         if options.companion is not None:
             self._make()
@@ -230,8 +229,6 @@ class Companion(Forecaster):
         z = forward.rows
         prediction: Prediction = forward.prediction
         prediction.rows = c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
-        if _sync.is_sync_step(forward.step):
-            self._diverged = (z.isfinite() & ~c.isfinite()).any()
         return pull_of(self.distance, z, c)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
@@ -317,12 +314,14 @@ class Companion(Forecaster):
         self._group.average(gradients)
 
     def questions(self) -> list[Question]:
-        diverged = self._diverged
-        self._diverged = None
-        return [] if diverged is None else [Question(diverged.reshape(1), self._warn_of_divergence)]
+        if self._network is None or self._options.companion is not None:
+            return []
+        norm = torch.nn.utils.get_total_norm(list(parameters_of(self.optimizer)))
+        return [Question(norm.detach().reshape(1), self._replace_diverged)]  # all ranks have the same weights
 
-    def _warn_of_divergence(self, values: list[float]) -> None:
-        if any(values):
+    def _replace_diverged(self, values: list[float]) -> None:
+        if not math.isfinite(values[0]):
+            self.reset()
             warn_once(self._said, DIVERGED)
 
     def forget(self) -> None:

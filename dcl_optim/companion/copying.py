@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
+from dcl_optim._optim import trained_by
 from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, convert, hooks_of, remove_hook, warn
 from dcl_optim._tree import tensors_of
 from dcl_optim.distributed import DataParallelGroup, is_sharded
@@ -37,18 +38,13 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
     return given
 
 
-def trained_parameters(base: Optimizer) -> list[list[Tensor]]:
-    """The parameters that an optimizer trains now, group by group."""
-    return [[parameter for parameter in group["params"] if parameter.requires_grad] for group in base.param_groups]
-
-
 def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
     """Copy a model. The copy shares what the base optimizer does not train, and has no hooks of the script."""
     modules = list(model.modules())
     hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook)}
     memo |= {id(value): value for module in modules for value in vars(module).values() if _is_kept(value)}
-    trained = {id(parameter) for group in trained_parameters(base) for parameter in group}
+    trained = {id(parameter) for group in trained_by(base) for parameter in group}
     for parameter in model.parameters():
         if id(parameter) not in trained:
             memo[id(parameter)] = _without_gradient(parameter)
@@ -191,7 +187,7 @@ class Follower:
         self._group = group
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._parameters = [parameter for parameter in companion.parameters() if parameter.requires_grad]
-        self._trained = trained_parameters(base)
+        self._trained = trained_by(base)
         self._modules = [(model, companion)]
         self._shared: list[tuple[Tensor, Tensor]] = []  # what is not trained, of the model and of the companion
         self._sample: tuple[Tensor, Tensor] | None = None  # a trained parameter of the model, and its copy
@@ -203,11 +199,12 @@ class Follower:
                     self._sample = (theirs, ours)
                 else:
                     self._shared.append((theirs, ours))
+        self._views = [pair for pair in self._shared if pair[0] is not pair[1]]  # of the same memory
 
     def base_has_changed(self) -> bool:
         """Whether the base optimizer trains other parameters, or in other groups, than when this was last asked."""
         before = self._trained
-        self._trained = trained_parameters(self._base)
+        self._trained = trained_by(self._base)
         return [list(map(id, group)) for group in before] != [list(map(id, group)) for group in self._trained]
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -222,9 +219,8 @@ class Follower:
             if ours_now.device != theirs_now.device or ours_now.dtype != theirs_now.dtype:
                 self._convert()
                 optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
-        for theirs_now, ours_now in self._shared:
-            if ours_now is not theirs_now:
-                ours_now.data = theirs_now.data  # of which a script may have assigned another
+        for theirs_now, ours_now in self._views:
+            ours_now.data = theirs_now.data  # of which a script may have assigned another
 
     def _convert(self) -> None:
         """Convert each tensor as the model's is."""
