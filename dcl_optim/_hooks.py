@@ -30,15 +30,6 @@ class _Hook:
         return _no_hook, ()
 
 
-class _StepHook(_Hook):
-    """The hook on the base optimizer, whose arguments nobody needs."""
-
-    def __call__(self, *arguments: Any) -> None:
-        listener = self.listener()
-        if listener is not None:
-            getattr(listener, self._method)()
-
-
 def _no_hook() -> Callable[..., None]:
     """Stand for our hooks in copies and pickles of a model, where there is no optimizer."""
     return _do_nothing
@@ -77,7 +68,7 @@ class ModuleHooks:
         ]
         if self._base is not None:
             with contextlib.suppress(AttributeError):  # of a base that leaves out torch.optim.Optimizer's constructor
-                self._handles.append(self._base.register_step_pre_hook(_StepHook(self._listener, "refuse_bypass")))
+                self._handles.append(self._base.register_step_pre_hook(_Hook(self._listener, "refuse_bypass")))
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from itertools import chain
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 # Without a line of Python for each parameter: a step may ask about all of them.
-_parameters = itemgetter("params")
 _gradient = attrgetter("grad")
 _requires_grad = attrgetter("requires_grad")
 _exists = functools.partial(is_not, None)
@@ -21,7 +20,7 @@ _exists = functools.partial(is_not, None)
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters that an optimizer trains, group by group."""
-    return chain.from_iterable(map(_parameters, optimizer.param_groups))
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def trained_by(optimizer: Optimizer) -> list[list[Tensor]]:
@@ -31,7 +30,7 @@ def trained_by(optimizer: Optimizer) -> list[list[Tensor]]:
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The gradients of the parameters that have one."""
-    return filter(_exists, map(_gradient, chain.from_iterable(map(_parameters, optimizer.param_groups))))
+    return filter(_exists, map(_gradient, parameters_of(optimizer)))
 
 
 def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:
@@ -43,8 +42,7 @@ def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:
 
 def without_gradient(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that have no gradient."""
-    missing = map(is_, map(_gradient, parameters_of(optimizer)), repeat(None))
-    return list(compress(parameters_of(optimizer), missing))
+    return [parameter for parameter in parameters_of(optimizer) if parameter.grad is None]
 
 
 def inner_of(base: Optimizer) -> Optimizer:

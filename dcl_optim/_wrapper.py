@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -85,7 +84,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         if name in ("train", "eval") and hasattr(base, name):
             return functools.partial(self._switch, name)
         hint = "" if base is None or name.startswith("_") else self._hint(name, base)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _hint(self, name: str, base: Any) -> str:
         if name in self._elsewhere:
@@ -93,10 +92,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         if hasattr(base, name):
             hint = f"; its base has: use .base.{name} if that neither steps nor clears gradients, else step()"
             return hint + (", for SAM: closure(); optimizer.step(closure)" if name.endswith("_step") else "")
-        if any(name in group for group in self.param_groups):
-            return f"; use optimizer.param_groups[0][{name!r}]"
-        close = difflib.get_close_matches(name, [known for known in dir(type(self)) if not known.startswith("_")], 1)
-        return f"; did you mean {close[0]!r}?" if close else ""
+        return f"; use optimizer.param_groups[0][{name!r}]" if name in self.param_groups[0] else ""
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass
         train: Callable[[], None]

@@ -18,7 +18,6 @@ from dcl_optim import _sync
 from dcl_optim._hooks import ModuleHooks
 from dcl_optim._optim import have_gradients, trained_by
 from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn
-from dcl_optim._validation import refuse_replica
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels, Pull, Scale
 from dcl_optim.loss.outputs import LogitsFinder, conversion_source
@@ -82,7 +81,6 @@ class Algorithm:
         self._is_training_forward = self._is_training(module)
         if not self._is_training_forward:
             return
-        refuse_replica(module)
         if self._are_gradients_gone():
             self.forget()
         self.step.is_cleared = False
@@ -132,6 +130,8 @@ class Algorithm:
         is_read = loss.is_finite and (loss.labels is not None or not self.forecaster.reads_labels)
         if not is_read:
             self._skip(forward, alpha, loss.is_finite)
+            return None
+        if forward.observed and loss.shown is None:  # another loss of the same logits
             return None
         pull = self.forecaster.pull(forward, loss.labels)
         self.last["penalty"] = pull.without_slope()
@@ -277,7 +277,7 @@ class Algorithm:
         self.forecaster.forget()
         self.step = Step(self.step.number)
 
-    def refuse_bypass(self) -> None:
+    def refuse_bypass(self, *arguments: Any) -> None:
         """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
         if self.is_stepping:
             return

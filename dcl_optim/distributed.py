@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import compress, repeat
-from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -33,22 +31,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is one over all ranks, each of which holds its part."""
-    sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
-    return sharding is not None and isinstance(tensor, sharding.DTensor)
+    return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
 
 
-def refuse_flat_shards(model: nn.Module) -> None:
-    """Raise ValueError for a model whose parameters FullyShardedDataParallel keeps in flat shards."""
-    if any(isinstance(module, _fully_sharded()) for module in model.modules()):
-        raise ValueError(
-            "model is sharded by FullyShardedDataParallel, which no companion can follow; shard it by fully_shard, or "
-            "take DCPOptimizer"
-        )
-
-
-def _fully_sharded() -> tuple[type[nn.Module], ...]:
-    found = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return () if found is None else (found,)
+def _class(module: str, name: str) -> Any:
+    """A class of torch, for ``isinstance``, if its module was imported, as it is once something is sharded."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 class DataParallelGroup:
@@ -109,27 +97,22 @@ def _group_of_model(model: nn.Module) -> Any:
         group = _group_of(module)
         if group is not None:
             return group
-    return dist.group.WORLD if _any_sharded([*model.parameters(), *model.buffers()]) else None
+    return dist.group.WORLD if any(map(is_sharded, [*model.parameters(), *model.buffers()])) else None
 
 
 def _group_of(module: nn.Module | None) -> Any:
     """The group of a module that wraps another for data parallelism; None for any other."""
-    is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, *_fully_sharded()))
+    flat = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, flat))
     return getattr(module, "process_group", None) if is_wrapper else None
 
 
-def _any_sharded(tensors: list[Tensor]) -> bool:
-    """Whether some are, with no work in Python that grows with their number."""
-    return any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values()))
-
-
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    tensors = list(tensors)
-    return [tensor for tensor in tensors if not is_sharded(tensor)] if _any_sharded(tensors) else tensors
+    sharded = _class("torch.distributed.tensor", "DTensor")
+    return [tensor for tensor in tensors if not isinstance(tensor, sharded)]
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype each, in the same order on every rank."""
-    dtypes = list(map(attrgetter("dtype"), tensors))
-    for dtype in sorted(set(dtypes), key=str):
-        yield list(compress(tensors, map(eq, dtypes, repeat(dtype))))
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        yield [tensor for tensor in tensors if tensor.dtype == dtype]

@@ -35,9 +35,9 @@ class Pull(NamedTuple):
     def value(self) -> Tensor:
         """The penalty itself, a scalar."""
         distances = self.rows.values()
-        if self.weights is not None:
-            distances = (distances * self.weights).masked_fill_(self.weights == 0, 0.0)  # also where it is nan
-        return distances.sum() / self.number
+        if self.weights is None:
+            return distances.sum() / self.number
+        return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), self.weights.to(distances)) / self.number
 
     def without_slope(self) -> Pull:
         """The same penalty without the memory of its gradient."""

@@ -5,7 +5,6 @@ The step t counts optimizer steps from 1. Any callable ``t -> float`` is a sched
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,13 +70,6 @@ class Checked:
                 kind = type(self.given).__name__
                 raise TypeError(f"{self.name}={self.given!r} must be a number or a callable of the step, got {kind}")
             self.check(self.given)
-            return
-        try:
-            inspect.signature(self.given).bind(1)
-        except ValueError:  # one written in C has no signature
-            pass
-        except TypeError as error:
-            raise TypeError(f"{self.name}={self.given!r} cannot be called with the step alone: {error}") from error
 
     @cached_property
     def constant(self) -> float | None:

@@ -381,12 +381,12 @@ def test_all_parameters_behind_checkpoints(reentrant):
     assert_same(*found)
 
 
-@pytest.mark.parametrize("outside", [True, False], ids=["model in a checkpoint", "attack alone"])
-def test_an_attack_through_a_checkpointed_model_recomputes_no_training_forward(outside):
+def test_an_attack_through_a_checkpointed_model_recomputes_no_training_forward():
     x, y = one()
-    model, optimizer = model_and_other_companion()
+    model = mlp()
+    optimizer = wrap("dcp", model)
     x, forwards = x.requires_grad_(), training_forwards(optimizer)
-    z = checkpoint(model, x, use_reentrant=False) if outside else model(x)
+    z = checkpoint(model, x, use_reentrant=False)
     torch.autograd.grad(F.cross_entropy(z, y), x)
     assert len(forwards) == 1
     assert math.isnan(optimizer.logs()["penalty"])
@@ -557,3 +557,18 @@ def test_dense_logits_are_copied_once_a_forward(variant):
         F.cross_entropy(z, y).backward()
         optimizer.step()
     assert len(copies.found) == 1, copies.found
+
+
+def test_another_loss_of_the_same_logits_in_a_backward_pass_of_its_own_adds_no_second_penalty():
+    found = []
+    for by_term in (True, False):
+        model, optimizer = model_and_other_companion()
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            z = model(x)
+            loss = F.cross_entropy(z, y)
+            (loss + optimizer.penalty(z) if by_term else loss).backward(retain_graph=True)
+            z.square().mean().backward()
+            optimizer.step()
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found, rtol=1e-12, atol=1e-14)

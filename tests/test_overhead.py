@@ -131,7 +131,7 @@ SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
     "DCP, term": (lambda layers: dcp(Deep(layers)), by_term),
     "DCP, accumulation, frozen layers": (lambda layers: dcp(frozen(layers)), accumulated),
 }
-LINES = 4  # of Python for a parameter, in a step; torch's own zero_grad has more
+LINES = 5  # of Python for a parameter, in a step; torch's own zero_grad has more
 
 
 def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:

@@ -20,7 +20,7 @@ from dcl_optim.companion.copying import Follower
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, noting, try_to_build
 from dcl_optim.companion.replay import Replay, capture_rng, replayed
 from dcl_optim.distances import Distance, rows_towards_target, to_rows
-from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
+from dcl_optim.distributed import DataParallelGroup, unwrapped
 from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Question, Scale, pull_of
 
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
@@ -118,7 +118,6 @@ class Companion(Forecaster):
         self._base = base
         self._find_logits = find_logits
         self._options = options
-        refuse_flat_shards(model)
         try_to_build(base, options.make_optimizer)
         self._group = DataParallelGroup(model, options.process_group)
         self._mode: str | None = None  # that the base was switched to, if it has one
@@ -243,8 +242,9 @@ class Companion(Forecaster):
         c = prediction.rows
         assert c is not None
         rows = rows_towards_target(self.distance, forward.rows, c, pull.rows, alpha)
-        number, weights = self._drawn_rows(pull, forward.step)
-        towards = Pull(rows, number, weights)
+        towards = Pull(rows, pull.number)
+        if self._options.fraction < 1.0:
+            towards = self._of_drawn_rows(towards, forward.step)
         gradient = towards.gradient(logits.shape, rows.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
@@ -258,15 +258,13 @@ class Companion(Forecaster):
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
 
-    def _drawn_rows(self, pull: Pull, step: int) -> tuple[float | Tensor, Tensor | None]:
-        """How many rows the companion learns from, and 1 for these and 0 for the others; all without a fraction."""
-        if self._options.fraction == 1.0:
-            return pull.number, None
+    def _of_drawn_rows(self, pull: Pull, step: int) -> Pull:
+        """The mean over a share of the rows, which the number of the step decides, so a resumed run draws the same."""
         slope = pull.rows.slope
         number = max(round(self._options.fraction * len(slope)), 1)
-        generator = torch.Generator().manual_seed(step)  # a resumed run draws the same rows
+        generator = torch.Generator().manual_seed(step)
         drawn = torch.randperm(len(slope), generator=generator)[:number].to(slope.device, non_blocking=True)
-        return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
+        return Pull(pull.rows, number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0))
 
     def skip(self, forward: Forward, alpha: float) -> None:
         prediction: Prediction = forward.prediction
@@ -300,7 +298,7 @@ class Companion(Forecaster):
         self._average(list(gradients_of(network.optimizer.optimizer)) if learns else [])
         if learns:
             network.optimizer.step()
-            network.follower.clear_gradients()
+            network.optimizer.optimizer.zero_grad()
         network.optimizer.note_options()
         self._start()
 
@@ -327,7 +325,7 @@ class Companion(Forecaster):
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.follower.clear_gradients()
+            self._network.optimizer.optimizer.zero_grad()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 

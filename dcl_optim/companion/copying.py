@@ -228,11 +228,6 @@ class Follower:
         targets = {id(ours): theirs.get(name, ours) for name, ours in _named_tensors(self._companion).items()}
         convert(self._companion, lambda tensor: tensor.to(targets.get(id(tensor), tensor)))
 
-    def clear_gradients(self) -> None:
-        """Clear the gradients of the companion's own parameters; those that it shares are the script's affair."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
     def _give_all_ranks_the_same(self) -> None:
         """DistributedDataParallel may come later than the companion."""
         self._num_ranks = self._group.size

@@ -61,20 +61,13 @@ class LogitsFinder:
         """Say if other tensors in a tuple or list may be the logits; no name decides there."""
         if self._warned or not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
             return None
-        taken = ""
-        others = []
-        for index, item in enumerate(output):
-            if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]:
-                name = f"item {index} of shape {tuple(item.shape)}"
-                if item is z:
-                    taken = name
-                else:
-                    others.append(name)
-        if not others:
+        tensors = [item for item in output if isinstance(item, Tensor) and item.requires_grad]
+        shapes = [tuple(item.shape) for item in tensors if item is not z and item.shape[:1] == z.shape[:1]]
+        if not shapes:
             return None
         return (
             f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty is "
-            f"on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
+            f"on the one of shape {tuple(z.shape)}, not of {shapes}; pass logits=lambda output: output[...] to choose"
         )
 
     def warn_of_choice(self, choice: str) -> None:
