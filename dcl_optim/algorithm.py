@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dcl_optim import _sync
 from dcl_optim._hooks import ModuleHooks
 from dcl_optim._optim import have_gradients, trained_by
-from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn
+from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn_once
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels, Pull, Scale
 from dcl_optim.loss.outputs import LogitsFinder, conversion_source
@@ -71,7 +71,7 @@ class Algorithm:
         self._name = name
         self._is_training_forward = False  # whether the forward pass that runs is one
         self._num_bypassed = 0
-        self._warned_not_finite = False
+        self._said: set[str] = set()
         self.hooks = ModuleHooks(self, model, unwrapped(model), base if strict else None)
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
@@ -231,9 +231,8 @@ class Algorithm:
             _sync.read_together([*self.reader.questions(), *self.forecaster.questions()])
         self.num_steps += 1
         self.step = Step(self.num_steps + 1)
-        if not_finite and not self._warned_not_finite:
-            self._warned_not_finite = True
-            warn(NOT_FINITE)
+        if not_finite:
+            warn_once(self._said, NOT_FINITE)
 
     def leave_step(self) -> None:
         """The base optimizer has stepped, or its step has raised: then the step goes on as before."""

@@ -166,11 +166,6 @@ class Companion(Forecaster):
         groups[0] += [parameter for name, parameter in own.items() if name not in known]
         return groups
 
-    def settings(self) -> dict[str, Any]:
-        if self._network is None:
-            return {"companion": "not made yet"}
-        return {"companion": f"{sum(p.numel() for p in self._network.module.parameters()):,} parameters"}
-
     @property
     def module(self) -> nn.Module:
         """The companion as a module."""
