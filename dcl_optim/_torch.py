@@ -60,6 +60,13 @@ def is_recorded() -> bool:
     return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+# The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
+# torch 2.6 has no way to ask.
+top_saved_tensors_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "perhaps some"
+)
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to in place; 0 for an inference tensor, which does not count."""
     return 0 if tensor.is_inference() else tensor._version

@@ -383,8 +383,7 @@ def test_all_parameters_behind_checkpoints(reentrant):
 
 def test_an_attack_through_a_checkpointed_model_recomputes_no_training_forward():
     x, y = one()
-    model = mlp()
-    optimizer = wrap("dcp", model)
+    model, optimizer = model_and_other_companion()
     x, forwards = x.requires_grad_(), training_forwards(optimizer)
     z = checkpoint(model, x, use_reentrant=False)
     torch.autograd.grad(F.cross_entropy(z, y), x)

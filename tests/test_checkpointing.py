@@ -47,7 +47,8 @@ def trained(variant: str, model: nn.Module, call):
     return [*model.parameters(), *own]
 
 
-@pytest.mark.parametrize(("variant", "reentrant"), [("dcl", True), ("dcp", True), ("dcp", False)])
+@BOTH
+@pytest.mark.parametrize("variant", ["dcl", "dcp"])
 def test_the_whole_model_checkpointed_equals_plain(variant, reentrant):
     model, plain = network(), network()
     found = trained(variant, model, lambda x: checkpoint(model, x, use_reentrant=reentrant))

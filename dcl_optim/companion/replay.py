@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import version_of
+from dcl_optim._torch import top_saved_tensors_hooks, version_of
 from dcl_optim._tree import map_tensors, tensors_of
 
 CPU = torch.device("cpu")
@@ -77,7 +77,10 @@ class Replay:
         """Call a network with the model's random draws, and forget what was kept."""
         rng_state = self._rng_state
         self._forget()
-        with replayed(rng_state):
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if top_saved_tensors_hooks(False) is not None:  # a checkpoint's recomputation does not run the network again
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with replayed(rng_state), hooks:
             return network(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
