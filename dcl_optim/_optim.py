@@ -1,36 +1,36 @@
-"""Questions about any torch optimizer: its parameters, its gradients, whether it is torch's own."""
+"""Questions about any torch optimizer: its parameters and its gradients."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from itertools import chain
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 # Without a line of Python for each parameter: a step may ask about all of them.
-_parameters = itemgetter("params")
 _gradient = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
 _exists = functools.partial(is_not, None)
-
-
-def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is torch's: none of those draws random numbers, or evaluates the model without a closure."""
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """All parameters that an optimizer trains, group by group."""
-    return chain.from_iterable(map(_parameters, optimizer.param_groups))
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def trained_by(optimizer: Optimizer) -> list[list[Tensor]]:
+    """The parameters that an optimizer trains now, group by group: those that require a gradient."""
+    return [list(filter(_requires_grad, group["params"])) for group in optimizer.param_groups]
 
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The gradients of the parameters that have one."""
-    return filter(_exists, map(_gradient, chain.from_iterable(map(_parameters, optimizer.param_groups))))
+    return filter(_exists, map(_gradient, parameters_of(optimizer)))
 
 
 def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:
@@ -42,8 +42,7 @@ def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:
 
 def without_gradient(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that have no gradient."""
-    missing = map(is_, map(_gradient, parameters_of(optimizer)), repeat(None))
-    return list(compress(parameters_of(optimizer), missing))
+    return [parameter for parameter in parameters_of(optimizer) if parameter.grad is None]
 
 
 def inner_of(base: Optimizer) -> Optimizer:

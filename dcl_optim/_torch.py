@@ -6,7 +6,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -36,7 +35,7 @@ def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optim
     """
     if nodes is None or current_backward() == -1:  # compiled autograd
         return True
-    if not any(node is not None and _gets_gradient(node) for node, _ in nodes):
+    if not any(map(_gets_gradient, [node for node, _ in nodes])):
         return False
     if _fills_all_leaves():
         return True
@@ -46,7 +45,7 @@ def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optim
 
 def _gets_gradient(node: Any) -> bool:
     try:
-        return _is_going_to_run(node)
+        return node is not None and _is_going_to_run(node)
     except RuntimeError:  # a leaf whose gradient is asked for
         return True
 
@@ -65,12 +64,9 @@ REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes
 
 # The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
 # torch 2.6 has no way to ask.
-_top_hooks: Callable[[bool], Any] = getattr(
+top_saved_tensors_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "perhaps some"
 )
-saved_tensors_hooks: Callable[[], Any] = functools.partial(_top_hooks, False)
-
-_version = attrgetter("_version")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -78,19 +74,10 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The same of many, without a line of Python for each."""
-    tensors = list(tensors)
-    try:
-        return list(map(_version, tensors))
-    except RuntimeError:  # an inference tensor among them
-        return list(map(version_of, tensors))
-
-
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 
-    The only way to know that torch.utils.checkpoint or torch.distributed.checkpoint is calling.
+    The only way to know that torch.distributed.checkpoint is calling.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -107,6 +94,13 @@ def warn(message: str) -> None:
             break
         level, frame = level + 1, frame.f_back
     warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def warn_once(said: set[str], message: str) -> None:
+    """Issue a warning, if it is not among those that were said."""
+    if message not in said:
+        said.add(message)
+        warn(message)
 
 
 # Keeps the hooks out of compiled graphs, as torch.optim keeps its own methods out.

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import ModuleHooks
-from dcl_optim._optim import have_gradients, parameters_of
-from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn
+from dcl_optim._optim import have_gradients, trained_by
+from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn_once
 from dcl_optim._validation import refuse_replica
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels, Pull, Scale
@@ -72,7 +72,7 @@ class Algorithm:
         self._name = name
         self._is_training_forward = False  # whether the forward pass that runs is one
         self._num_bypassed = 0
-        self._warned_not_finite = False
+        self._said: set[str] = set()
         self.hooks = ModuleHooks(self, model, unwrapped(model), base if strict else None)
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Algorithm:
         backward = current_backward()  # in which activation checkpointing recomputes a forward pass that is noted
         if backward != -1 and backward == self.step.last_backward:
             return False
-        return any(parameter.requires_grad for parameter in parameters_of(self._base))
+        return any(trained_by(self._base))
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""
@@ -132,6 +132,8 @@ class Algorithm:
         is_read = loss.is_finite and (loss.labels is not None or not self.forecaster.reads_labels)
         if not is_read:
             self._skip(forward, alpha, loss.is_finite)
+            return None
+        if forward.observed and loss.shown is None:  # another loss of logits that have their penalty
             return None
         pull = self.forecaster.pull(forward, loss.labels)
         self.last["penalty"] = pull.without_slope()
@@ -232,9 +234,8 @@ class Algorithm:
             _sync.read_together([*self.reader.questions(), *self.forecaster.questions()])
         self.num_steps += 1
         self.step = Step(self.num_steps + 1)
-        if not_finite and not self._warned_not_finite:
-            self._warned_not_finite = True
-            warn(NOT_FINITE)
+        if not_finite:
+            warn_once(self._said, NOT_FINITE)
 
     def leave_step(self) -> None:
         """The base optimizer has stepped, or its step has raised: then the step goes on as before."""

@@ -35,9 +35,9 @@ class Pull(NamedTuple):
     def value(self) -> Tensor:
         """The penalty itself, a scalar."""
         distances = self.rows.values()
-        if self.weights is not None:
-            distances = (distances * self.weights).masked_fill_(self.weights == 0, 0.0)  # also where it is nan
-        return distances.sum() / self.number
+        if self.weights is None:
+            return distances.sum() / self.number
+        return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), self.weights.to(distances)) / self.number
 
     def without_slope(self) -> Pull:
         """The same penalty without the memory of its gradient."""
@@ -50,22 +50,18 @@ class Pull(NamedTuple):
             scales: numbers and scalar tensors, all of which multiply the gradient.
         """
         factor = self.rows.factor
-        scalar: Tensor | None = None
+        of_rows = self.weights
         for scale in scales:
             if isinstance(scale, Tensor):
-                scalar = scale if scalar is None else scalar * scale
+                scale = scale.to(self.rows.slope)
+                of_rows = scale if of_rows is None else of_rows * scale
             else:
                 factor *= scale
-        if isinstance(self.number, Tensor):
-            scalar = self.number.reciprocal() if scalar is None else scalar / self.number
-        else:
-            factor /= self.number
-        of_rows = self.weights
-        if scalar is not None:
-            scalar = scalar.to(self.rows.slope)
-            of_rows = scalar if of_rows is None else of_rows * scalar
-        if self.rows.lengths is not None:
-            of_rows = (1.0 if of_rows is None else of_rows) / self.rows.lengths
+        for divisor in (self.number, self.rows.lengths):
+            if isinstance(divisor, Tensor):
+                of_rows = (1.0 if of_rows is None else of_rows) / divisor
+            elif divisor is not None:
+                factor /= divisor
         if of_rows is None:
             return factor, 1.0
         return factor, of_rows[:, None] if of_rows.ndim else of_rows

@@ -24,6 +24,7 @@ class Forward:
 
     Attributes:
         logits: z, detached.
+        rows: z as rows (N, K).
         output, version: a weak reference to the tensor that the script holds, and how often it was written to before.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
@@ -40,7 +41,7 @@ class Forward:
         self.version = version_of(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.class_dim = class_dim
-        self._rows: Tensor | None = None
+        self.rows = to_rows(self.logits, class_dim)
         self.last_backward = -1
         self.observed = False
         self.prediction: Any = None
@@ -50,14 +51,7 @@ class Forward:
         """Lay the logits out as rows along the dimension that holds the classes."""
         if class_dim != self.class_dim:
             self.class_dim = class_dim
-            self._rows = None
-
-    @property
-    def rows(self) -> Tensor:
-        """z as rows (N, K)."""
-        if self._rows is None:
-            self._rows = to_rows(self.logits, self.class_dim)
-        return self._rows
+            self.rows = to_rows(self.logits, class_dim)
 
 
 class Step:

@@ -572,3 +572,18 @@ def test_dense_logits_are_copied_once_a_forward(variant):
         F.cross_entropy(z, y).backward()
         optimizer.step()
     assert len(copies.found) == 1, copies.found
+
+
+def test_another_loss_of_the_same_logits_in_a_backward_pass_of_its_own_adds_no_second_penalty():
+    found = []
+    for by_term in (True, False):
+        model, optimizer = model_and_other_companion()
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            z = model(x)
+            loss = F.cross_entropy(z, y)
+            (loss + optimizer.penalty(z) if by_term else loss).backward(retain_graph=True)
+            z.square().mean().backward()
+            optimizer.step()
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found, rtol=1e-12, atol=1e-14)

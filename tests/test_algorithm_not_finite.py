@@ -170,7 +170,7 @@ def rarely_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: step & (step - 1) == 0)
 
 
-@pytest.mark.filterwarnings("ignore:the companion's logits were not finite")
+@pytest.mark.filterwarnings("ignore:the companion's weights are not finite")
 @pytest.mark.usefixtures("rarely_read")
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_where_it_is_not_found_out_training_goes_on_too(variant, distance, bad):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:the companion's logits were not finite", f"ignore:{SAID}")
+@pytest.mark.filterwarnings("ignore:the companion's weights are not finite", f"ignore:{SAID}")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bad", BAD)
 def test_on_a_gpu_training_goes_on_too(variant, bad):

@@ -6,10 +6,11 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import assert_same, batches, mlp, sgd, train, wrap
+from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train, wrap
 
 
 class Recorder:
@@ -59,6 +60,36 @@ def test_what_a_hook_records_is_the_models(kind: str, record: Any) -> None:
     assert len(expected) == 3
     assert_same(store, expected)
     assert_same(model, alone)
+
+
+class Scaled(nn.Linear):
+    """Computes a weight that its forward pass uses in a hook of its own, as parametrizations by hand do."""
+
+    def __init__(self) -> None:
+        super().__init__(12, CLASSES)
+        self.factor = nn.Parameter(torch.ones(()))
+        self.register_forward_pre_hook(self.scale)
+        self.register_forward_hook(self.halve)
+
+    def scale(self, module: nn.Module, inputs: Any) -> None:
+        self.scaled = self.factor * self.weight
+
+    def halve(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.scaled, self.bias)
+
+
+def test_hooks_of_the_models_own_classes_are_the_copys_over_its_own() -> None:
+    model = mlp()
+    model[2] = Scaled().double()
+    optimizer = wrap(model)
+    train(model, optimizer, batches(1))
+    assert optimizer.logs()["penalty"] == 0
+    train(model, optimizer, batches(3))
+    assert optimizer.logs()["penalty"] > 0
+    assert optimizer.companion[2].factor != 1
 
 
 def test_a_hook_that_changes_the_network_is_registered_on_the_companion_too() -> None:

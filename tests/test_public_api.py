@@ -121,7 +121,6 @@ dcl_optim.forecaster.pull_of(distance, z, c)
 dcl_optim.forecaster.Labels(rows, number)
 dcl_optim.forecaster.Forward(logits, step, class_dim=1, copies=True)
     .lay_out(self, class_dim)
-    .rows
 dcl_optim.forecaster.Question(tensor, answer)
 dcl_optim.forecaster.check_tensors(found, expected, owner)
 dcl_optim.companion.replay.Replay()

@@ -2,8 +2,8 @@ r"""The companion network: its prediction for a batch, and its step towards :mat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _sync
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
-from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn
+from dcl_optim._torch import call_after_backward, current_backward, version_of, warn_once
 from dcl_optim._tree import tensors_of
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying
 from dcl_optim.companion.copying import Follower
-from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, add_note, try_to_build
-from dcl_optim.companion.replay import Replay, unchanged_rng
+from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer, noting, try_to_build
+from dcl_optim.companion.replay import Replay, capture_rng, replayed
 from dcl_optim.distances import Distance, rows_towards_target, to_rows
-from dcl_optim.distributed import DataParallelGroup, refuse_flat_shards, unwrapped
+from dcl_optim.distributed import DataParallelGroup, is_sharded, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Question, Scale, pull_of
 
 NOT_MADE = {"made": False}  # the state of a copy before its first forward pass
@@ -30,7 +29,7 @@ HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which
 IN_COMPANION = (
     "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
     "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too. The companion has "
-    "none of the model's own hooks."
+    "none of the script's hooks."
 )
 WEIGHTS_LOADED = (
     "weights were loaded into the model since its last training forward pass, but the companion was not reset: if they "
@@ -38,7 +37,7 @@ WEIGHTS_LOADED = (
     "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
 COPIED_AGAIN = "the base optimizer trains other parameters than before: the companion is copied from the model again"
-DIVERGED = "the companion's logits were not finite where the model's are (is its learning rate too high?): {}"
+DIVERGED = "the companion's weights are not finite (a batch that was not, or too high a learning rate): {}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
+    network: Network
     rows: Tensor | None = None  # the logits as rows (N, K), on the model's device
 
 
@@ -123,7 +123,7 @@ class Companion(Forecaster):
         self._network: Network | None = None
         self._replay = Replay()
         self._generator = torch.Generator().manual_seed(0)  # which rows the companion learns from, with a fraction
-        self._warned_weights_loaded = False
+        self._said: set[str] = set()
         self._start()
         if options.companion is not None:
             self._make()
@@ -134,7 +134,6 @@ class Companion(Forecaster):
         self._num_observed = 0
         self._total_scale: Scale | None = None  # the sum of |s|
         self._half_factor: Tensor | None = None  # of gradients in float16
-        self._diverged: Tensor | None = None  # whether logits were not finite where the model's were, if looked at
 
     def _make(self) -> Network:
         """Build the companion and its optimizer. Making a copy leaves the script's generators as they were."""
@@ -142,12 +141,12 @@ class Companion(Forecaster):
         options = self._options
         is_copy = options.companion is None
         device = next(parameters_of(self._base)).device
-        with unchanged_rng(device) if is_copy else nullcontext(), torch.inference_mode(False):
+        with replayed(capture_rng(device)), torch.inference_mode(False):
             module = copying.build(model, self._base, options.companion)
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        versions = versions_of(parameters_of(optimizer.optimizer))
+        versions = list(map(version_of, parameters_of(optimizer.optimizer)))
         self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
         if self._mode is not None:
             self.switch(self._mode)
@@ -191,15 +190,14 @@ class Companion(Forecaster):
             self._network.has_shown_its_leaves = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
-                warn(COPIED_AGAIN)
+                warn_once(self._said, COPIED_AGAIN)
         network = self._network or self._make()
-        if network.loaded_since and not self._warned_weights_loaded:
-            self._warned_weights_loaded = True
-            warn(WEIGHTS_LOADED)
+        if network.loaded_since:
+            warn_once(self._said, WEIGHTS_LOADED)
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             network.shared_versions = network.follower.versions()
-            if versions_of(parameters_of(network.optimizer.optimizer)) != network.versions:
+            if list(map(version_of, parameters_of(network.optimizer.optimizer))) != network.versions:
                 network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
@@ -212,13 +210,9 @@ class Companion(Forecaster):
             network.follower.require_unwritten(network.shared_versions)
         shows_its_leaves = self._learns and not network.has_shown_its_leaves
         given = copying.leaves_of(tensors_of(arguments)) if shows_its_leaves else []  # before the forward edits them
-        with torch.set_grad_enabled(self._learns):
-            try:
-                output = self._replay.call(network.module, *arguments)
-            except Exception as error:
-                add_note(error, IN_COMPANION.format("forward"))
-                raise
-            logits = self._find_logits(output)
+        with torch.set_grad_enabled(self._learns), noting(IN_COMPANION.format("forward")):
+            output = self._replay.call(network.module, *arguments)
+        logits = self._find_logits(output)
         if logits.shape != forward.logits.shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
@@ -231,21 +225,19 @@ class Companion(Forecaster):
         if network.starts_equal and not network.has_predicted:
             copying.require_equal(forward.logits, logits.detach(), network.module)
         network.has_predicted = True
-        forward.prediction = Prediction(logits, self._learns)
+        forward.prediction = Prediction(logits, self._learns, network)
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         z = forward.rows
         prediction: Prediction = forward.prediction
         prediction.rows = c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
-        if _sync.is_sync_step(forward.step):
-            self._diverged = (z.isfinite() & ~c.isfinite()).any()
         return pull_of(self.distance, z, c)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not prediction.learns or not len(forward.rows):
+        if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
             self.skip(forward, alpha)
             return
         logits = prediction.logits
@@ -253,8 +245,9 @@ class Companion(Forecaster):
         c = prediction.rows
         assert c is not None
         rows = rows_towards_target(self.distance, forward.rows, c, pull.rows, alpha)
-        number, weights = self._drawn_rows(pull)
-        towards = Pull(rows, number, weights)
+        towards = Pull(rows, pull.number)
+        if self._options.fraction < 1.0:
+            towards = self._of_drawn_rows(towards)
         gradient = towards.gradient(logits.shape, rows.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
@@ -268,22 +261,18 @@ class Companion(Forecaster):
         if current_backward() != -1:
             call_after_backward(self._run_backward)  # the model's activations are freed by then
 
-    def _drawn_rows(self, pull: Pull) -> tuple[float | Tensor, Tensor | None]:
-        """How many rows the companion learns from, and 1 for these and 0 for the others; all without a fraction."""
-        if self._options.fraction == 1.0:
-            return pull.number, None
+    def _of_drawn_rows(self, pull: Pull) -> Pull:
+        """The mean over a random share of the rows; the others get no gradient."""
         slope = pull.rows.slope
         number = max(round(self._options.fraction * len(slope)), 1)
         drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device, non_blocking=True)
-        return number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0)
+        return Pull(pull.rows, number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0))
 
     def skip(self, forward: Forward, alpha: float) -> None:
         prediction: Prediction = forward.prediction
         prediction.logits = prediction.logits.detach()
-        if self._group.size > 1:  # the others wait for this one's share in the mean, and for its answer
+        if self._group.size > 1:  # the others wait for this one's share in the mean
             self._num_observed += prediction.learns
-            if self._diverged is None and _sync.is_sync_step(forward.step):
-                self._diverged = torch.zeros((), dtype=torch.bool, device=forward.logits.device)
 
     def _run_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
@@ -292,12 +281,9 @@ class Companion(Forecaster):
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
         kind = logits[0].device.type
-        try:  # no backward pass is to run under autocast
-            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-                torch.autograd.backward(logits, gradients)
-        except RuntimeError as error:
-            add_note(error, IN_COMPANION.format("backward"))
-            raise
+        # No backward pass is to run under autocast.
+        with torch.autocast(kind, enabled=False), noting(IN_COMPANION.format("backward")):
+            torch.autograd.backward(logits, gradients)
 
     def before_step(self) -> None:
         if self._network is not None:
@@ -314,11 +300,9 @@ class Companion(Forecaster):
         self._average(list(gradients_of(network.optimizer.optimizer)) if learns else [])
         if learns:
             network.optimizer.step()
-            network.follower.clear_gradients()
+            network.optimizer.optimizer.zero_grad()
         network.optimizer.note_options()
-        diverged = self._diverged
         self._start()
-        self._diverged = diverged
 
     def _average(self, gradients: list[Tensor]) -> None:
         """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
@@ -327,33 +311,27 @@ class Companion(Forecaster):
             torch._foreach_div_(gradients, total.clamp(min=TINY).to(gradients[0].device))
         elif total is not None and total not in (0.0, 1.0):
             torch._foreach_div_(gradients, total)
-        if self._group.size > 1:
-            together = list(gradients)
-            if self._diverged is not None:  # all ranks copy the model again, or none does
-                self._diverged = self._diverged.to(gradients[0].dtype if gradients else torch.float32)[None]
-                together.append(self._diverged)
-            self._group.average(together)
+        self._group.average(gradients)
 
     def questions(self) -> list[Question]:
-        diverged = self._diverged
-        self._diverged = None
-        if diverged is None:
+        if self._network is None:
             return []
-        return [Question(diverged.reshape(1), self._recreate)]
+        norms = torch.stack([_norm(self.optimizer), _norm(self._base)])  # which are the same on all ranks
+        return [Question(norms, self._replace_diverged)]
 
-    def _recreate(self, values: list[float]) -> None:
-        if not any(values):
+    def _replace_diverged(self, norms: list[float]) -> None:
+        if math.isfinite(norms[0]) or not math.isfinite(norms[1]):
             return
         what = "load weights into optimizer.companion, or wrap again"
         if self._options.companion is None:
             self.reset()
             what = "it is copied from the model again"
-        warn(DIVERGED.format(what))
+        warn_once(self._said, DIVERGED.format(what))
 
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.follower.clear_gradients()
+            self._network.optimizer.optimizer.zero_grad()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
@@ -392,10 +370,10 @@ class Companion(Forecaster):
         before = self._network
         try:
             network = self._network or self._make()
-            check_tensors(state.get("model", {}), network.follower.own_state(), "companion")
-            network.optimizer.check_state(state.get("optimizer", {}))
-            generator = {"generator": self._generator.get_state()}
-            check_tensors({"generator": state.get("generator")}, generator, "companion")
+            names = {"model": None, "optimizer": None, "generator": self._generator.get_state()}
+            check_tensors(state, names, "companion")
+            network.optimizer.check_state(state["optimizer"])
+            check_tensors(state["model"], network.follower.own_state(), "companion")
             torch.Generator().set_state(state["generator"].cpu())  # which raises for what is no state
         except Exception:
             self._network = before
@@ -431,6 +409,12 @@ class Companion(Forecaster):
         self.__dict__.update(state)
         self._generator = torch.Generator()
         self._generator.set_state(state["_generator"])
+
+
+def _norm(optimizer: Optimizer) -> Tensor:
+    """The norm of all parameters that an optimizer trains."""
+    norm: Any = torch.nn.utils.get_total_norm(list(parameters_of(optimizer)))
+    return (norm.full_tensor() if is_sharded(norm) else norm).detach().float()
 
 
 def _half_factor(gradient: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from operator import attrgetter, is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
-from dcl_optim._optim import parameters_of
-from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, convert, hooks_of, remove_hook, versions_of, warn
+from dcl_optim._optim import trained_by
+from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, convert, hooks_of, remove_hook, version_of, warn
 from dcl_optim._tree import tensors_of
 from dcl_optim.distributed import DataParallelGroup, is_sharded
 
@@ -25,8 +24,6 @@ LIBRARIES = ("torch.", "transformers.")
 PASS_A_MODULE = (
     "build a second model (shard it in the same way), load the first one's state_dict into it and pass it as companion="
 )
-_training = attrgetter("training")
-_requires_grad = attrgetter("requires_grad")
 
 
 def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Module:
@@ -41,18 +38,13 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
     return given
 
 
-def trained_parameters(base: Optimizer) -> list[Tensor]:
-    """The parameters that an optimizer trains now."""
-    return list(filter(_requires_grad, parameters_of(base)))
-
-
 def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
-    """Copy a model. The copy shares what the base optimizer does not train, and has the hooks of libraries alone."""
+    """Copy a model. The copy shares what the base optimizer does not train, and has no hooks of the script."""
     modules = list(model.modules())
     hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
-    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_of_library(hook)}
+    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     memo |= {id(value): value for module in modules for value in vars(module).values() if _is_kept(value)}
-    trained = set(map(id, trained_parameters(base)))
+    trained = {id(parameter) for group in trained_by(base) for parameter in group}
     for parameter in model.parameters():
         if id(parameter) not in trained:
             memo[id(parameter)] = _without_gradient(parameter)
@@ -63,9 +55,10 @@ def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
     except Exception as error:
         what = "the companion could not be made as a copy of the model"
         raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
-    for module in copied.modules():
+    copies = list(copied.modules())
+    for module in copies:
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
-            if is_ours(hook) or not _is_of_library(hook):
+            if is_ours(hook) or not _is_copied(hook, copies):
                 remove_hook(module, table, key)
         _rebuild_functions(module, memo)
     return copied
@@ -83,12 +76,13 @@ def _without_gradient(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach(), requires_grad=False)
 
 
-def _is_of_library(hook: Any) -> bool:
+def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
+    """Whether a copy of modules has a hook: those of libraries, and methods of the modules, of which it has its own."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", hook)
     module = owner.__module__ if isinstance(owner, FunctionType) else type(owner).__module__
-    return str(module).startswith(LIBRARIES)
+    return str(module).startswith(LIBRARIES) or any(owner is one for one in modules)
 
 
 def _computed(modules: list[nn.Module]) -> list[Tensor]:
@@ -187,8 +181,9 @@ def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> N
             "the first prediction of dcl_optim's companion, a copy of the model, is not what the model gave for the "
             f"same input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away, which is in "
             "the penalty. Usual reasons: hooks of the model that are not copied (add them to optimizer.companion too); "
-            "weights changed since optimizer.companion was asked for (call reset_companion()); inputs that the forward "
-            "changes inside an object; state outside of modules; random draws from outside of torch's generators"
+            "weights changed since optimizer.companion was asked for (call reset_companion(), unless they are meant); "
+            "inputs that the forward changes inside an object; state outside of modules; random draws from outside of "
+            "torch's generators"
         )
 
 
@@ -218,81 +213,53 @@ class Follower:
         self._model = model
         self._companion = companion
         self._is_copy = is_copy
+        self._forward = vars(model).get("forward")
         self._base = base
         self._group = group
         self._num_ranks = 0  # at the last forward; 0 before the first
-        self._forward = vars(model).get("forward")
         self._parameters = [parameter for parameter in companion.parameters() if parameter.requires_grad]
-        self._note_the_base()
-        self._modules: list[nn.Module] = []
-        self._copies: list[nn.Module] = []
+        self._trained = trained_by(base)
+        self._modules = [(model, companion)]
         self._shared: list[tuple[Tensor, Tensor]] = []  # what is not trained, of the model and of the companion
         self._sample: tuple[Tensor, Tensor] | None = None  # a trained parameter of the model, and its copy
         if is_copy:
-            self._modules = list(model.modules())
-            self._copies = list(companion.modules())
-            trained = set(map(id, self._trained))
+            self._modules = list(zip(model.modules(), companion.modules(), strict=True))
+            trained = {id(parameter) for group in self._trained for parameter in group}
             for theirs, ours in zip(model.parameters(), companion.parameters(), strict=True):
                 if id(theirs) in trained:
                     self._sample = (theirs, ours)
                 else:
                     self._shared.append((theirs, ours))
-        views = [pair for pair in self._shared if pair[0] is not pair[1]]  # of the same memory
-        self._viewed = [theirs for theirs, _ in views]
-        self._views = [ours for _, ours in views]
+        self._views = [pair for pair in self._shared if pair[0] is not pair[1]]  # of the same memory
 
     def base_has_changed(self) -> bool:
         """Whether the base optimizer trains other parameters, or in other groups, than when this was last asked."""
-        trained = self._trained
-        sizes = self._sizes
-        self._note_the_base()
-        return sizes != self._sizes or not all(map(is_, trained, self._trained))
-
-    def _note_the_base(self) -> None:
-        self._trained = trained_parameters(self._base)
-        self._sizes = [sum(map(_requires_grad, group["params"])) for group in self._base.param_groups]
+        before = self._trained
+        self._trained = trained_by(self._base)
+        return [list(map(id, group)) for group in before] != [list(map(id, group)) for group in self._trained]
 
     def follow(self, optimizer: Optimizer) -> None:
         """Bring the companion to where the model is; its optimizer's state goes with it."""
         if self._group.size != self._num_ranks:
             self._give_all_ranks_the_same()
-        if not self._is_copy:
-            if self._companion.training != self._model.training:
-                self._companion.train(self._model.training)
-            return
-        if vars(self._model).get("forward") is not self._forward:
+        if self._is_copy and vars(self._model).get("forward") is not self._forward:
             self._follow_forward()
-        if list(map(_training, self._modules)) != list(map(_training, self._copies)):
-            for theirs, ours in zip(self._modules, self._copies, strict=True):
-                ours.training = theirs.training
+        for theirs, ours in self._modules:
+            if ours.training != theirs.training:
+                ours.train(theirs.training)
         if self._sample is not None:
             theirs_now, ours_now = self._sample
             if ours_now.device != theirs_now.device or ours_now.dtype != theirs_now.dtype:
-                self._convert(theirs_now)
+                self._convert()
                 optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
-        self._follow_views()
+        for theirs_now, ours_now in self._views:
+            ours_now.data = theirs_now.data  # of which a script may have assigned another
 
-    def _follow_views(self) -> None:
-        """Share the memory again of what a script has assigned to ``.data`` of a parameter that is not trained."""
-        if list(map(Tensor.data_ptr, self._views)) != list(map(Tensor.data_ptr, self._viewed)):
-            for theirs, ours in zip(self._viewed, self._views, strict=True):
-                ours.data = theirs.data
-
-    def _convert(self, sample: Tensor) -> None:
-        """Convert each tensor as the model's is; gradients as a sample of the model. What is shared stays."""
+    def _convert(self) -> None:
+        """Convert each tensor as the model's is."""
         theirs = _named_tensors(self._model)
-        targets = {id(ours): theirs.get(name, sample) for name, ours in _named_tensors(self._companion).items()}
-
-        def as_the_models(tensor: Tensor) -> Tensor:
-            target = targets.get(id(tensor), sample)
-            return tensor if tensor is target else tensor.to(device=target.device, dtype=target.dtype)
-
-        convert(self._companion, as_the_models)
-
-    def clear_gradients(self) -> None:
-        """Clear the gradients of the companion's own parameters; those that it shares are the script's affair."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        targets = {id(ours): theirs.get(name, ours) for name, ours in _named_tensors(self._companion).items()}
+        convert(self._companion, lambda tensor: tensor.to(targets.get(id(tensor), tensor)))
 
     def _give_all_ranks_the_same(self) -> None:
         """DistributedDataParallel may come later than the companion."""
@@ -311,8 +278,7 @@ class Follower:
 
     def versions(self) -> list[tuple[int, int]]:
         """How often each shared parameter was written to, and where its values are, which ``.data =`` changes."""
-        shared = [theirs for theirs, _ in self._shared]
-        return list(zip(versions_of(shared), map(Tensor.data_ptr, shared), strict=True))
+        return [(version_of(theirs), theirs.data_ptr()) for theirs, _ in self._shared]
 
     def require_unwritten(self, before: list[tuple[int, int]]) -> None:
         """Raise RuntimeError if the model's forward has written to them, since the companion's would do so again."""

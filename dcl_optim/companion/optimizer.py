@@ -7,22 +7,21 @@ counts in its own groups (Schedule-Free's averages, Prodigy's estimates) stays e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import inner_of, is_torchs_own, parameters_of, without_gradient
-from dcl_optim._torch import version_of
-from dcl_optim.companion.replay import capture_rng, replayed, restore_rng
+from dcl_optim._optim import inner_of, parameters_of, without_gradient
+from dcl_optim.companion.replay import capture_rng, replayed
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
-NO_OPTIONS = ("params", "param_names")  # what a group holds in addition to its options
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # what they put there
+NO_OPTIONS = ("params", "param_names", *OF_SCHEDULERS)  # what a group holds in addition to its options
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
@@ -57,40 +56,32 @@ class CompanionOptimizer:
             self.optimizer = make(trained)
             if not isinstance(self.optimizer, Optimizer):
                 raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
-        self._draws_nothing = is_torchs_own(self.optimizer)
         self.note_options()
 
     def follow_options(self) -> None:
         """Copy what the script has changed in the base's groups since its last step."""
         if not self._follows:
             return
-        groups = zip(self._base.param_groups, self.optimizer.param_groups, self._seen, strict=False)
-        for theirs, ours, (seen, versions) in groups:
-            if not versions and len(theirs) == len(seen) and all(map(is_, theirs.values(), seen.values())):
-                continue
+        for theirs, ours, seen in zip(self._base.param_groups, self.optimizer.param_groups, self._seen, strict=False):
             for key, value in theirs.items():
-                is_option = key not in NO_OPTIONS and key not in OF_SCHEDULERS
-                if is_option and not (key in seen and _is_same(value, seen[key], versions.get(key, 0))):
-                    _put(ours, key, _option(key, value, self._lr_scale))
+                is_lr_tensor = key == "lr" and isinstance(value, Tensor) and isinstance(ours["lr"], Tensor)
+                if is_lr_tensor:  # which is filled in place: a captured step holds on to it
+                    ours["lr"].copy_(value * self._lr_scale)
+                elif key not in NO_OPTIONS and value is not seen.get(key):
+                    ours[key] = _option(key, value, self._lr_scale)
 
     def note_options(self) -> None:
         """Remember the base's options: what differs from them at the next step is the script's doing."""
-        # The options, and how often tensors among them had been written to.
-        self._seen = [
-            (dict(group), {key: version_of(value) for key, value in group.items() if isinstance(value, Tensor)})
-            for group in self._base.param_groups
-        ]
+        self._seen = [dict(group) for group in self._base.param_groups]
 
     def step(self) -> None:
         """Step, with random draws that the script's generators do not notice."""
-        state = {} if self._draws_nothing else capture_rng(next(parameters_of(self.optimizer)).device)
-        try:
-            self.optimizer.step()
-        except Exception as error:
-            add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
-            raise
-        finally:
-            restore_rng(state)
+        with noting(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
+            if type(self.optimizer).__module__.startswith("torch.optim"):  # none of which draws
+                self.optimizer.step()
+                return
+            with replayed(capture_rng(next(parameters_of(self.optimizer)).device)):
+                self.optimizer.step()
 
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none."""
@@ -123,25 +114,11 @@ def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str
     return state | {"state": {convert(key): value for key, value in state["state"].items()}}
 
 
-def _is_same(value: Any, seen: Any, version: int) -> bool:
-    """Whether an option is untouched; a comparison of a tensor's values would synchronize a device."""
-    if isinstance(value, Tensor) or isinstance(seen, Tensor):
-        return value is seen and version_of(value) == version
-    return bool(value == seen)
-
-
 def _option(key: str, value: Any, lr_scale: float) -> Any:
     if key == "lr" and lr_scale != 1:
         return value * lr_scale
     # A tensor that both held, one would count up for the other: timm's Lamb counts its steps in its groups.
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _put(group: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-        group[key].copy_(value)  # in place: a captured or compiled step holds on to the tensor
-    else:
-        group[key] = value
 
 
 def try_to_build(base: Optimizer, make: MakeOptimizer | None) -> None:
@@ -162,8 +139,7 @@ def build_like(base: Optimizer, parameters: list[list[nn.Parameter]], lr_scale: 
     """Build an optimizer of the base's class and settings over other parameters; what it draws is undone."""
     groups: list[dict[str, Any]] = []
     for group, own in zip(base.param_groups, parameters, strict=True):
-        left_out = NO_OPTIONS + OF_SCHEDULERS
-        options = {key: _option(key, value, lr_scale) for key, value in group.items() if key not in left_out}
+        options = {key: _option(key, value, lr_scale) for key, value in group.items() if key not in NO_OPTIONS}
         groups.append(options | {"params": own})
     base = inner_of(base)
     kind = type(base)
@@ -192,7 +168,12 @@ def _is_setting(value: Any) -> bool:
     return plain or inspect.isroutine(value) or inspect.isclass(value)
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, which Python knows from 3.11 on."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+@contextmanager
+def noting(note: str) -> Iterator[None]:
+    """Add a note to an error in the block, which Python knows from 3.11 on."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        raise

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import frames_of, saved_tensors_hooks, versions_of
+from dcl_optim._torch import top_saved_tensors_hooks, version_of
 from dcl_optim._tree import map_tensors, tensors_of
 
 CPU = torch.device("cpu")
@@ -56,7 +54,7 @@ class Replay:
         self._arguments = (args, kwargs)
         is_plain = not kwargs and {Tensor}.issuperset(map(type, args))
         self._tensors = args if is_plain else tensors_of(self._given)
-        self._versions = versions_of(self._tensors)
+        self._versions = list(map(version_of, self._tensors))
         self._clones = None if self._writes is False else map_tensors(_clone, self._given)
         if any(map(_requires_grad, self._tensors)) or not PLAIN.issuperset(map(type, chain(args, kwargs.values()))):
             self._arguments = map_tensors(_detach, self._given)
@@ -64,9 +62,9 @@ class Replay:
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        if self._given is None or not _are_same(self._given, args, kwargs):
+        if self._given is None or self._given[0] is not args or self._given[1] is not kwargs:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
-        writes = versions_of(self._tensors) != self._versions
+        writes = list(map(version_of, self._tensors)) != self._versions
         if writes and self._clones is None:
             raise RuntimeError(
                 "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "
@@ -79,21 +77,16 @@ class Replay:
         """Call a network with the model's random draws, and forget what was kept."""
         rng_state = self._rng_state
         self._forget()
-        with replayed(rng_state), _outside_checkpoints():
+        hooks: AbstractContextManager[Any] = nullcontext()
+        if top_saved_tensors_hooks(False) is not None:  # a checkpoint's recomputation does not run the network again
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with replayed(rng_state), hooks:
             return network(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         copied = Replay()
         copied._writes = self._writes
         return copied.__dict__
-
-
-def _are_same(call: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if call[0] is args and call[1] is kwargs:
-        return True
-    if len(args) != len(call[0]) or kwargs.keys() != call[1].keys():
-        return False
-    return all(map(is_, chain(args, kwargs.values()), chain(call[0], call[1].values())))
 
 
 def _detach(tensor: Tensor) -> Tensor:
@@ -104,13 +97,6 @@ def _detach(tensor: Tensor) -> Tensor:
 def _clone(tensor: Tensor) -> Tensor:
     # No leaf where it needs a gradient, which the companion's forward could not write to.
     return _detach(tensor).clone()
-
-
-def _outside_checkpoints() -> AbstractContextManager[Any]:
-    """Keep what the companion saves out of a non-reentrant checkpoint, whose recomputation does not save it again."""
-    if saved_tensors_hooks() is not None and any(frames_of("torch.utils.checkpoint")):
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    return nullcontext()
 
 
 def capture_rng(device: torch.device) -> RngState:
@@ -152,12 +138,3 @@ def replayed(state: RngState) -> Iterator[None]:
         yield
     finally:
         restore_rng(now)
-
-
-def unchanged_rng(device: torch.device) -> ExitStack:
-    """Give the generators back as they were after the block: torch's, and those of Python and NumPy."""
-    stack = ExitStack()
-    stack.enter_context(replayed(capture_rng(device)))
-    stack.callback(random.setstate, random.getstate())
-    stack.callback(numpy.random.set_state, numpy.random.get_state())  # noqa: NPY002
-    return stack
