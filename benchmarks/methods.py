@@ -89,6 +89,9 @@ def prototypes_by_hand(script: Script) -> Training:
         for x, y in next(steps):
             with setting.autocast():
                 z = model(x)
+                if z.ndim > 2:
+                    z = z.movedim(1, -1).flatten(0, -2)
+                    y = y.flatten()
                 loss = script.criterion(z, y) + WEIGHT * F.mse_loss(z.float(), prototypes.of(y))
             script.backward(loss)
             logits.append(z.detach().float())

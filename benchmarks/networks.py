@@ -57,6 +57,21 @@ def vit_tiny() -> nn.Module:
     )
 
 
+def segmentation() -> nn.Module:
+    """Three convolutions at full resolution, and 21 logits a pixel (N, K, H, W)."""
+    sizes = itertools.pairwise((3, 32, 32, 32))
+    blocks = [
+        layer for a, b in sizes for layer in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+    ]
+    return Network(*blocks, nn.Conv2d(32, 21, 1))
+
+
+def language_model() -> nn.Module:
+    """Two transformer layers of width 128 over vectors of tokens, and 8,000 logits a token, as rows (tokens, K)."""
+    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(2)]
+    return Network(*layers, nn.Flatten(0, 1), nn.Linear(128, 8_000))
+
+
 def resnet50() -> nn.Module:
     """ResNet-50 as ImageNet has it."""
     from torchvision import models

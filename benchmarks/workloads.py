@@ -28,6 +28,8 @@ class Workload:
         batch_size: inputs a step.
         classes: the number of its logits.
         package: the optional package it is built with.
+        labels: the shape of the labels of one input: () for one label, (height, width) for one a pixel.
+        flattened: whether the labels of a batch have one dimension, as those of a language model.
     """
 
     title: str
@@ -36,6 +38,8 @@ class Workload:
     batch_size: int
     classes: int = CLASSES
     package: str = ""
+    labels: tuple[int, ...] = ()
+    flattened: bool = False
 
     def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The same initial weights for the same seed, so that every method starts alike."""
@@ -48,10 +52,14 @@ class Workload:
         return [
             (
                 torch.randn(self.batch_size, *self.shape, generator=generator, dtype=dtype),
-                torch.randint(self.classes, (self.batch_size,), generator=generator),
+                self._labels(generator),
             )
             for _ in range(BATCHES)
         ]
+
+    def _labels(self, generator: torch.Generator) -> Tensor:
+        y = torch.randint(self.classes, (self.batch_size, *self.labels), generator=generator)
+        return y.flatten() if self.flattened else y
 
 
 def _image(title: str, build: Callable[[], nn.Module], side: int, batch: int, classes: int = CLASSES) -> Workload:
@@ -73,6 +81,10 @@ ON_CPU = {
     "resnet18": _resnet18(32),
     "shufflenet": _image("ShuffleNetV2 64x64", networks.shufflenet, 64, 64),
     "vit": _image("ViT-Tiny, 6 layers, 32x32", networks.vit_tiny, 32, 64),
+    "pixels": Workload("21 classes a pixel, 64x64", networks.segmentation, (3, 64, 64), 4, 21, labels=(64, 64)),
+    "tokens": Workload(
+        "8,000 classes a token, 64 tokens", networks.language_model, (64, 128), 8, 8_000, labels=(64,), flattened=True
+    ),
 }
 ON_CUDA = {
     "resnet18-128": _resnet18(128),

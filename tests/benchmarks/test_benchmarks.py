@@ -131,7 +131,11 @@ def test_a_package_that_is_missing_is_named_before_anything_runs(
 def test_the_defaults_are_measured_by_the_line_and_by_the_term() -> None:
     ways = ["by hand", "line", "line, paper", "term", "term, paper"]
     assert list(METHODS) == ["plain", *(f"{method}, {way}" for method in ("DCP", "DCL") for way in ways)]
-    assert run.parse([]).models == list(ON_CPU) == ["mlp-small", "mlp", "cnn", "resnet18", "shufflenet", "vit"]
+    assert (
+        run.parse([]).models
+        == list(ON_CPU)
+        == ["mlp-small", "mlp", "cnn", "resnet18", "shufflenet", "vit", "pixels", "tokens"]
+    )
 
 
 COUNTED = """
