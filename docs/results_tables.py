@@ -36,11 +36,11 @@ def demo(name: str = "demo") -> str:
     return "```text\n" + format_table(rows, "test") + "\n```"
 
 
-OVERVIEW = {
-    "150 Japanese characters in unseen fonts, 3 images per class": "data-kanji-480",
-    "the same, 5 images per class": "length-kanji-4k",
-    "the same, 5 images per class, a fifth of the labels wrong": "noise-kanji-20",
+OVERVIEW = {  # at most two rows of one data set
+    "150 Japanese characters in unseen fonts, 5 images per class": "length-kanji-4k",
+    "the same, a fifth of the labels wrong": "noise-kanji-20",
     "40 categories of software, from a line of text": "pays-debian",
+    "100 writing systems, unseen letters": "length-scripts-4k",
     "Fashion-MNIST: 10 kinds of clothes, 5,000 images": "pays-fashion-5k",
     "Fashion-MNIST, 50,000 images": "pays-fashion-50k",
 }
@@ -48,31 +48,41 @@ SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
 
 
 def overview_cost() -> str:
-    """The first page's table of costs: time of a step, memory, and what is left after training."""
+    """The first page's table of costs, by what decides it: how many labels a step has, and of how many classes."""
     from benchmarks.table import grid
 
-    plain = {figures["title"]: figures["rows"][0]["milliseconds"]["median"] for figures in _benchmark("steps")["steps"]}
-    slowest = max(time for time in plain.values() if time < SMALL_STEP)
-    fastest = min(time for time in plain.values() if time >= SMALL_STEP)
+    steps = {figures["title"]: figures["rows"][0]["milliseconds"]["median"] for figures in _benchmark("steps")["steps"]}
+    images = [title for title in steps if "classes a" not in title]
+    lines = {
+        "one label per image, steps of {:.0f} ms or more": [title for title in images if steps[title] >= SMALL_STEP],
+        "one label per image, steps of {:.1f} ms or less": [title for title in images if steps[title] < SMALL_STEP],
+        "one label per pixel, 21 classes": [title for title in steps if "a pixel" in title],
+        "one label per token, 8,000 classes": [title for title in steps if "a token" in title],
+    }
+    rows = []
+    for place, titles in lines.items():
+        times = sorted(steps[title] for title in titles)
+        found = [_range(name, titles) for name in OVERVIEW_WAYS]
+        rows.append([place.format(times[0] if "more" in place else times[-1]), *found])
+    kernels = {row["method"]: row["kernels"] for row in _benchmark("kernels")["kernels"] if _is_simple(row)}
+    counts = [f"{kernels[name]:.0f}" for name in OVERVIEW_WAYS]
+    rows.append([f"GPU kernels of a small step, plain {kernels['plain']:.0f}", *counts])
+    rows.append(["memory kept", *2 * ["K × K numbers for K classes"], *2 * ["a network and its optimizer"]])
+    return "\n".join(grid(["", *OVERVIEW_WAYS], rows, words=3))
 
-    def times(method: str, small: bool) -> str:
-        found = _ratios(_way(method), "ratio_to_plain")
-        ratios = sorted(found[title] for title, time in plain.items() if (time < SMALL_STEP) == small)
-        return f"{ratios[0]:.2f} to {ratios[-1]:.2f} ×"
 
-    rows = [
-        [f"time, for steps of {fastest:.0f} ms or more", *(times(method, small=False) for method in ("DCP", "DCL"))],
-        [f"time, for steps of {slowest:.1f} ms or less", *(times(method, small=True) for method in ("DCP", "DCL"))],
-        ["memory", "K × K numbers for K classes", "a second network and its optimizer"],
-        ["at prediction", "none", "none"],
-    ]
-    return "\n".join(grid(["", "DCP", "DCL"], rows, words=3))
+OVERVIEW_WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
 
 
-def _way(method: str, way: str = "line") -> str:
-    """The row of the steps with the defaults; with the paper's settings as long as these were measured alone."""
-    name = f"{method}, {way}"
-    return name if _ratios(name, "ratio_to_plain") else f"{name}, paper"
+def _range(method: str, titles: Sequence[str]) -> str:
+    """The lowest and the highest time of a method over that of plain training, on these networks."""
+    found = _ratios(method, "ratio_to_plain")
+    ratios = sorted(f"{found[title]:.2f}" for title in titles)
+    return f"{ratios[0]} to {ratios[-1]} ×" if len(ratios) > 1 else f"{ratios[0]} ×"
+
+
+def _is_simple(row: Mapping[str, Any]) -> bool:
+    return bool(row["dtype"] == "float32" and row["loss"] == "hard labels")
 
 
 def _ratios(name: str, ratio: str) -> dict[str, float]:
@@ -92,13 +102,15 @@ def overview_accuracy() -> str:
     from examples.paper.gains import CE, Row, gain
     from examples.paper.table import accuracy, by_label
 
+    labels = {"label smoothing 0.1": "label smoothing", "DCP": "DCP", "DCL": "DCL"}
     rows = []
     for title, name in OVERVIEW.items():
         records = _records(name)
         plain = fmean(accuracy(record) for record in by_label(records)["CE"].values())
-        gains = [gain(records, Row(label), CE) for label in ("DCP", "DCL")]
-        rows.append([title, f"{plain:.1f} %", *(plus_minus(one.mean, one.error, sign="+") for one in gains if one)])
-    return "\n".join(table.grid(["data", "accuracy", "DCP", "DCL"], rows, words=1))
+        gains = [gain(records, Row(label), CE) for label in labels]
+        cells = [plus_minus(one.mean, one.error, sign="+").replace(" ", "\u00a0") for one in gains if one]
+        rows.append([title, f"{plain:.1f}\u00a0%", *cells])
+    return "\n".join(table.grid(["data", "plain", *labels.values()], rows, words=1))
 
 
 def seeds(lines: Mapping[str, str], label: str = "DCP") -> str:
@@ -269,7 +281,9 @@ MADE: dict[str, tuple[str, ...]] = {
         *("length-kanji-1k", "length-kanji-4k", "length-kanji-16k", "length-kanji-64k"),
         *("length-scripts-1k", "length-scripts-4k"),
     ),
-    "[Wrong labels](gains.md#wrong-labels)": ("length-kanji-4k", "noise-kanji-20", "noise-kanji-40"),
+    "[Wrong labels](gains.md#wrong-labels)": (
+        *("length-kanji-4k", "noise-kanji-20", "noise-kanji-40", "noise-fashion-500"),
+    ),
     "[Few images](gains.md#few-training-images-and-many)": (
         *("data-kanji-480", "length-kanji-4k", "data-kanji-1600", "data-kanji-4800"),
     ),
@@ -347,9 +361,8 @@ def cost() -> str:
     """The time and the memory of both optimizers over those of plain training, by the line and by the term."""
     from benchmarks.table import grid
 
-    names = [_way(method, way) for method in ("DCP", "DCL") for way in ("line", "term")]
-    times = {name: found for name in names if (found := _ratios(name, "ratio_to_plain"))}
-    memory = {_way(method): _ratios(_way(method), "memory_ratio_to_plain") for method in ("DCP", "DCL")}
+    times = {name: _ratios(name, "ratio_to_plain") for name in OVERVIEW_WAYS}
+    memory = {name: _ratios(name, "memory_ratio_to_plain") for name in ("DCP, line", "DCL, line")}
     lines = []
     for figures in _benchmark("steps")["steps"]:
         title = figures["title"]

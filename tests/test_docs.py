@@ -98,13 +98,24 @@ def test_files_named_on_the_pages_exist():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def diffs():
-    """Scripts on the pages that show which lines are new."""
+def diffs(whole):
+    """Scripts on the pages that show which lines are new: whole ones, or the lines with the loss."""
     found = {page.stem: re.findall(r"^```diff\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
-    return [pytest.param(block, id=page) for page in found for block in found[page]]
+    return [pytest.param(block, id=page) for page in found for block in found[page] if whole == ("import" in block)]
 
 
-@pytest.mark.parametrize("block", diffs())
+@pytest.mark.parametrize("block", diffs(whole=False))
+@pytest.mark.parametrize("left_out", ["+", "-"])
+def test_the_lines_with_the_loss_run_with_the_term_and_without(block, left_out):
+    model = nn.Linear(4, 3)
+    optimizer = dcl_optim.DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    script = {"model": model, "optimizer": optimizer, "x": torch.randn(8, 4), "y": torch.arange(8) % 3}
+    lines = [line[2:] for line in block.splitlines() if not line.startswith(left_out)]
+    exec("\n".join(lines), script | {"criterion": nn.functional.multi_margin_loss}, script)
+    assert (script["loss"].grad_fn.name() == "AddBackward0") == (left_out == "-")
+
+
+@pytest.mark.parametrize("block", diffs(whole=True))
 @pytest.mark.parametrize("left_out", ["+", "-"])
 def test_scripts_run_with_the_new_lines_and_without(block, left_out):
     lines = [line[2:] for line in block.splitlines() if not line.startswith(left_out)]

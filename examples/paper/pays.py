@@ -39,8 +39,8 @@ PAYS = {
     **{f"pays-{name}": title for name, (title, _) in PLACES.items()},
 }
 # Those of the plot are those of the README.
-DRAWN = ("data-kanji-480", "length-kanji-4k", "noise-kanji-20", "pays-debian", "pays-fashion-5k", "pays-fashion-50k")
-FOREST = {label: Row(label) for label in ("DCP", "DCL")}
+DRAWN = ("length-kanji-4k", "noise-kanji-20", "pays-debian", "length-scripts-4k", "pays-fashion-5k", "pays-fashion-50k")
+FOREST = {"DCP": Row("DCP"), "label smoothing": Row("label smoothing 0.1"), "DCL": Row("DCL")}
 TESTED = {label: Row(label) for label in ("DCP", "label smoothing 0.1", "DCL")}
 WEIGHTS = {label: Row(label) for label in ("DCP", "DCP, λ = 0.1", "DCP, λ = 1, α = 0.6")}
 

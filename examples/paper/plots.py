@@ -36,7 +36,7 @@ def length_curves(
         rows: what is drawn, by its name in the legend.
         title: of the figure.
     """
-    figure = new_figure(7, 4.2)
+    figure = new_figure(5.2, 3.8)  # so narrow that its text can be read on a phone
     axes = figure.subplots()
     lengths = [steps(experiment.runs["CE"]) for experiment in experiments]
     for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
@@ -58,7 +58,7 @@ def length_curves(
     axes.set_xlim(0.7 * lengths[0], 1.4 * lengths[-1])
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
-    axes.set(xlabel="optimizer steps (log scale)", ylabel="gain in test accuracy, points\n(± 1 standard error)")
+    axes.set(xlabel="optimizer steps (log scale)", ylabel="test accuracy, points\n(± 1 standard error)")
     axes.grid(axis="y", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())
 
@@ -73,7 +73,7 @@ def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], ti
     """
     first = next(iter(rows.values()))
     settings = {name: settings[name] for name in by_gain(settings, first)}
-    figure = new_figure(7, 1.3 + 0.42 * len(settings))
+    figure = new_figure(5.2, 1.3 + 0.6 * len(settings))  # as above
     axes = figure.subplots()
     places = range(len(settings) - 1, -1, -1)
     for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
@@ -81,8 +81,8 @@ def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], ti
         offset = 0.28 * ((len(rows) - 1) / 2 - number)
         _draw_intervals(axes, [place + offset for place in places], gains, name, style)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(list(places), [name.replace(", ", ",\n", 1) for name in settings], fontsize="small")
-    axes.set_xlabel("gain in test accuracy, points (± 2 standard errors)")
+    axes.set_yticks(list(places), [name.replace(", ", ",\n").replace(" in ", "\nin ", 1) for name in settings], fontsize="small")
+    axes.set_xlabel("test accuracy, points\n(± 2 standard errors)")
     axes.grid(axis="x", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())
 
@@ -110,7 +110,7 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
     names = [f"length-kanji-{length}" for length in evidence.LENGTHS["kanji"]]
     made = {name: found for name in names if (found := read(name))}
     if made:
-        title = f"Gain over plain training, {evidence.TITLES['kanji']}"
+        title = f"Gain over plain training:\n{evidence.TITLES['kanji']}"
         figures["length-kanji"] = length_curves(
             [experiments[name] for name in made], list(made.values()), evidence.DRAWN, title
         )
