@@ -38,7 +38,7 @@ def steps(results: Figures) -> list[str]:
             f"{row['milliseconds']['median']:.2f}",
             spread(row["ratio_to_plain"]),
             spread(row["ratio_to_handwritten"]),
-            f"{row['memory_ratio_to_plain']:.2f}",
+            f"{row['memory_ratio_to_plain']:.2f}" if "memory_ratio_to_plain" in row else "–",
             size(row["state_bytes_added"]),
         ]
         for figures in results["steps"]

@@ -68,7 +68,7 @@ def overview_cost() -> str:
     counts = [f"{kernels[name]:.0f}" for name in OVERVIEW_WAYS]
     rows.append([f"GPU kernels of a small step, plain {kernels['plain']:.0f}", *counts])
     rows.append(["memory kept", *2 * ["K × K numbers for K classes"], *2 * ["a network and its optimizer"]])
-    return "\n".join(grid(["", *OVERVIEW_WAYS], rows, words=3))
+    return "\n".join(grid(["", *OVERVIEW_WAYS], rows, words=5))
 
 
 OVERVIEW_WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
@@ -85,13 +85,14 @@ def _is_simple(row: Mapping[str, Any]) -> bool:
     return bool(row["dtype"] == "float32" and row["loss"] == "hard labels")
 
 
-def _ratios(name: str, ratio: str) -> dict[str, float]:
+def _ratios(name: str, ratio: str) -> dict[str, Any]:
     """A row's median on each network, by the title."""
     found = {}
     for figures in _benchmark("steps")["steps"]:
         for row in figures["rows"]:
             if row["name"] == name:
-                found[figures["title"]] = row[ratio] if ratio == "memory_ratio_to_plain" else row[ratio]["median"]
+                value = row.get(ratio)  # memory may not have been measured
+                found[figures["title"]] = value["median"] if isinstance(value, dict) else value
     return found
 
 
@@ -366,7 +367,8 @@ def cost() -> str:
     lines = []
     for figures in _benchmark("steps")["steps"]:
         title = figures["title"]
-        cells = [f"{found[title]:.2f}" for found in (*times.values(), *memory.values())]
+        ratios = [found[title] for found in (*times.values(), *memory.values())]
+        cells = ["–" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         plain = f"{figures['rows'][0]['milliseconds']['median']:.1f}"
         lines.append([f"{title}, {figures['batch_size']}", plain, *cells])
     head = [
