@@ -67,7 +67,7 @@ def overview_cost() -> str:
     kernels = {row["method"]: row["kernels"] for row in _benchmark("kernels")["kernels"] if _is_simple(row)}
     counts = [f"{kernels[name]:.0f}" for name in OVERVIEW_WAYS]
     rows.append([f"GPU kernels of a small step, plain {kernels['plain']:.0f}", *counts])
-    rows.append(["memory kept", *2 * ["K × K numbers for K classes"], *2 * ["a network and its optimizer"]])
+    rows.append(["memory kept, K classes", *2 * ["K² numbers"], *2 * ["a network"]])
     return "\n".join(grid(["", *OVERVIEW_WAYS], rows, words=5))
 
 

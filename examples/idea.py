@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> Path:
     train_images, train_labels, test_images, test_labels = digits()
     images, labels = of_three_digits(train_images, train_labels)
     shown, classes = of_three_digits(test_images, test_labels)
-    figure = new_figure(8.0, 3.8)
+    figure = new_figure(6.2, 2.9)
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, wraps in zip(axes, (False, True), strict=True):
         model, prototypes = train(images, labels, wraps)

@@ -81,7 +81,9 @@ def forest(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], ti
         offset = 0.28 * ((len(rows) - 1) / 2 - number)
         _draw_intervals(axes, [place + offset for place in places], gains, name, style)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(list(places), [name.replace(", ", ",\n").replace(" in ", "\nin ", 1) for name in settings], fontsize="small")
+    axes.set_yticks(
+        list(places), [name.replace(", ", ",\n").replace(" in ", "\nin ", 1) for name in settings], fontsize="small"
+    )
     axes.set_xlabel("test accuracy, points\n(± 2 standard errors)")
     axes.grid(axis="x", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -74,7 +75,9 @@ def test_methods_and_networks_take_steps(method: str, workload: str) -> None:
 @pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
 def test_networks_have_the_logits_that_they_say(work) -> None:
     with torch.device("meta"):
-        assert work.build()(torch.empty(2, *work.shape)).shape == (2, work.classes)
+        z = work.build()(torch.empty(2, *work.shape))
+    shape = (2 * math.prod(work.labels), work.classes) if work.flattened else (2, work.classes, *work.labels)
+    assert z.shape == shape
 
 
 class Explode(nn.Module):

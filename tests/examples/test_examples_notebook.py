@@ -106,7 +106,7 @@ def test_what_is_committed_is_small_and_the_same_after_each_run():
 def test_links_lead_to_files():
     links = [link for cell in read().cells for link in re.findall(r"\]\((.+?)\)", cell.source)]
     assert links
-    assert [link for link in links if not (NOTEBOOK.parent / link).is_file()] == []
+    assert [link for link in links if not (NOTEBOOK.parent / link.partition("#")[0]).is_file()] == []
 
 
 if __name__ == "__main__":
