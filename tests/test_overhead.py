@@ -136,7 +136,7 @@ LINES = 4  # of Python for a parameter, in a step; torch's own zero_grad has mor
 
 def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
     dtype = next(optimizer.model.parameters()).dtype
-    *first, last = batches(4, dtype=dtype)
+    *first, last = batches(5, dtype=dtype)  # steps 1, 2 and 4 read values
     for batch in first:
         step(optimizer, *batch)
     with no_collector(), WrappersWork() as work:  # which calls others' functions when it likes
