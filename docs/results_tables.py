@@ -219,8 +219,19 @@ def gains_of_peers(cost: str, *measures: str) -> str:
 
 
 # A row's title, its module, the settings that differ from the default, its label without and with each optimizer.
+ICONS: dict[str, Any] = {
+    "data": "icons",
+    "network": "efficientnet-lite0",
+    "shots": 5,
+    "epochs": 8,
+    "batch_size": 24,
+    "full_lr": 0.03,
+}
 APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
     ("fine-tuning, all weights", "fine_tuning", {}, "full", "", "full, DCL"),
+    ("EfficientNet-Lite0 on icons, all weights", "fine_tuning", ICONS, "full", "full, DCP", ""),
+    ("the same, DCP with λ = 1", "fine_tuning", ICONS, "full", "full, DCP, λ = 1", ""),
+    ("the same, label smoothing 0.1 in place of DCP", "fine_tuning", ICONS, "full", "full, label smoothing", ""),
     ("fine-tuning, linear probe", "fine_tuning", {}, "linear probe", "", "linear probe, DCL"),
     ("fine-tuning, LoRA", "fine_tuning", {}, "LoRA", "", "LoRA, DCL"),
     ("FixMatch, 40 labels", "semi_supervised", {}, "FixMatch", "", "FixMatch, DCL"),
