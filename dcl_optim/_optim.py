@@ -28,6 +28,11 @@ def trained_by(optimizer: Optimizer) -> list[list[Tensor]]:
     return [list(filter(_requires_grad, group["params"])) for group in optimizer.param_groups]
 
 
+def trains_any(optimizer: Optimizer) -> bool:
+    """Whether an optimizer trains a parameter now."""
+    return any(map(_requires_grad, parameters_of(optimizer)))
+
+
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The gradients of the parameters that have one."""
     return filter(_exists, map(_gradient, parameters_of(optimizer)))

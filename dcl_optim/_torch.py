@@ -96,10 +96,11 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-def warn_once(said: set[str], message: str) -> None:
-    """Issue a warning, if it is not among those that were said."""
-    if message not in said:
-        said.add(message)
+def warn_once(said: set[str], message: str, about: str = "") -> None:
+    """Issue a warning, if none about the same was said; where a message differs each time, ``about`` names it."""
+    topic = about or message
+    if topic not in said:
+        said.add(topic)
         warn(message)
 
 
@@ -107,7 +108,6 @@ def warn_once(said: set[str], message: str) -> None:
 outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-BEFORE_FORWARD, AFTER_FORWARD = FORWARD_HOOKS[:1], FORWARD_HOOKS[1:]
 OUR_HOOKS = (*FORWARD_HOOKS, "_load_state_dict_post_hooks")
 ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import ModuleHooks
-from dcl_optim._optim import have_gradients, trained_by
+from dcl_optim._optim import have_gradients, trains_any
 from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn_once
 from dcl_optim._validation import refuse_replica
 from dcl_optim.distributed import unwrapped
@@ -94,7 +94,7 @@ class Algorithm:
         backward = current_backward()  # in which activation checkpointing recomputes a forward pass that is noted
         if backward != -1 and backward == self.step.last_backward:
             return False
-        return any(trained_by(self._base))
+        return trains_any(self._base)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""

@@ -83,7 +83,7 @@ class Prototypes(Forecaster):
         if size > MAX_BYTES:
             raise ValueError(
                 f"num_classes={num_classes}: the prototypes would need {size / 2**30:.1f} GiB (limit 1 GiB, 16,384 "
-                "classes).\n  Fix: use DCLOptimizer, which has none (no gain was measured for so many classes)"
+                "classes).\n  Fix: use DCLOptimizer, which keeps none (no gain was measured at this size)"
             )
         self._rows = torch.zeros(num_classes + 1, num_classes, dtype=dtype, device=like.device)
         self._numbers = self._rows.new_zeros(num_classes + 1)  # n_k

@@ -47,37 +47,35 @@ OVERVIEW = {  # at most two rows of one data set
 SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
 
 
+OVERVIEW_WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
+
+
 def overview_cost() -> str:
     """The first page's table of costs, by what decides it: how many labels a step has, and of how many classes."""
     from benchmarks.table import grid
 
-    steps = {figures["title"]: figures["rows"][0]["milliseconds"]["median"] for figures in _benchmark("steps")["steps"]}
-    images = [title for title in steps if "classes a" not in title]
-    lines = {
-        "one label per image, steps of {:.0f} ms or more": [title for title in images if steps[title] >= SMALL_STEP],
-        "one label per image, steps of {:.1f} ms or less": [title for title in images if steps[title] < SMALL_STEP],
-        "one label per pixel, 21 classes": [title for title in steps if "a pixel" in title],
-        "one label per token, 8,000 classes": [title for title in steps if "a token" in title],
+    plain = {one["model"]: one["rows"][0]["milliseconds"]["median"] for one in _benchmark("steps")["steps"]}
+    images = [model for model in plain if model not in ("pixels", "tokens")]
+    long = [model for model in images if plain[model] >= SMALL_STEP]
+    short = [model for model in images if plain[model] < SMALL_STEP]
+    models = {
+        f"one label per image, steps of {min(plain[model] for model in long):.0f} ms or more": long,
+        f"one label per image, steps of {max(plain[model] for model in short):.1f} ms or less": short,
+        "one label per pixel, 21 classes": ["pixels"],
+        "one label per token, 8,000 classes": ["tokens"],
     }
-    rows = []
-    for place, titles in lines.items():
-        times = sorted(steps[title] for title in titles)
-        found = [_range(name, titles) for name in OVERVIEW_WAYS]
-        rows.append([place.format(times[0] if "more" in place else times[-1]), *found])
+    rows = [[place, *(_range(way, chosen) for way in OVERVIEW_WAYS)] for place, chosen in models.items()]
     kernels = {row["method"]: row["kernels"] for row in _benchmark("kernels")["kernels"] if _is_simple(row)}
-    counts = [f"{kernels[name]:.0f}" for name in OVERVIEW_WAYS]
+    counts = [f"{kernels[way]:.0f}" for way in OVERVIEW_WAYS]
     rows.append([f"GPU kernels of a small step, plain {kernels['plain']:.0f}", *counts])
     rows.append(["memory kept, K classes", *2 * ["K² numbers"], *2 * ["a network"]])
     return "\n".join(grid(["", *OVERVIEW_WAYS], rows, words=5))
 
 
-OVERVIEW_WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
-
-
-def _range(method: str, titles: Sequence[str]) -> str:
+def _range(method: str, models: Sequence[str]) -> str:
     """The lowest and the highest time of a method over that of plain training, on these networks."""
     found = _ratios(method, "ratio_to_plain")
-    ratios = sorted(f"{found[title]:.2f}" for title in titles)
+    ratios = sorted(f"{found[model]:.2f}" for model in models)
     return f"{ratios[0]} to {ratios[-1]} ×" if len(ratios) > 1 else f"{ratios[0]} ×"
 
 
@@ -86,13 +84,13 @@ def _is_simple(row: Mapping[str, Any]) -> bool:
 
 
 def _ratios(name: str, ratio: str) -> dict[str, Any]:
-    """A row's median on each network, by the title."""
+    """A row's median on each network, by the network's name."""
     found = {}
     for figures in _benchmark("steps")["steps"]:
         for row in figures["rows"]:
             if row["name"] == name:
                 value = row.get(ratio)  # memory may not have been measured
-                found[figures["title"]] = value["median"] if isinstance(value, dict) else value
+                found[figures["model"]] = value["median"] if isinstance(value, dict) else value
     return found
 
 
@@ -377,11 +375,10 @@ def cost() -> str:
     memory = {name: _ratios(name, "memory_ratio_to_plain") for name in ("DCP, line", "DCL, line")}
     lines = []
     for figures in _benchmark("steps")["steps"]:
-        title = figures["title"]
-        ratios = [found[title] for found in (*times.values(), *memory.values())]
+        ratios = [found[figures["model"]] for found in (*times.values(), *memory.values())]
         cells = ["–" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         plain = f"{figures['rows'][0]['milliseconds']['median']:.1f}"
-        lines.append([f"{title}, {figures['batch_size']}", plain, *cells])
+        lines.append([f"{figures['title']}, {figures['batch_size']}", plain, *cells])
     head = [
         "network, batch size",
         "plain, ms",

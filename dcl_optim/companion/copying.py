@@ -40,16 +40,7 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
 
 def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
     """Copy a model. The copy shares what the base optimizer does not train, and has no hooks of the script."""
-    modules = list(model.modules())
-    hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
-    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
-    memo |= {id(value): value for module in modules for value in vars(module).values() if _is_kept(value)}
-    trained = {id(parameter) for group in trained_by(base) for parameter in group}
-    for parameter in model.parameters():
-        if id(parameter) not in trained:
-            memo[id(parameter)] = _without_gradient(parameter)
-    for tensor in _computed(modules):
-        memo[id(tensor)] = tensor.detach().clone()
+    memo = _not_copied(model, base)
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -62,6 +53,21 @@ def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
                 remove_hook(module, table, key)
         _rebuild_functions(module, memo)
     return copied
+
+
+def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
+    """What a copy has in place of some of the model's objects, by their id, as deepcopy's memo takes it."""
+    modules = list(model.modules())
+    hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
+    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
+    memo |= {id(value): value for module in modules for value in vars(module).values() if _is_kept(value)}
+    trained = {id(parameter) for group in trained_by(base) for parameter in group}
+    for parameter in model.parameters():
+        if id(parameter) not in trained:
+            memo[id(parameter)] = _without_gradient(parameter)
+    for tensor in _computed(modules):
+        memo[id(tensor)] = tensor.detach().clone()
+    return memo
 
 
 def _is_kept(value: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim import _sync
-from dcl_optim._torch import warn
+from dcl_optim._torch import warn_once
 from dcl_optim._validation import is_number
 from dcl_optim.distances import to_rows, wide
 from dcl_optim.loss import cross_entropy, unread
@@ -65,7 +65,7 @@ class LossReader:
     def __init__(self, name: str, reads_labels: bool) -> None:
         self._name = name
         self.reads_labels = reads_labels
-        self._warned: set[str] = set()
+        self._said: set[str] = set()
         self.skipped = unread.Skipped()
         self.load_state({})
 
@@ -188,7 +188,7 @@ class LossReader:
             reading = cross_entropy.read(form, layout, self.reads_labels)
             if bool(reading.fits):
                 if evidence.is_softmax and form.kind != "log":
-                    self._warn(unread.SOFTMAX_TWICE)
+                    warn_once(self._said, unread.SOFTMAX_TWICE)
                 self._take(form, dim, forward)
                 return reading, True
         if all(evidence.says for evidence in found):  # else the one that says nothing yet may be that of the classes
@@ -257,7 +257,7 @@ class LossReader:
             message = unread.UNREADABLE_LABELS.format(name=self._name, seen=unread.seen_in(layout.g))
             if self._form is None:
                 raise RuntimeError(message)
-            self._warn(f"a batch gets no penalty: {message}", "a batch")
+            warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
         return None, True
 
     def questions(self) -> list[_sync.Question]:
@@ -268,13 +268,7 @@ class LossReader:
         number, window = self.skipped.recent()
         if window == unread.WINDOW and 2 * number > window:
             message = unread.MANY_SKIPPED.format(name=self._name, number=number, window=window)
-            self._warn(message, "many batches")
-
-    def _warn(self, message: str, about: str = "") -> None:
-        """Warn once about something."""
-        if (about or message) not in self._warned:
-            self._warned.add(about or message)
-            warn(message)
+            warn_once(self._said, message, "many batches")
 
 
 def _wide_rows(z: Tensor, g: Tensor, form: Form | None) -> Gradient:

@@ -49,7 +49,7 @@ from examples.applications.loop import Progress, fit
 from examples.paper import datasets, networks
 from examples.paper.datasets import Data
 from examples.paper.datasets.base import InMemory
-from examples.paper.trainer import PRECISIONS, InBfloat16
+from examples.paper.trainer import in_precision
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,7 @@ def prepare(settings: Settings, method: str, data: Data, weights: Path, seed: in
     torch.manual_seed(seed)
     model = networks.build(settings.network, data.classes, data.shape, weights)
     adapters.renew_head(model)
-    model = adapters.adapt(model, method, settings.rank)
-    if settings.precision not in PRECISIONS:
-        raise ValueError(f"precision={settings.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-    return InBfloat16(model) if settings.precision == "bfloat16" else model
+    return in_precision(adapters.adapt(model, method, settings.rank), settings.precision)
 
 
 def fine_tune(
@@ -154,21 +151,12 @@ def fine_tune(
     return model
 
 
-def train(
-    *,
-    method: str,
-    dcl: bool,
-    seed: int,
-    device: torch.device,
-    progress: Progress,
-    dcp: str | float | None = None,
-    smoothing: float = 0.0,
-    **settings: Any,
-) -> float:
-    """One run: pretrained weights, fine-tuning, the score."""
-    chosen = Settings(**settings)
+def train(*, method: str, dcl: bool, seed: int, device: torch.device, progress: Progress, **options: Any) -> float:
+    """One run: pretrained weights, fine-tuning, the score; the options are those of the row, and the settings."""
+    of_the_row = {name: options.pop(name) for name in ("dcp", "smoothing") if name in options}
+    chosen = Settings(**options)
     data, weights = load_data(chosen, seed), load_weights(chosen, device, progress)
-    model = fine_tune(chosen, method, dcl, data, weights, seed, device, progress, dcp=dcp, smoothing=smoothing)
+    model = fine_tune(chosen, method, dcl, data, weights, seed, device, progress, **of_the_row)
     return accuracy(model, data.fixed(chosen.part), device)
 
 

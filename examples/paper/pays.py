@@ -45,9 +45,13 @@ TESTED = {label: Row(label) for label in ("DCP", "label smoothing 0.1", "DCL")}
 WEIGHTS = {label: Row(label) for label in ("DCP", "DCP, λ = 0.1", "DCP, λ = 1, α = 0.6")}
 
 
+def _among(plain: Configuration, *labels: str) -> dict[str, Configuration]:
+    """Some of the rows that are compared."""
+    return {label: run for label, run in compared(plain).items() if label in labels}
+
+
 def _pays(title: str, plain: Configuration, seeds: int) -> Experiment:
-    chosen = ("CE", "label smoothing 0.1", "DCL", "DCP", "DCP, λ = 0.1")
-    runs = {label: run for label, run in compared(plain).items() if label in chosen}
+    runs = _among(plain, "CE", "label smoothing 0.1", "DCL", "DCP", "DCP, λ = 0.1")
     return Experiment(f"CE, label smoothing, DCL and DCP: {title}", "test", seeds, "CE", runs)
 
 
@@ -58,9 +62,7 @@ FEW_AND_WRONG = Configuration(
 
 
 def _few_and_wrong() -> Experiment:
-    runs = {
-        label: run for label, run in compared(FEW_AND_WRONG).items() if label in ("CE", "label smoothing 0.1", "DCP")
-    }
+    runs = _among(FEW_AND_WRONG, "CE", "label smoothing 0.1", "DCP")
     fixed = replace(FEW_AND_WRONG, method="dcp", options=DCP | {"weight": 1.0})
     title = "ten classes, few images and wrong labels: Fashion-MNIST, 500 images, 30 % of the labels wrong"
     return Experiment(title, "test", 5, "CE", runs | {"DCP, λ = 1": fixed})

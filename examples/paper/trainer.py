@@ -51,6 +51,17 @@ class InBfloat16(nn.Module):
         return logits.float()
 
 
+def in_precision(network: nn.Module, precision: str) -> nn.Module:
+    """Run a network's forward pass in one of PRECISIONS.
+
+    Raises:
+        ValueError: the precision is none of them.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    return InBfloat16(network) if precision == "bfloat16" else network
+
+
 class Run:
     """A configuration and a seed on their way through training.
 
@@ -68,8 +79,6 @@ class Run:
     def __init__(self, configuration: Configuration, seed: int, device: torch.device, data: Data | None = None) -> None:
         if configuration.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={configuration.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-        if configuration.precision not in PRECISIONS:
-            raise ValueError(f"precision={configuration.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
         for decay in configuration.averages:
             if not 0 <= decay < 1:
                 raise ValueError(f"averages={configuration.averages!r} are decays in [0, 1), which {decay!r} is not")
@@ -89,9 +98,8 @@ class Run:
         self.seconds = 0.0
 
     def _build(self, name: str) -> nn.Module:
-        model = networks.build(name, self.data.classes, self.data.shape).to(self.device)
-        if self.configuration.precision == "bfloat16":
-            model = InBfloat16(model)
+        network = networks.build(name, self.data.classes, self.data.shape)
+        model = in_precision(network, self.configuration.precision).to(self.device)
         # Convolutions over few channels are faster so, on a CPU too.
         return model.to(memory_format=torch.channels_last)
 
