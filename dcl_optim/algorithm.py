@@ -202,7 +202,7 @@ class Algorithm:
         self.step.num_terms = num_terms  # also if an earlier step was forgotten
         self.step.num_terms_used += 1
         self.last = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.without_slope()}
-        if _sync.may_sync(forward.step, s) and not bool(s.isfinite() & (forward.logits < torch.inf).all()):
+        if _sync.may_sync(forward.step, s) and not bool((forward.logits < torch.inf).all() & (s.abs() < torch.inf)):
             self._skip(forward, alpha, is_finite=False)
         else:
             self._observe(forward, pull, labels, s, alpha)

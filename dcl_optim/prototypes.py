@@ -371,12 +371,13 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
                 f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal "
                 f"ignore_index={ignore_index}"
             )
-    return Labels(rows.where(has_label, constant(num_classes, rows.device)), has_label.sum())
+    number = has_label.sum(dtype=torch.float32)
+    return Labels(rows.where(has_label, constant(num_classes, rows.device)), number)
 
 
 def _are_classes(labels: Tensor, num_classes: int) -> bool:
-    lowest, highest = labels.aminmax()
-    return bool((lowest >= 0) & (highest < num_classes))
+    lowest, highest = torch.stack(labels.aminmax()).tolist()
+    return 0 <= lowest and highest < num_classes
 
 
 def _check_shares(shares: Tensor) -> None:
