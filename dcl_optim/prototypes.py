@@ -377,7 +377,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
 
 def _are_classes(labels: Tensor, num_classes: int) -> bool:
     lowest, highest = torch.stack(labels.aminmax()).tolist()
-    return 0 <= lowest and highest < num_classes
+    return lowest >= 0 and highest < num_classes
 
 
 def _check_shares(shares: Tensor) -> None:

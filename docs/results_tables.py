@@ -167,6 +167,19 @@ def gains_by_experiment(columns: Mapping[str, str]) -> str:
     return gain_tables.by_experiment({head: _records(name) for head, name in columns.items()}, evidence.CURVES)
 
 
+def gains_by_size() -> str:
+    """The gains over plain training by the size of the network, a column for each, and those of the primary two."""
+    from examples.paper import gain_tables, size
+
+    columns = {}
+    for name in size.NETWORKS:
+        found = _records(f"size-scripts-{name}")
+        if found:
+            columns[f"{size.parameters(name) / 1000:,.0f} k parameters"] = found
+    primary = [_records(f"size-scripts-{name}") for name in size.PRIMARY]
+    return gain_tables.by_experiment(columns, size.DRAWN, {"both largest": primary})
+
+
 def gains_by_setting(*, bold: bool = False) -> str:
     """The gains over plain training in all settings, with corrected p values, or the small ones in bold."""
     from examples.paper import gain_tables, pays

@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.table import grid
 from dcl_optim.demo.report import mean_and_error, plus_minus
-from examples.paper.gains import CE, Gain, Row, gain, holm, values
+from examples.paper.gains import CE, Gain, Row, gain, gain_in_all, holm, values
 from examples.paper.records import Record
 
 ACCURACY = "accuracy, %"
 
 
-def by_experiment(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
+def by_experiment(
+    columns: Mapping[str, Sequence[Record]],
+    rows: Mapping[str, Row],
+    together: Mapping[str, Sequence[Sequence[Record]]] | None = None,
+) -> str:
     """CE's accuracy in training and in the test, and the gain of each row over CE, a column for each experiment.
 
     In training it is that on the labels that were trained on, noise included.
@@ -20,6 +24,8 @@ def by_experiment(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Ro
     Args:
         columns: the records by the head of their column.
         rows: what is compared with CE, by its name in the table.
+        together: further columns, of the pairs of several experiments with the p of the paired t-test, corrected for
+            the rows. Default: none.
     """
     lines = [
         ["CE, training images, %", *(_mean(found, "train accuracy, %") for found in columns.values())],
@@ -27,7 +33,16 @@ def by_experiment(columns: Mapping[str, Sequence[Record]], rows: Mapping[str, Ro
     ]
     for name, row in rows.items():
         lines.append([f"{name}, minus CE", *(_cell(gain(found, row, CE)) for found in columns.values())])
-    return "\n".join(grid(["", *columns], lines, words=1))
+    heads = ["", *columns]
+    for head, experiments in (together or {}).items():
+        gains = {name: gain_in_all(experiments, row, CE) for name, row in rows.items()}
+        p = holm({name: one.p for name, one in gains.items() if one and one.p is not None})
+        for line, cell in zip(lines, ["", "", *(_cell(one) for one in gains.values())], strict=True):
+            line.append(cell)
+        for line, cell in zip(lines, ["", "", *(_probability(p.get(name)) for name in gains)], strict=True):
+            line.append(cell)
+        heads += [head, "p"]
+    return "\n".join(grid(heads, lines, words=1))
 
 
 def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row], *, bold: bool = False) -> str:

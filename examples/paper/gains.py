@@ -57,7 +57,18 @@ class Gain:
 
 def gain(records: Sequence[Record], row: Row, baseline: Row, measure: str = "accuracy, %") -> Gain | None:
     """Compare two rows on their common seeds; None without any."""
-    differences = by_seed(values(records, row, measure), values(records, baseline, measure))
+    return gain_in_all([records], row, baseline, measure)
+
+
+def gain_in_all(
+    experiments: Sequence[Sequence[Record]], row: Row, baseline: Row, measure: str = "accuracy, %"
+) -> Gain | None:
+    """Compare two rows on the common seeds of each of several experiments, all pairs together; None without any."""
+    differences = [
+        difference
+        for records in experiments
+        for difference in by_seed(values(records, row, measure), values(records, baseline, measure))
+    ]
     if not differences:
         return None
     return Gain(*mean_and_error(differences), probability(differences), len(differences))

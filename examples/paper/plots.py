@@ -1,17 +1,18 @@
-"""Plots of finished experiments: gains over the length of training, and in several settings."""
+"""Plots of finished experiments: gains over the length of training and the size of the network, and in settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from dcl_optim.plots.canvas import Style, finish, new_figure, styles
-from examples.paper import evidence, pays, records
+from examples.paper import evidence, pays, records, size
 from examples.paper.configuration import Configuration, Experiment
 from examples.paper.datasets import load
 from examples.paper.datasets.base import steps_per_epoch
-from examples.paper.gains import CE, Gain, Row, by_gain, gain
+from examples.paper.gains import CE, Gain, Row, by_gain, gain, values
 from examples.paper.records import Record
 
 if TYPE_CHECKING:
@@ -36,12 +37,35 @@ def length_curves(
         rows: what is drawn, by its name in the legend.
         title: of the figure.
     """
+    lengths = [steps(experiment.runs["CE"]) for experiment in experiments]
+    ticks = {length: f"{length:,}" for length in lengths}
+    return _curves(dict(zip(lengths, found, strict=True)), rows, ticks, "optimizer steps (log scale)", title)
+
+
+def size_curves(found: Mapping[int, Sequence[Record]], rows: Mapping[str, Row], title: str) -> Figure:
+    """Draw the gain in accuracy over CE against the number of parameters, a curve for each row, with standard errors.
+
+    Args:
+        found: the records by the number of parameters of the network.
+        rows: what is drawn, by its name in the legend.
+        title: of the figure.
+    """
+    ticks = {}
+    for count, some in found.items():
+        fit = fmean(values(some, CE, "train accuracy, %").values())
+        ticks[count] = f"{count / 1000:,.0f} k\nCE fits\n{fit:.0f} %"
+    return _curves(found, rows, ticks, "parameters (log scale), and training accuracy of CE", title)
+
+
+def _curves(
+    found: Mapping[int, Sequence[Record]], rows: Mapping[str, Row], ticks: Mapping[int, str], across: str, title: str
+) -> Figure:
+    """Draw gains over CE by a number, on a logarithmic scale."""
     figure = new_figure(5.2, 3.8)  # so narrow that its text can be read on a phone
     axes = figure.subplots()
-    lengths = [steps(experiment.runs["CE"]) for experiment in experiments]
     for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
-        gains = [gain(some, row, CE) for some in found]
-        x = [length * 1.03 ** (number - (len(rows) - 1) / 2) for length in lengths]  # or the bars hide each other
+        gains = [gain(some, row, CE) for some in found.values()]
+        x = [place * 1.03 ** (number - (len(rows) - 1) / 2) for place in found]  # or the bars hide each other
         axes.errorbar(
             [one for one, known in zip(x, gains, strict=True) if known],
             [known.mean for known in gains if known],
@@ -55,10 +79,10 @@ def length_curves(
         )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log")
-    axes.set_xlim(0.7 * lengths[0], 1.4 * lengths[-1])
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xlim(0.7 * min(found), 1.4 * max(found))
+    axes.set_xticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
-    axes.set(xlabel="optimizer steps (log scale)", ylabel="test accuracy, points\n(± 1 standard error)")
+    axes.set(xlabel=across, ylabel="test accuracy, points\n(± 1 standard error)")
     axes.grid(axis="y", alpha=0.3)
     return finish(figure, title, *axes.get_legend_handles_labels())
 
@@ -116,6 +140,10 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
         figures["length-kanji"] = length_curves(
             [experiments[name] for name in made], list(made.values()), evidence.DRAWN, title
         )
+    of_size = {size.parameters(name): found for name in size.NETWORKS if (found := read(f"size-scripts-{name}"))}
+    if of_size:
+        title = f"Gain over plain training by size of ResNet-10:\n{evidence.TITLES['scripts']}"
+        figures["size-scripts"] = size_curves(of_size, size.DRAWN, title)
     settings = {pays.PAYS[name]: found for name in pays.DRAWN if (found := read(name))}
     if settings:
         figures["pays"] = forest(settings, pays.FOREST, "Gain over plain training")

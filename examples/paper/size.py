@@ -24,6 +24,8 @@ from typing import Any
 
 from examples.paper.configuration import DCL, DCP, PAPER, Configuration, Experiment
 from examples.paper.evidence import TITLES
+from examples.paper.gains import Row
+from examples.paper.networks import build
 
 # With 100 classes: 28 k, 84 k, 320 k and 1.25 M parameters.
 NETWORKS = {"xs": "resnet10-xs", "s": "resnet10-s", "m": "resnet10-m", "l": "resnet10-l-strided"}
@@ -33,6 +35,17 @@ SETTINGS = {
     "scripts": Configuration("noto-scripts", "resnet10-m", "plain", epochs=25, batch_size=64, precision="bfloat16"),
     "kanji": Configuration("kanji-fonts", "resnet10-m", "plain", epochs=60, batch_size=64, precision="bfloat16"),
 }
+
+
+# What the table and the figure show, by its name there.
+DRAWN = {label: Row(label) for label in ("DCP", "DCL")}
+PRIMARY = ("m", "l")  # the networks of the primary comparison
+
+
+def parameters(size: str) -> int:
+    """How many parameters a network has, with 100 classes."""
+    network = build(NETWORKS[size], 100, (1, 28, 28))
+    return sum(parameter.numel() for parameter in network.parameters())
 
 
 def compared(plain: Configuration) -> dict[str, Configuration]:

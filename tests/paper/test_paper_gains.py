@@ -9,8 +9,8 @@ from examples.paper import __main__ as command
 from examples.paper import evidence, peers, records
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.gain_tables import by_experiment, by_measure, by_setting
-from examples.paper.gains import MEASURES, Row, by_gain, gain, holm, values
-from examples.paper.plots import forest, length_curves, steps
+from examples.paper.gains import MEASURES, Row, by_gain, gain, gain_in_all, holm, values
+from examples.paper.plots import forest, length_curves, size_curves, steps
 
 EMA = "EMA over 100 steps"
 
@@ -42,6 +42,12 @@ def test_a_predictor_of_the_baseline_has_a_gain_of_its_own_and_no_p_without_a_sp
     found = gain(CE, Row("CE", EMA), Row("CE"))
     assert (found.mean, found.p) == (pytest.approx(1.0), None)
     assert gain(CE, Row("DCP"), Row("CE")) is None
+
+
+def test_the_pairs_of_several_experiments_count_together():
+    """Differences of 1, 2, 0 and again 1, 2, 0 points: the same mean, with the variance of six."""
+    found = gain_in_all([CE + DCP, CE, CE + DCP], Row("DCP"), Row("CE"))
+    assert (found.mean, found.error, found.pairs) == (pytest.approx(1.0), pytest.approx(math.sqrt(0.8 / 6)), 6)
 
 
 def test_measures_by_hand():
@@ -80,6 +86,13 @@ def test_the_curves_are_the_gains():
     assert axes.figure.get_suptitle() == "a title"
 
 
+def test_the_curves_over_the_size_of_the_network():
+    """Each gain is drawn at its number of parameters, which the axis names beside the training accuracy of CE."""
+    (axes,) = size_curves({28_000: CE + DCP, 320_000: CE}, {"ours": Row("DCP")}, "a title").axes
+    assert lines(axes) == {"ours": [[pytest.approx(28_000), pytest.approx(1.0)]]}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["28 k\nCE fits\n100 %", "320 k\nCE fits\n100 %"]
+
+
 def test_the_forest_has_a_line_for_each_setting():
     better = [one | {"accuracy": {"model": one["accuracy"]["model"] + 0.01}} for one in DCP]
     settings = {"none": CE, "some, 5 images": CE + DCP, "more": CE + better}
@@ -94,11 +107,11 @@ def test_the_forest_has_a_line_for_each_setting():
 
 def test_the_command_draws_what_has_results(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
-    for name in ("length-kanji-4k", "pays-debian"):
+    for name in ("length-kanji-4k", "pays-debian", "size-scripts-xs"):
         for one in CE + DCP:
             records.append(one, tmp_path / f"{name}.jsonl")
     command.main(["plot", "--results", str(tmp_path), "--images", str(tmp_path / "images")])
-    drawn = [tmp_path / "images" / f"{name}.png" for name in ("length-kanji", "pays")]
+    drawn = [tmp_path / "images" / f"{name}.png" for name in ("length-kanji", "size-scripts", "pays")]
     assert sorted((tmp_path / "images").iterdir()) == sorted(drawn)
     assert capsys.readouterr().out.split() == [str(path) for path in drawn]
 
@@ -115,6 +128,15 @@ def test_the_table_over_experiments_by_hand():
         ["CE, test images, %", "82.00 ± 1.15", "82.00 ± 1.15", ""],
         ["ours, minus CE", "+1.00 ± 0.58", "", ""],
     ]
+
+
+def test_a_column_of_all_pairs_has_p_values_for_the_rows():
+    """Two rows, of which one has no spread and so no p: nothing to correct."""
+    rows = {"ours": Row("DCP"), "average": Row("CE", EMA)}
+    head, _, *lines = cells(by_experiment({"4k": CE + DCP}, rows, {"both": [CE + DCP, CE + DCP]}))
+    assert head == ["", "4k", "both", "p"]
+    p = gain_in_all([CE + DCP, CE + DCP], Row("DCP"), Row("CE")).p
+    assert [line[2:] for line in lines] == [["", ""], ["", ""], ["+1.00 ± 0.37", f"{p:.3f}"], ["+1.00 ± 0.00", ""]]
 
 
 def test_the_p_values_of_a_table_are_corrected_for_all_of_it():
