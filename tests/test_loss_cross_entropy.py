@@ -26,7 +26,7 @@ def settle(loss: Tensor, z: Tensor, former: Form | None = None) -> tuple[Form | 
     """The form of the gradient that a loss sends to z, and the reading by it; None for no known form."""
     (g,) = torch.autograd.grad(loss, z)
     live = g.abs().amax(1) > 0
-    seen = Gradient(wide(z.detach()), wide(g), live, live.sum(), tolerance_of(z.dtype, g.dtype))
+    seen = Gradient(z.detach(), g, live, live.sum(), tolerance_of(z.dtype, g.dtype))
     evidence = Evidence(*examine(seen).tolist())
     if not evidence.says:
         return NOTHING, None

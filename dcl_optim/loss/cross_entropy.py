@@ -22,7 +22,7 @@ slope, and :math:`q = p - g/a` less the floor are the soft labels.
 
 *Log-probabilities.* If the model ends in ``log_softmax``, ``NLLLoss`` gives :math:`g = -a\,e_y`.
 
-All functions are pure and take :class:`Gradient`, rows (N, K) in float32 or wider. None reads a value, so nothing
+All functions are pure, take :class:`Gradient`, and compute in float32 or wider. None reads a value, so nothing
 synchronizes.
 """
 
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim._torch import constant
+from dcl_optim.distances import wide
 
 Kind = Literal["hard", "weighted", "soft", "log"]
 
@@ -69,7 +70,7 @@ class Gradient(NamedTuple):
     """A gradient of the logits, as rows.
 
     Attributes:
-        z, g: logits, rows (N, K), and the gradient of the loss with respect to them.
+        z, g: logits, rows (N, K), and the gradient of the loss with respect to them, in the dtypes of the script.
         live: whether the gradient of a row is not zero, (N,).
         num_live: how many rows are live; more than that if z and g are a selection of all rows.
         tolerance: the share of a gradient that rounding may leave unexplained; see :func:`tolerance_of`.
@@ -131,16 +132,20 @@ def read(form: Form, gradient: Gradient, wants_labels: bool = True) -> Reading:
     return _read_log_probabilities(gradient)
 
 
+def _probabilities(z: Tensor) -> Tensor:
+    return torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
+
+
 def _read_hard(gradient: Gradient, smoothing: float, wants_labels: bool) -> Reading:
-    z, g, live, num_live, tolerance = gradient
+    z, g, live, num_live, tolerance = gradient  # g is not copied to a wider dtype: with many classes it is large
     num_classes = z.shape[1]
-    p = torch.softmax(z, 1)
+    p = _probabilities(z)
     y = _hard_labels(p, g, live, smoothing)
     r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")  # p - q
     if smoothing:
         r.sub_(smoothing / num_classes)
     length = torch.linalg.vector_norm(r.mul_(live[:, None]))
-    slope = torch.linalg.vector_norm(g) / length
+    slope = torch.linalg.vector_norm(g, dtype=p.dtype) / length
     rest = torch.linalg.vector_norm(torch.addcdiv(r, g, slope, value=-1.0))
     excess = torch.sub(rest, length, alpha=tolerance)
     fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
@@ -162,7 +167,8 @@ def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor
 def _read_weighted(gradient: Gradient) -> Reading:
     z, g, live, num_live, tolerance = gradient
     num_classes = z.shape[1]
-    p = torch.softmax(z, 1)
+    p = _probabilities(z)
+    g = wide(g)
     y = torch.addcmul(g, p, g.amax(1, keepdim=True), value=-ROUNDING).argmin(1, keepdim=True)  # on the row's scale
     if tolerance < HALF_TOLERANCE:  # in p - 1 of a certain row rounding is all that is left; the others are exact
         order = 1
@@ -253,7 +259,8 @@ def _steepest(p: Tensor, g: Tensor, least: float = 1e-3) -> Tensor:
 
 def _read_soft(gradient: Gradient, smoothing: float) -> Reading:
     z, g, live, num_live, tolerance = gradient
-    p = torch.softmax(z, 1)
+    p = _probabilities(z)
+    g = wide(g)
     floor = smoothing / z.shape[1]
     others, line = _others(p, g, live, floor, 2, _steepest(p, g))
     slope = line[0]
@@ -269,10 +276,11 @@ def _read_soft(gradient: Gradient, smoothing: float) -> Reading:
 
 def _read_log_probabilities(gradient: Gradient) -> Reading:
     z, g, live, num_live, tolerance = gradient
+    g = wide(g)
     least, y = g.min(1)
     rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
     whole = torch.linalg.vector_norm(least)
-    normalized = ((torch.logsumexp(z, 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
+    normalized = ((torch.logsumexp(wide(z), 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
     fits = (rest <= tolerance * whole) & (whole > 0) & normalized
     scale = -least.sum() * (num_live / live.sum())
     return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, fits, num_live)
@@ -310,7 +318,7 @@ def examine(gradient: Gradient) -> Tensor:
     """Look for the form of one gradient: an :class:`Evidence` as a vector, so that one synchronization reads all."""
     z, g, all_live, _, tolerance = gradient
     num_classes = z.shape[1]
-    p = torch.softmax(z, 1)
+    p = _probabilities(z)
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
     top = p.topk(min(2, num_classes - 1), 1).values.sum(1)
     live = all_live & (top < (CERTAIN if num_classes > 2 else CERTAIN_OF_TWO))
@@ -325,19 +333,20 @@ def examine(gradient: Gradient) -> Tensor:
     unlikely = live & (p.gather(1, g.argmin(1, keepdim=True))[:, 0] < 0.1 * p.amax(1))
     num_told = live.sum()
     told = Gradient(z * live[:, None], g * live[:, None], live, num_told, tolerance)
-    p = p * live[:, None]
     by_row = read(Form("weighted"), told)
+    p = p * live[:, None]
+    told_g = wide(told.g)
     evidence = Evidence(
-        total=torch.linalg.vector_norm(g, ord=1),
+        total=torch.linalg.vector_norm(g, ord=1, dtype=p.dtype),
         says=says,
-        smoothing=_fit_smoothing(p, told.g, live, 1),
-        mixed_smoothing=_fit_smoothing(p, told.g, live, min(2, num_classes)),
+        smoothing=_fit_smoothing(p, told_g, live, 1),
+        mixed_smoothing=_fit_smoothing(p, told_g, live, min(2, num_classes)),
         is_mixed=unlikely.sum() > 0.5 * num_told,
         is_hard=hard.fits,
         is_weighted=by_row.fits,
         every_row=((by_row.labels < num_classes) | ~live).all(),
         differs=differs,
-        is_softmax=_are_probabilities(z, tolerance),
+        is_softmax=_are_probabilities(wide(z), tolerance),
     )
     return torch.stack([value.double() for value in evidence])
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dcl_optim import _sync
 from dcl_optim._torch import warn_once
 from dcl_optim._validation import is_number
-from dcl_optim.distances import to_rows, wide
+from dcl_optim.distances import to_rows
 from dcl_optim.loss import cross_entropy, unread
 from dcl_optim.loss.cross_entropy import Evidence, Form, Gradient, Reading
 from dcl_optim.step import Forward
@@ -117,7 +117,7 @@ class LossReader:
         is_finite = True
         if self._form is not None and dim is not None:
             forward.lay_out(dim)
-            seen = _wide_rows(forward.rows, to_rows(gradient, dim), self._form)
+            seen = _rows_of(forward.rows, to_rows(gradient, dim), self._form)
             reading = cross_entropy.read(self._form, seen, self.reads_labels)
             chooses = may_read and not bool(reading.fits)
         else:
@@ -172,7 +172,7 @@ class LossReader:
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, bool]:
         """Choose form and class dimension, and read; say also whether the gradient is finite."""
         dims = self._possible_dims(gradient)
-        layouts = [_wide_rows(to_rows(forward.logits, dim), to_rows(gradient, dim), None) for dim in dims]
+        layouts = [_rows_of(to_rows(forward.logits, dim), to_rows(gradient, dim), None) for dim in dims]
         if not len(layouts[0].g):
             return None, True
         vectors = [cross_entropy.examine(layout) for layout in layouts]
@@ -271,13 +271,12 @@ class LossReader:
             warn_once(self._said, message, "many batches")
 
 
-def _wide_rows(z: Tensor, g: Tensor, form: Form | None) -> Gradient:
-    """Rows of logits and gradient in float32 or wider, with what is known of them: all rows, since a choice of them may
-    show another factor.
+def _rows_of(z: Tensor, g: Tensor, form: Form | None) -> Gradient:
+    """Rows of logits and gradient, with what is known of them: all, since a choice of them may show another factor.
 
     A live row, whose gradient is not zero, has a positive entry, since it sums to 0, except of ``NLLLoss``.
     """
     size = g.abs().amax(1) if form is None or form.kind == "log" else g.amax(1)
     # The number of rows that are not zero: the norm of order 0 takes one kernel.
     num_live = torch.linalg.vector_norm(size, 0, dtype=torch.promote_types(g.dtype, torch.float32))
-    return Gradient(wide(z), wide(g), size > 0, num_live, cross_entropy.tolerance_of(z.dtype, g.dtype))
+    return Gradient(z, g, size > 0, num_live, cross_entropy.tolerance_of(z.dtype, g.dtype))
