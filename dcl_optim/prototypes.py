@@ -339,8 +339,11 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
     shape = tuple(logits.shape)
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
-    if logits.ndim < 2:
-        raise ValueError(f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...)")
+    if logits.ndim < 2 or logits.shape[1] == 1:
+        raise ValueError(
+            f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...) with K of at least 2, or use "
+            "DCLOptimizer (no gain was measured)"
+        )
     num_classes = logits.shape[1]
     may_read = _sync.may_sync(step, logits) and labels.numel() > 0
     if labels.dtype.is_floating_point and labels.shape == logits.shape:
