@@ -346,15 +346,17 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
         )
     num_classes = logits.shape[1]
     may_read = _sync.may_sync(step, logits) and labels.numel() > 0
-    if labels.dtype.is_floating_point and labels.shape == logits.shape:
+    has_shape_of_logits = labels.shape == logits.shape
+    if labels.dtype.is_floating_point and has_shape_of_logits:
         shares = to_rows(labels.detach())
         if may_read:
             _check_shares(shares)
         return Labels(shares, len(shares))
-    if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dtype.is_complex:
+    if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dtype.is_complex or has_shape_of_logits:
         raise TypeError(
             f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} are neither class indices nor soft labels "
-            f"of the logits' shape {shape}"
+            f"of the logits' shape {shape}; pass class indices in an integer dtype, or soft or one-hot labels in "
+            "floating point, labels.float()"
         )
     if labels.shape != (*shape[:1], *shape[2:]):
         raise ValueError(

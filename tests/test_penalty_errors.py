@@ -36,6 +36,7 @@ OF_DCP: dict[str, Case] = {
     "flattened labels": (lambda p, z, y: p(dense(z), y.repeat(3)), ValueError, ["labels", "(48,)", "(16, 5, 3)"]),
     "sigmoids' labels": (lambda p, z, y: p(z, torch.ones_like(z)), ValueError, ["labels", "DCLOptimizer"]),
     "labels of floats": (lambda p, z, y: p(z, y.double()), TypeError, ["labels", "float64", "(16,)"]),
+    "one-hot integers": (lambda p, z, y: p(z, F.one_hot(y, 5)), TypeError, ["labels", "int64", "(16, 5)", "float()"]),
     "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool"]),
     "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list"]),
     "an ignored float": (lambda p, z, y: p(z, y, ignore_index=1.5), TypeError, ["ignore_index=1.5", "an integer"]),
