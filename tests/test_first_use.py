@@ -200,7 +200,7 @@ def test_after_a_batch_of_nan_the_penalty_is_nan_also_where_values_are_not_read(
 def test_a_softmax_layer_before_cross_entropy_is_said_once(wrapper: Any) -> None:
     model = mlp().append(nn.Softmax(1))
     optimizer = wrapper(sgd(model), model)
-    with pytest.warns(UserWarning, match=r"probabilities.*softmax.*\n  Fix: ") as caught:
+    with pytest.warns(UserWarning, match=r"probabilities.*softmax.*\n  Fix: .*See docs/troubleshooting\.md") as caught:
         train(model, optimizer, batches(3))
     assert len(caught) == 1
     assert is_short(str(caught[0].message))

@@ -30,7 +30,7 @@ MANY_SKIPPED = (
 )
 SOFTMAX_TWICE = (
     "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
-    "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/losses.md"
+    "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/troubleshooting.md"
 )
 
 
@@ -52,7 +52,7 @@ def _seen_in(g: Tensor) -> str:
     g = g[g.abs().amax(1) > 0].float()
     if (g.sum(1).abs() > 0.02 * g.abs().sum(1)).float().mean() > 0.1:
         return "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression or another term"
-    return "the gradient's rows sum to 0, as of class weights with smoothing, or of a softmax with another loss"
+    return "the gradient's rows sum to 0, as of class weights with smoothing, a temperature, margin or sum of losses"
 
 
 class Skipped:
