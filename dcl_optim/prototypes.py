@@ -176,8 +176,8 @@ class Prototypes(Forecaster):
             )
         raise ValueError(
             f"the first batch had {self.num_classes} logits a row, this one has {found}, in logits of shape "
-            f"{tuple(forward.logits.shape)}; wrap the model again after a change of its classes. Scores against the "
-            "rows of a batch (in-batch negatives) have no classes"
+            f"{tuple(forward.logits.shape)}; build the base optimizer and wrap it again after a change of the classes. "
+            "Scores against the rows of a batch (in-batch negatives) have no classes"
         )
 
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
