@@ -172,10 +172,12 @@ class DCLOptimizer(ForecastOptimizer):
             step = self._algorithm.step
             forward = step.forward_of(logits, _sync.may_sync(step.number, logits))
             if forward is None:
-                mode = "" if self.model.training else " (in eval mode the companion does not run)"
+                fix = "pass the tensor that the model returned, called as model(x)"
+                if not self.model.training:
+                    fix = "call model.train(), since in eval mode the companion does not run"
                 raise ValueError(
                     f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped "
-                    f"model returned since the last step{mode}: pass the tensor that the model returned"
+                    f"model returned since the last step: {fix}"
                 )
             return forward, None
 

@@ -176,8 +176,8 @@ class Prototypes(Forecaster):
             )
         raise ValueError(
             f"the first batch had {self.num_classes} logits a row, this one has {found}, in logits of shape "
-            f"{tuple(forward.logits.shape)}; wrap the model again after a change of its classes. Scores against the "
-            "rows of a batch (in-batch negatives) have no classes"
+            f"{tuple(forward.logits.shape)}; build the base optimizer and wrap it again after a change of the classes. "
+            "Scores against the rows of a batch (in-batch negatives) have no classes"
         )
 
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
@@ -339,19 +339,24 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
     shape = tuple(logits.shape)
     if not isinstance(labels, Tensor):
         raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
-    if logits.ndim < 2:
-        raise ValueError(f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...)")
+    if logits.ndim < 2 or logits.shape[1] == 1:
+        raise ValueError(
+            f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...) with K of at least 2, or use "
+            "DCLOptimizer (no gain was measured)"
+        )
     num_classes = logits.shape[1]
     may_read = _sync.may_sync(step, logits) and labels.numel() > 0
-    if labels.dtype.is_floating_point and labels.shape == logits.shape:
+    has_shape_of_logits = labels.shape == logits.shape
+    if labels.dtype.is_floating_point and has_shape_of_logits:
         shares = to_rows(labels.detach())
         if may_read:
             _check_shares(shares)
         return Labels(shares, len(shares))
-    if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dtype.is_complex:
+    if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dtype.is_complex or has_shape_of_logits:
         raise TypeError(
             f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} are neither class indices nor soft labels "
-            f"of the logits' shape {shape}"
+            f"of the logits' shape {shape}; pass class indices in an integer dtype, or soft or one-hot labels in "
+            "floating point, labels.float()"
         )
     if labels.shape != (*shape[:1], *shape[2:]):
         raise ValueError(

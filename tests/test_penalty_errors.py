@@ -36,10 +36,12 @@ OF_DCP: dict[str, Case] = {
     "flattened labels": (lambda p, z, y: p(dense(z), y.repeat(3)), ValueError, ["labels", "(48,)", "(16, 5, 3)"]),
     "sigmoids' labels": (lambda p, z, y: p(z, torch.ones_like(z)), ValueError, ["labels", "DCLOptimizer"]),
     "labels of floats": (lambda p, z, y: p(z, y.double()), TypeError, ["labels", "float64", "(16,)"]),
+    "one-hot integers": (lambda p, z, y: p(z, F.one_hot(y, 5)), TypeError, ["labels", "int64", "(16, 5)", "float()"]),
     "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool"]),
     "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list"]),
     "an ignored float": (lambda p, z, y: p(z, y, ignore_index=1.5), TypeError, ["ignore_index=1.5", "an integer"]),
-    "one dimension": (lambda p, z, y: p(z[:, 0], y), ValueError, ["logits", "(16,)"]),
+    "one dimension": (lambda p, z, y: p(z[:, 0], y), ValueError, ["logits", "(16,)", "DCLOptimizer"]),
+    "one logit a row": (lambda p, z, y: p(z[:, :1], y > 2), ValueError, ["logits", "(16, 1)", "DCLOptimizer"]),
     "fewer classes": (lambda p, z, y: p(z[:, :4], 0 * y), ValueError, ["logits", "4", "5"]),
     "integers": (lambda p, z, y: p(z.long(), y), TypeError, ["logits", "int64"]),
     "a list": (lambda p, z, y: p([z], y), TypeError, ["logits", "list"]),
@@ -87,7 +89,8 @@ def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(wha
     if what == "an earlier step":
         (F.cross_entropy(z, y) + optimizer.penalty(z)).backward(retain_graph=True)
         optimizer.step()
-    with pytest.raises(ValueError, match=r"(?s)logits.*\(16, 5\).*training forward pass"):
+    fix = r"call model.train\(\)" if what == "eval mode" else r"called as model\(x\)"
+    with pytest.raises(ValueError, match=rf"(?s)logits.*\(16, 5\).*training forward pass.*{fix}"):
         optimizer.penalty(z)
 
 

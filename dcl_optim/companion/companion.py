@@ -216,7 +216,8 @@ class Companion(Forecaster):
         if logits.shape != forward.logits.shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
-                f"{tuple(forward.logits.shape)}. If the model's head was replaced, wrap the model again"
+                f"{tuple(forward.logits.shape)}. Pass a companion with the outputs of the model, or after a change "
+                "of the model's head build the base optimizer and wrap it again"
             )
         if shows_its_leaves:
             own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]

@@ -254,7 +254,7 @@ class LossReader:
         """A gradient that says something has no known form: an error where labels are needed, later a warning."""
         self._was_refused = self._form is None
         if self.reads_labels:
-            message = unread.UNREADABLE_LABELS.format(name=self._name, seen=unread.seen_in(layout.g))
+            message = unread.unreadable_labels(self._name, layout.g)
             if self._form is None:
                 raise RuntimeError(message)
             warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")

@@ -15,8 +15,10 @@ TERM = "loss + optimizer.penalty(logits)"  # as DCLOptimizer writes it
 TERM_WITH_LABELS = "loss + optimizer.penalty(logits, labels)"
 UNREADABLE_LABELS = (
     "{name} cannot read the labels from this loss's gradient, which is not that of a softmax cross-entropy over the "
-    f"model's logits.\n  Seen: {{seen}}.\n  Fix: add the penalty to the loss, {TERM_WITH_LABELS}. See docs/losses.md"
+    "model's logits.\n  Seen: {seen}.\n  Fix: {fix}. See docs/losses.md"
 )
+ADD_THE_TERM = f"add the penalty to the loss, {TERM_WITH_LABELS}"
+NEEDS_CLASSES = "give the model one output for each class, or use DCLOptimizer (no gain was measured)"
 UNREADABLE_SCALE = (
     "{name} cannot read what this loss is multiplied by (gradient scaler, accumulation, weights) from its gradient, "
     "which is not that of a softmax cross-entropy over the model's logits.\n"
@@ -28,7 +30,7 @@ MANY_SKIPPED = (
 )
 SOFTMAX_TWICE = (
     "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
-    "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/losses.md"
+    "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/troubleshooting.md"
 )
 
 
@@ -37,14 +39,20 @@ def term_of(reads_labels: bool) -> str:
     return TERM_WITH_LABELS if reads_labels else TERM
 
 
-def seen_in(g: Tensor) -> str:
-    """Say in a line what a gradient, rows (N, K), shows. Synchronizes."""
+def unreadable_labels(name: str, g: Tensor) -> str:
+    """The message about a gradient, rows (N, K), from which an optimizer cannot read labels. Synchronizes."""
+    fix = NEEDS_CLASSES if g.shape[1] == 1 else ADD_THE_TERM
+    return UNREADABLE_LABELS.format(name=name, seen=_seen_in(g), fix=fix)
+
+
+def _seen_in(g: Tensor) -> str:
+    """Say in a line what a gradient, rows (N, K), shows."""
     if g.shape[1] == 1:
-        return "one logit a row, as of binary classification or regression"
+        return "one logit a row, as of binary classification or regression, which has no classes"
     g = g[g.abs().amax(1) > 0].float()
     if (g.sum(1).abs() > 0.02 * g.abs().sum(1)).float().mean() > 0.1:
         return "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression or another term"
-    return "the gradient's rows sum to 0, as of class weights with smoothing, or of a softmax with another loss"
+    return "the gradient's rows sum to 0, as of class weights with smoothing, a temperature, margin or sum of losses"
 
 
 class Skipped:
