@@ -146,8 +146,8 @@ def side_by_side(names: Sequence[str]) -> str:
 
 
 def _named(table: str) -> str:
-    """Name the paper's settings by their values; the records call them a preset."""
-    return table.replace("preset paper", "λ = 1, α = 0.6")
+    """Name the paper's settings by their values, which the records call a preset, and the average as the pages do."""
+    return table.replace("preset paper", "λ = 1, α = 0.6").replace("EMA over 100 steps", "EMA")
 
 
 def gains_by_experiment(columns: Mapping[str, str]) -> str:
