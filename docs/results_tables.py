@@ -329,7 +329,7 @@ def made_applications() -> str:
 
 
 def _took(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    devices = sorted({record["device"].removesuffix(" Processor") for record in found})
+    devices = sorted({record["device"].removesuffix(" Processor").replace("(R)", "") for record in found})
     hours = f"{sum(record['seconds'] for record in found) / 3600:.1f}"
     return [", ".join(devices), str(len(found)), hours] if found else ["", "not run", ""]
 
