@@ -37,8 +37,7 @@ class DCLOptimizer(ForecastOptimizer):
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.
 
-    The arguments come in this order: use (``weight``), data (``logits``), scale (``process_group``), paper (the four
-    ``companion`` options, ``alpha``, ``distance``), and ``strict``. Most scripts need none of them.
+    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.

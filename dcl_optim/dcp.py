@@ -40,8 +40,7 @@ class DCPOptimizer(ForecastOptimizer):
     (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
     optimizer.penalty(z, y)``. Sigmoid outputs (binary, multi-label) and regression have no classes.
 
-    The arguments come in this order: use (``weight``), data (``num_classes``, ``logits``), scale (``process_group``),
-    paper (``alpha``, ``update``, ``distance``), and ``strict``. Most scripts need none of them.
+    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
