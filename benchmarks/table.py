@@ -78,14 +78,15 @@ def source(results: Figures) -> str:
     """Where the figures come from."""
     machine, versions, setting = results["machine"], results["versions"], results.get("setting")
     rounds = (
-        f"Medians of {results['rounds']} interleaved rounds (quartiles in brackets; a ratio or a difference is taken "
-        "within each round); "
+        f"Medians of {results['rounds']} interleaved rounds (quartiles in parentheses; a ratio is taken within each "
+        "round); "
         if "rounds" in results
         else ""
     )
     how = [setting["precision"], *(["compiled"] if setting["compiled"] else [])] if setting else []
     device = [machine["device"]] if "device" in machine else []
-    place = [*device, machine["cpu"], f"{machine['cores']} cores, {machine['threads']} threads", *how, machine["os"]]
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    place = [*device, machine["cpu"], f"{machine['cores']} cores", threads, *how, machine["os"]]
     peers = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python")
     return (
         f"{rounds}{', '.join(place)}; Python {versions['python']}, {peers}; {results['date'][:10]}; "

@@ -31,14 +31,13 @@ class DCLOptimizer(ForecastOptimizer):
 
     The base optimizer steps the model with :math:`g_\theta`, and the companion's optimizer the companion with
     :math:`g_\omega` (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training
-    forward pass or by :attr:`companion`. It sees the same input in the same mode with the same random draws, and leaves
+    forward pass or by :attr:`companion`. It gets the same input in the same mode with the same random draws, and leaves
     the RNG state unchanged. It is copied again when the base optimizer trains other parameters than before.
 
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.
 
-    The arguments come in this order: use (``weight``), data (``logits``), scale (``process_group``), paper (the four
-    ``companion`` options, ``alpha``, ``distance``), and ``strict``. Most scripts need none of them.
+    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
@@ -58,8 +57,8 @@ class DCLOptimizer(ForecastOptimizer):
             drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, the paper's. With mse it scales the
             companion's gradient, which Adam and similar optimizers divide out: use ``companion_lr_scale`` there.
-        distance: :math:`\Delta`: ``"mse"`` (default; linear far out), ``"squared"`` (the paper's), ``"l1"``, ``"kl"``,
-            ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
+        distance: :math:`\Delta`: ``"mse"`` (default; linear for distant rows), ``"squared"`` (the paper's), ``"l1"``,
+            ``"kl"``, ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
         strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
             optimizer alone. Default True.
 
@@ -88,7 +87,7 @@ class DCLOptimizer(ForecastOptimizer):
     The paper's settings: ``DCLOptimizer(optimizer, model, weight=1, alpha=0.6, distance="squared")``.
 
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. Where we differ: the weight, and a distance
-    that is linear far out. ``companion`` is for its Table 9, ``companion_fraction`` for its Table 10.
+    that is linear for distant rows. ``companion`` is for its Table 9, ``companion_fraction`` for its Table 10.
     """
 
     _name = "DCLOptimizer"

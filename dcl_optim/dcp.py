@@ -40,8 +40,7 @@ class DCPOptimizer(ForecastOptimizer):
     (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
     optimizer.penalty(z, y)``. Sigmoid outputs (binary, multi-label) and regression have no classes.
 
-    The arguments come in this order: use (``weight``), data (``num_classes``, ``logits``), scale (``process_group``),
-    paper (``alpha``, ``update``, ``distance``), and ``strict``. Most scripts need none of them.
+    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
@@ -58,8 +57,8 @@ class DCPOptimizer(ForecastOptimizer):
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
         update: ``"rows"`` (default) for the formula above, or ``"batch"`` for Equation 6,
             :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, which can diverge in long training.
-        distance: :math:`\Delta`: ``"mse"`` (default; linear far out), ``"squared"`` (the paper's), ``"l1"``, ``"kl"``,
-            ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
+        distance: :math:`\Delta`: ``"mse"`` (default; linear for distant rows), ``"squared"`` (the paper's), ``"l1"``,
+            ``"kl"``, ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
         strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
             optimizer alone. Default True.
 
@@ -84,7 +83,8 @@ class DCPOptimizer(ForecastOptimizer):
     The paper's settings: ``DCPOptimizer(optimizer, model, weight=1, alpha=0.6, update="batch", distance="squared")``.
 
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024, appendix. Where we differ: the weight, alpha,
-    prototypes that count rows and not batches, and a distance that is linear far out.
+    prototypes that count rows and not batches, and a distance that is linear for distant
+    rows.
     """
 
     _name = "DCPOptimizer"
@@ -137,7 +137,7 @@ class DCPOptimizer(ForecastOptimizer):
 
         Args:
             logits: z, (N, K) or (N, K, d1, ...), of floating point: any tensor of logits, also flattened, divided by a
-                temperature or masked. The prototypes live in what is given.
+                temperature or masked. The prototypes are means of these.
             labels: class indices, (N,) or (N, d1, ...), or soft labels of the logits' shape. A GPU's values are not
                 checked in each step.
             ignore_index: the label to leave out. Default -100, as in torch.

@@ -22,7 +22,7 @@ RADIUS = 1 / math.sqrt(2.0)  # of mse, for each class
 
 
 def mse(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, linear far out: :math:`m_i\,(2\,\lVert z_i - c_i\rVert - m_i)/K` with
+    r"""Squared distance of logits, linear for distant rows: :math:`m_i\,(2\,\lVert z_i - c_i\rVert - m_i)/K` with
     :math:`m_i = \min(\lVert z_i - c_i\rVert, K/\sqrt2)`.
 
     It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row, where the gradient is as long as a cross-entropy
@@ -101,7 +101,7 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
 
 
 def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
-    r"""Contrast inside the batch: row i of z must find row i of c among all rows of c by cosine similarity.
+    r"""Contrastive distance in the batch: row i of z and row i of c are the positive pair, by cosine similarity.
 
     .. math:: -\log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
 

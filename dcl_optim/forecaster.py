@@ -100,7 +100,7 @@ class Pull(NamedTuple):
 
 
 class Forecaster(ABC):
-    r"""Predicts the logits c that the model is pulled towards, and learns from the model's logits z.
+    r"""Predicts the logits c that the model is pulled toward, and learns from the model's logits z.
 
     For each training forward pass of the model, in this order:
 
@@ -214,7 +214,7 @@ class Forecaster(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that :meth:`check_state` let pass."""
+        """Load a state that :meth:`check_state` accepted."""
 
 
 def pull_of(distance: Distance, z: Tensor, c: Tensor) -> Pull:

@@ -48,7 +48,7 @@ MINIMIZES_A_VALUE = (
 
 
 class ForecastOptimizer(OptimizerWrapper):
-    r"""Wraps an optimizer so that the model it trains is pulled towards a forecaster's predictions.
+    r"""Wraps an optimizer so that the model it trains is pulled toward a forecaster's predictions.
 
     For each training forward pass of ``model`` the forecaster predicts c. The backward pass adds
     :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits z, where s is what the loss was
@@ -99,7 +99,7 @@ class ForecastOptimizer(OptimizerWrapper):
         )
 
     def detach(self) -> None:
-        """Take the hooks off the model; further steps are those of the base optimizer alone."""
+        """Remove the hooks from the model; further steps are those of the base optimizer alone."""
         self._algorithm.detach()
 
     def __enter__(self) -> Self:
@@ -292,7 +292,7 @@ class ForecastOptimizer(OptimizerWrapper):
         self._algorithm.alpha = Checked(value, "alpha", upper=1.0)
 
     def logs(self, prefix: str = "") -> dict[str, float]:
-        """Return the current values as floats, nan for what is not known yet. The keys never change. Synchronizes.
+        """Return the current values as floats, nan if not known yet. The keys never change. It copies from the device.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
         the last backward pass; with DCP ``skipped`` (batches without a penalty since the optimizer was made),

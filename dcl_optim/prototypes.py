@@ -16,7 +16,7 @@ from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale
 
 UPDATES = ("rows", "batch")
-TINY = 1e-30  # labelled rows before the first step, so that the accuracy is 0 then
+TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 MAX_BYTES = 2**30  # of the (K, K) prototypes
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum

@@ -18,7 +18,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class RunningAverage:
-    r""":math:`\alpha_t = (t-1)/t`: every past model counts alike (Section 3.2).
+    r""":math:`\alpha_t = (t-1)/t`: every past model counts equally (Section 3.2).
 
     The paper prefers a fixed 0.6.
 

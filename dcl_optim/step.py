@@ -25,7 +25,8 @@ class Forward:
     Attributes:
         logits: z, detached.
         rows: z as rows (N, K).
-        output, version: a weak reference to the tensor that the script holds, and how often it was written to before.
+        output: a weak reference to the tensor that the script holds.
+        version: how often that tensor was written to before.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.

@@ -18,10 +18,10 @@ class AutoWeight:
 
     .. math:: \lambda = \max\big(\lambda_0,\ \min(1, K/C)\,a^k\big)
 
-    A strong penalty helps once the model fits its training data, and costs before. With fewer classes the same weight
-    pulls a logit harder.
+    A large weight helps once the model fits its training data, and costs accuracy before. With fewer classes the same
+    weight has a larger gradient for each logit.
 
-    The accuracy a is a running mean over the labelled rows of the training batches: what a step adds counts 0.98 times
+    The accuracy a is a running mean over the labeled rows of the training batches: what a step adds counts 0.98 times
     as much in the next one. It is 0 before the first step, and stays on the device. A soft label counts as its largest
     share.
 

@@ -41,17 +41,15 @@ OVERVIEW = {  # at most two rows of one data set
     "the same, a fifth of the labels wrong": "noise-kanji-20",
     "40 categories of software, from a line of text": "pays-debian",
     "100 writing systems, unseen letters": "length-scripts-4k",
-    "Fashion-MNIST: 10 kinds of clothes, 5,000 images": "pays-fashion-5k",
+    "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
     "Fashion-MNIST, 50,000 images": "pays-fashion-50k",
 }
 SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
-
-
-OVERVIEW_WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
+WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
 
 
 def overview_cost() -> str:
-    """The first page's table of costs, by what decides it: how many labels a step has, and of how many classes."""
+    """The first page's table of costs, by what decides them: how many labels a step has, and of how many classes."""
     from benchmarks.table import grid
 
     plain = {one["model"]: one["rows"][0]["milliseconds"]["median"] for one in _benchmark("steps")["steps"]}
@@ -59,24 +57,23 @@ def overview_cost() -> str:
     long = [model for model in images if plain[model] >= SMALL_STEP]
     short = [model for model in images if plain[model] < SMALL_STEP]
     models = {
-        f"one label per image, steps of {min(plain[model] for model in long):.0f} ms or more": long,
-        f"one label per image, steps of {max(plain[model] for model in short):.1f} ms or less": short,
-        "one label per pixel, 21 classes": ["pixels"],
-        "one label per token, 8,000 classes": ["tokens"],
+        f"image, steps of {min(plain[model] for model in long):.0f} ms or more": long,
+        f"image, steps of {max(plain[model] for model in short):.1f} ms or less": short,
+        "pixel, 21 classes": ["pixels"],
+        "token, 8,000 classes": ["tokens"],
     }
-    rows = [[place, *(_range(way, chosen) for way in OVERVIEW_WAYS)] for place, chosen in models.items()]
+    rows = [[place, *(_range(way, chosen) for way in WAYS)] for place, chosen in models.items()]
     kernels = {row["method"]: row["kernels"] for row in _benchmark("kernels")["kernels"] if _is_simple(row)}
-    counts = [f"{kernels[way]:.0f}" for way in OVERVIEW_WAYS]
-    rows.append([f"GPU kernels of a small step, plain {kernels['plain']:.0f}", *counts])
-    rows.append(["memory kept, K classes", *2 * ["K² numbers"], *2 * ["a network"]])
-    return "\n".join(grid(["", *OVERVIEW_WAYS], rows, words=5))
+    rows.append([f"GPU kernels, plain {kernels['plain']:.0f}", *(f"{kernels[way]:.0f}" for way in WAYS)])
+    rows.append(["memory, K classes", "K² numbers", "the same", "a network", "the same"])
+    return "\n".join(grid(["one label per", *WAYS], rows, words=1))
 
 
 def _range(method: str, models: Sequence[str]) -> str:
     """The lowest and the highest time of a method over that of plain training, on these networks."""
     found = _ratios(method, "ratio_to_plain")
     ratios = sorted(f"{found[model]:.2f}" for model in models)
-    return f"{ratios[0]} to {ratios[-1]} ×" if len(ratios) > 1 else f"{ratios[0]} ×"
+    return f"{ratios[0]}–{ratios[-1]}" if len(ratios) > 1 else ratios[0]
 
 
 def _is_simple(row: Mapping[str, Any]) -> bool:
@@ -108,8 +105,8 @@ def overview_accuracy() -> str:
         plain = fmean(accuracy(record) for record in by_label(records)["CE"].values())
         gains = [gain(records, Row(label), CE) for label in labels]
         cells = [plus_minus(one.mean, one.error, sign="+").replace(" ", "\u00a0") for one in gains if one]
-        rows.append([title, f"{plain:.1f}\u00a0%", *cells])
-    return "\n".join(table.grid(["data", "plain", *labels.values()], rows, words=1))
+        rows.append([title, f"{plain:.1f}", *cells])
+    return "\n".join(table.grid(["data", "plain, %", *labels.values()], rows, words=1))
 
 
 def seeds(lines: Mapping[str, str], label: str = "DCP") -> str:
@@ -156,8 +153,8 @@ def side_by_side(names: Sequence[str]) -> str:
 
 
 def _named(table: str) -> str:
-    """Name the paper's settings by their values; the records call them a preset."""
-    return table.replace("preset paper", "λ = 1, α = 0.6")
+    """Name the paper's settings by their values, which the records call a preset, and the average as the pages do."""
+    return table.replace("preset paper", "λ = 1, α = 0.6").replace("EMA over 100 steps", "EMA")
 
 
 def gains_by_experiment(columns: Mapping[str, str]) -> str:
@@ -352,7 +349,7 @@ def made_applications() -> str:
 
 
 def _took(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    devices = sorted({record["device"].removesuffix(" Processor") for record in found})
+    devices = sorted({record["device"].removesuffix(" Processor").replace("(R)", "") for record in found})
     hours = f"{sum(record['seconds'] for record in found) / 3600:.1f}"
     return [", ".join(devices), str(len(found)), hours] if found else ["", "not run", ""]
 
@@ -384,7 +381,7 @@ def cost() -> str:
     """The time and the memory of both optimizers over those of plain training, by the line and by the term."""
     from benchmarks.table import grid
 
-    times = {name: _ratios(name, "ratio_to_plain") for name in OVERVIEW_WAYS}
+    times = {name: _ratios(name, "ratio_to_plain") for name in WAYS}
     memory = {name: _ratios(name, "memory_ratio_to_plain") for name in ("DCP, line", "DCL, line")}
     lines = []
     for figures in _benchmark("steps")["steps"]:

@@ -71,19 +71,18 @@ def train(kind: Any, settings: dict[str, Any], epochs: int) -> dict[str, list[tu
 
 
 def draw(runs: dict[str, dict[str, list[tuple[float, float]]]]) -> Figure:
-    figure = new_figure(9, 3.4)
-    for axes, (key, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    figure = new_figure(5.2, 7.5)  # one panel above the other: readable in the width of a phone
+    for axes, (key, title) in zip(figure.subplots(len(PANELS), 1), PANELS.items(), strict=True):
         for name, style in styles(RUNS).items():
             if key in runs[name]:
                 points = runs[name][key]
                 drawn = style.of_points() | {"linestyle": style.line, "label": name}
                 axes.plot(*zip(*points, strict=True), **drawn, markevery=max(1, len(points) // 8), markersize=4)
-        axes.set(xlabel="step", yscale="linear" if key == "dcl/agreement" else "log")
-        axes.set_title(title, fontsize=10)
+        axes.set(title=title, xlabel="step", yscale="linear" if key == "dcl/agreement" else "log")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
-    figure.legend(handles=[lines[name] for name in RUNS], loc="outside lower center", ncols=len(RUNS), frameon=False)
+    figure.legend(handles=[lines[name] for name in RUNS], loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

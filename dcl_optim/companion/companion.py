@@ -1,4 +1,4 @@
-r"""The companion network: its prediction for a batch, and its step towards :math:`\alpha c + (1-\alpha) z`."""
+r"""The companion network: its prediction for a batch, and its step toward :math:`\alpha c + (1-\alpha) z`."""
 
 from __future__ import annotations
 

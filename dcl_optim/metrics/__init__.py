@@ -1,5 +1,5 @@
 r"""What the paper measures on logits: top non-target classes, their consistency and perplexity, and logit drift.
-:func:`fit_temperature` is for the use of the probabilities.
+:func:`fit_temperature` calibrates the probabilities.
 
 The *top non-target* of a sample is the wrong class that the model ranks highest. A model that has found which classes
 resemble each other predicts the same one or two for all samples of a class.
