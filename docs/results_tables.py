@@ -290,6 +290,8 @@ def applications() -> str:
     return "\n".join(grid(["", "plain, %", "DCP, minus plain", "p", "DCL, minus plain", "p", "seeds"], lines, words=1))
 
 
+SIZES = ("size-scripts-m", "size-scripts-l")
+
 # What the experiments of examples/paper are for, by the page and the heading.
 MADE: dict[str, tuple[str, ...]] = {
     "README, [Results](../results.md), [All settings](gains.md#all-settings), figure of gains by setting": (
@@ -319,11 +321,13 @@ MADE: dict[str, tuple[str, ...]] = {
         "fraction-scripts",
         "fraction-kanji",
     ),
-    "Size of the network": tuple(
-        f"size-{data}-{size}{rows}"
+    "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": SIZES,
+    "Size of the network, further rows and kanji": tuple(
+        name
         for data in ("scripts", "kanji")
-        for size in ["xs", "s", "m", "l"]
-        for rows in ("", "-others")
+        for size in ("xs", "s", "m", "l")
+        for name in (f"size-{data}-{size}", f"size-{data}-{size}-others")
+        if name not in SIZES
     ),
 }
 
