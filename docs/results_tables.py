@@ -290,7 +290,7 @@ def applications() -> str:
     return "\n".join(grid(["", "plain, %", "DCP, minus plain", "p", "DCL, minus plain", "p", "seeds"], lines, words=1))
 
 
-SIZES = ("size-scripts-m", "size-scripts-l")
+SIZES = ("size-scripts-xs", "size-scripts-s", "size-scripts-m", "size-scripts-l")
 
 # What the experiments of examples/paper are for, by the page and the heading.
 MADE: dict[str, tuple[str, ...]] = {
