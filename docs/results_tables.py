@@ -168,13 +168,9 @@ def gains_by_size() -> str:
     """The gains over plain training by the size of the network, a column for each, and those of the primary two."""
     from examples.paper import gain_tables, size
 
-    columns = {}
-    for name in size.NETWORKS:
-        found = _records(f"size-scripts-{name}")
-        if found:
-            columns[f"{size.parameters(name) / 1000:,.0f} k parameters"] = found
-    primary = [_records(f"size-scripts-{name}") for name in size.PRIMARY]
-    return gain_tables.by_experiment(columns, size.DRAWN, {"both largest": primary})
+    found = {name: _records(f"size-scripts-{name}") for name in size.NETWORKS}
+    columns = {f"{size.parameters(name) / 1000:,.0f} k parameters": records for name, records in found.items()}
+    return gain_tables.by_experiment(columns, size.DRAWN, {"both largest": [found[name] for name in size.PRIMARY]})
 
 
 def gains_by_setting(*, bold: bool = False) -> str:
@@ -226,7 +222,6 @@ def gains_of_peers(cost: str, *measures: str) -> str:
     return gain_tables.by_measure(_records("peers-kanji"), rows, measures)
 
 
-# A row's title, its module, the settings that differ from the default, its label without and with each optimizer.
 ICONS: dict[str, Any] = {
     "data": "icons",
     "network": "efficientnet-lite0",
@@ -235,6 +230,7 @@ ICONS: dict[str, Any] = {
     "batch_size": 24,
     "full_lr": 0.03,
 }
+# A row's title, its module, the settings that differ from the default, its label without and with each optimizer.
 APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
     ("fine-tuning, all weights", "fine_tuning", {}, "full", "", "full, DCL"),
     ("EfficientNet-Lite0 on icons, all weights", "fine_tuning", ICONS, "full", "full, DCP", ""),

@@ -117,7 +117,7 @@ class LossReader:
         is_finite = True
         if self._form is not None and dim is not None:
             forward.lay_out(dim)
-            seen = _rows_of(forward.rows, to_rows(gradient, dim), self._form)
+            seen = _gradient_rows(forward.rows, to_rows(gradient, dim), self._form)
             reading = cross_entropy.read(self._form, seen, self.reads_labels)
             chooses = may_read and not bool(reading.fits)
         else:
@@ -172,7 +172,7 @@ class LossReader:
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, bool]:
         """Choose form and class dimension, and read; say also whether the gradient is finite."""
         dims = self._possible_dims(gradient)
-        layouts = [_rows_of(to_rows(forward.logits, dim), to_rows(gradient, dim), None) for dim in dims]
+        layouts = [_gradient_rows(to_rows(forward.logits, dim), to_rows(gradient, dim), None) for dim in dims]
         if not len(layouts[0].g):
             return None, True
         vectors = [cross_entropy.examine(layout) for layout in layouts]
@@ -271,7 +271,7 @@ class LossReader:
             warn_once(self._said, message, "many batches")
 
 
-def _rows_of(z: Tensor, g: Tensor, form: Form | None) -> Gradient:
+def _gradient_rows(z: Tensor, g: Tensor, form: Form | None) -> Gradient:
     """Rows of logits and gradient, with what is known of them: all, since a choice of them may show another factor.
 
     A live row, whose gradient is not zero, has a positive entry, since it sums to 0, except of ``NLLLoss``.

@@ -37,10 +37,8 @@ def by_experiment(
     for head, experiments in (together or {}).items():
         gains = {name: gain_in_all(experiments, row, CE) for name, row in rows.items()}
         p = holm({name: one.p for name, one in gains.items() if one and one.p is not None})
-        for line, cell in zip(lines, ["", "", *(_cell(one) for one in gains.values())], strict=True):
-            line.append(cell)
-        for line, cell in zip(lines, ["", "", *(_probability(p.get(name)) for name in gains)], strict=True):
-            line.append(cell)
+        cells = [["", ""], ["", ""], *([_cell(one), _probability(p.get(name))] for name, one in gains.items())]
+        lines = [[*line, *added] for line, added in zip(lines, cells, strict=True)]
         heads += [head, "p"]
     return "\n".join(grid(heads, lines, words=1))
 
