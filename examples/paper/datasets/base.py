@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from examples.paper.augmentations import View, batch_crop, check, seeded, training
@@ -178,6 +179,18 @@ class InMemory:
         """Keep so many random training samples of each class, see :func:`few`."""
         self._parts["train"] = few(*self._parts["train"], shots, seed)
         self._by_class = ByClass(self._parts["train"][1])
+
+    def enlarge(self, side: int) -> None:
+        """Scale the images to squares of this side; gray ones get three equal channels, as networks from ImageNet take.
+
+        Call it before the first pass.
+        """
+        for part, (images, labels) in self._parts.items():
+            scaled = F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)
+            if images.dtype == torch.uint8:
+                scaled = scaled.round().to(torch.uint8)
+            self._parts[part] = (scaled.expand(-1, 3, -1, -1), labels)
+        self.shape = (3, side, side)
 
     def _augmented(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if self._transform is not None:
