@@ -20,7 +20,7 @@ SCRIPTS = replace(KANJI, data="noto-scripts", network="small-cnn", epochs=16, tr
 SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
 TITLES = {"kanji": "150 Japanese characters in unseen fonts", "scripts": "100 writing systems, unseen letters"}
 
-# Steps, and how many times those of the settings they are. On kanji 64,000 steps of a seed take 20 minutes.
+# Steps, and how many times those of the settings they are.
 LENGTHS = {"kanji": {"1k": 1 / 4, "4k": 1, "16k": 4, "64k": 16}, "scripts": {"1k": 1 / 4, "4k": 1}}
 
 # What the tables over the length compare; EMA is the average of CE's weights.
@@ -67,7 +67,7 @@ def _lengths(name: str, plain: Configuration) -> dict[str, Experiment]:
             f"{name}, {length} steps",
             replace(plain, epochs=round(times * plain.epochs)),
             seeds=3 if length == "64k" else 5,
-            without="DCP" if length == "64k" else None,  # an hour more, for the defaults of today
+            without="DCP" if length == "64k" else None,  # its default weight came later
         )
         for length, times in LENGTHS[name].items()
     }
