@@ -36,13 +36,13 @@ def demo(name: str = "demo") -> str:
     return "```text\n" + format_table(rows, "test") + "\n```"
 
 
-OVERVIEW = {  # at most two rows of one data set
-    "150 Japanese characters in unseen fonts, 5 images per class": "length-kanji-4k",
-    "the same, a fifth of the labels wrong": "noise-kanji-20",
-    "40 categories of software, from a line of text": "pays-debian",
-    "100 writing systems, unseen letters": "length-scripts-4k",
-    "Fashion-MNIST, 5,000 images": "pays-fashion-5k",
-    "Fashion-MNIST, 50,000 images": "pays-fashion-50k",
+OVERVIEW = {  # what people train, at most six rows: one or more experiments, or settings of FROM_IMAGENET
+    "few images: 150 Japanese characters, 5 of each": ("length-kanji-4k",),
+    "wrong labels: the same, a fifth wrong": ("noise-kanji-20",),
+    "pretrained, few images: EfficientNet-Lite0, 372 icons, 5 of each": "icons",
+    "fits its data: ResNet-10, 100 writing systems": ("size-scripts-m", "size-scripts-m-others"),
+    "does not fit: small CNN, 100 writing systems": ("length-scripts-4k",),
+    "plenty of clean data: Fashion-MNIST, 50,000 images": ("pays-fashion-50k",),
 }
 SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
 WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
@@ -94,19 +94,40 @@ def _ratios(name: str, ratio: str) -> dict[str, Any]:
 def overview_accuracy() -> str:
     """The first page's table of gains, beside the accuracy without them."""
     from benchmarks import table
-    from dcl_optim.demo.report import plus_minus
-    from examples.paper.gains import CE, Row, gain
+    from dcl_optim.demo.report import mean_and_error, plus_minus
+    from examples.paper.table import by_seed
+
+    rows = []
+    for title, source in OVERVIEW.items():
+        found = _fine_tuned(source) if isinstance(source, str) else _trained(source)
+        plain = found["plain"]
+        cells = [title, f"{fmean(plain.values()):.1f}"]
+        for method in ("label smoothing", "DCP", "DCL"):
+            gain = plus_minus(*mean_and_error(by_seed(found[method], plain)), sign="+")
+            cells.append(gain.replace(" ", "\u00a0"))
+        rows.append(cells)
+    return "\n".join(table.grid(["data", "plain, %", "label smoothing", "DCP", "DCL"], rows, words=1))
+
+
+def _trained(names: Sequence[str]) -> dict[str, dict[int, float]]:
+    """The accuracy of each method in some experiments of examples/paper, by the seed."""
     from examples.paper.table import accuracy, by_label
 
-    labels = {"label smoothing 0.1": "label smoothing", "DCP": "DCP", "DCL": "DCL"}
-    rows = []
-    for title, name in OVERVIEW.items():
-        records = _records(name)
-        plain = fmean(accuracy(record) for record in by_label(records)["CE"].values())
-        gains = [gain(records, Row(label), CE) for label in labels]
-        cells = [plus_minus(one.mean, one.error, sign="+").replace(" ", "\u00a0") for one in gains if one]
-        rows.append([title, f"{plain:.1f}", *cells])
-    return "\n".join(table.grid(["data", "plain, %", *labels.values()], rows, words=1))
+    found = by_label([record for name in names for record in _records(name)])
+    labels = {"plain": "CE", "label smoothing": "label smoothing 0.1", "DCP": "DCP", "DCL": "DCL"}
+    return {
+        method: {seed: accuracy(record) for seed, record in found[label].items()} for method, label in labels.items()
+    }
+
+
+def _fine_tuned(data: str) -> dict[str, dict[int, float]]:
+    """The accuracy of each method where a network from ImageNet was fine-tuned, by the seed."""
+    records = _of_application("fine_tuning", FROM_IMAGENET[data])
+    labels = {"plain": "full"} | {method: f"full, {method}" for method in ("label smoothing", "DCP", "DCL")}
+    return {
+        method: {record["seed"]: record["score"] for record in records if record["label"] == label}
+        for method, label in labels.items()
+    }
 
 
 def seeds(lines: Mapping[str, str], label: str = "DCP") -> str:
@@ -222,20 +243,23 @@ def gains_of_peers(cost: str, *measures: str) -> str:
     return gain_tables.by_measure(_records("peers-kanji"), rows, measures)
 
 
-ICONS: dict[str, Any] = {
-    "data": "icons",
-    "network": "efficientnet-lite0",
-    "shots": 5,
-    "epochs": 8,
-    "batch_size": 24,
-    "full_lr": 0.03,
+_LITE: dict[str, Any] = {"network": "efficientnet-lite0", "shots": 5, "batch_size": 24}
+FROM_IMAGENET: dict[str, dict[str, Any]] = {
+    "icons": _LITE | {"data": "icons", "epochs": 8, "full_lr": 0.03},
+    "kanji": _LITE | {"data": "kanji-fonts", "epochs": 16, "full_lr": 0.03},
 }
 # A row's title, its module, the settings that differ from the default, its label without and with each optimizer.
 APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
     ("fine-tuning, all weights", "fine_tuning", {}, "full", "", "full, DCL"),
-    ("EfficientNet-Lite0 on icons, all weights", "fine_tuning", ICONS, "full", "full, DCP", ""),
-    ("the same, DCP with λ = 1", "fine_tuning", ICONS, "full", "full, DCP, λ = 1", ""),
-    ("the same, label smoothing 0.1 in place of DCP", "fine_tuning", ICONS, "full", "full, label smoothing", ""),
+    *(
+        (f"EfficientNet-Lite0 on {data}, {title}", "fine_tuning", settings, "full", dcp, dcl)
+        for data, settings in FROM_IMAGENET.items()
+        for title, dcp, dcl in (
+            ("all weights", "full, DCP", "full, DCL"),
+            ("λ = 1", "full, DCP, λ = 1", "full, DCL, λ = 1"),
+            ("label smoothing 0.1 in place of DCP", "full, label smoothing", ""),
+        )
+    ),
     ("fine-tuning, linear probe", "fine_tuning", {}, "linear probe", "", "linear probe, DCL"),
     ("fine-tuning, LoRA", "fine_tuning", {}, "LoRA", "", "LoRA, DCL"),
     ("FixMatch, 40 labels", "semi_supervised", {}, "FixMatch", "", "FixMatch, DCL"),
@@ -265,28 +289,36 @@ APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
 
 def applications() -> str:
     """The score of each application without the optimizers, and what they gain with the p of the paired t-test."""
-    from importlib import import_module
-
     from benchmarks.table import grid
     from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.applications.comparison import made, results_file
     from examples.paper.table import by_seed, probability_cell
 
     lines = []
     for title, module, changed, plain, *others in APPLICATIONS:
-        package = (ROOT / "examples" / "applications" / module).is_dir()
-        found = import_module(f"examples.applications.{module}{'.__main__' if package else ''}").APPLICATION
-        records = made(found, {**found.settings, **changed}, results_file(found, RESULTS))
+        records = _of_application(module, changed)
         scores = {label: {r["seed"]: r["score"] for r in records if r["label"] == label} for label in (plain, *others)}
         line = [title, plus_minus(*mean_and_error(list(scores[plain].values())))]
+        pairs = []
         for label in others:
             gains = by_seed(scores[label], scores[plain])
             line += [plus_minus(*mean_and_error(gains), sign="+"), probability_cell(gains)] if gains else ["", ""]
-        lines.append([*line, str(len(scores[plain]))])
+            pairs += [str(len(gains))] if gains else []
+        lines.append([*line, ", ".join(dict.fromkeys(pairs))])
     return "\n".join(grid(["", "plain, %", "DCP, minus plain", "p", "DCL, minus plain", "p", "seeds"], lines, words=1))
 
 
-SIZES = ("size-scripts-xs", "size-scripts-s", "size-scripts-m", "size-scripts-l")
+def _of_application(module: str, changed: Mapping[str, Any]) -> list[Any]:
+    """The records of an application with its default settings but some."""
+    from importlib import import_module
+
+    from examples.applications.comparison import made, results_file
+
+    package = (ROOT / "examples" / "applications" / module).is_dir()
+    found = import_module(f"examples.applications.{module}{'.__main__' if package else ''}").APPLICATION
+    return made(found, {**found.settings, **changed}, results_file(found, RESULTS))
+
+
+SIZES = ("size-scripts-xs", "size-scripts-s", "size-scripts-m", "size-scripts-l", "size-scripts-m-others")
 
 # What the experiments of examples/paper are for, by the page and the heading.
 MADE: dict[str, tuple[str, ...]] = {

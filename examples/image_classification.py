@@ -4,8 +4,8 @@
     python -m examples.image_classification --dataset fashion-mnist --model resnet18 --method dcl --amp
 
 SGD at 0.1 with momentum 0.9 and weight decay 5e-4, a cosine schedule, batches of 128, 200 epochs. The paper's λ and α
-are ``--weight 1 --alpha 0.6``; without them the wrapper's own defaults hold, which did better here for DCL. Progress goes to
-the standard error; the standard output is one line of JSON with the test accuracy after the last epoch.
+are ``--weight 1 --alpha 0.6``; without them the wrapper's own defaults hold. Progress goes to the standard error; the
+standard output is one line of JSON with the test accuracy after the last epoch.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def _pays(title: str, plain: Configuration, seeds: int) -> Experiment:
     return Experiment(f"CE, label smoothing, DCL and DCP: {title}", "test", seeds, "CE", runs)
 
 
-# 2,000 steps. A newcomer found that the default of that time lost here; a fixed weight of 1 gains twice as much as today's.
+# 2,000 steps. A newcomer found that the default of that time lost here. A fixed weight of 1 gains twice as much as that
+# of today.
 FEW_AND_WRONG = Configuration(
     "fashion-mnist", "small-cnn", "plain", 125, train_size=500, batch_size=32, label_noise=0.3
 )

