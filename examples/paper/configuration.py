@@ -73,6 +73,7 @@ class Experiment:
         seeds: how many.
         baseline: the label that the others are compared to.
         runs: the configurations by their label in the table.
+        first_seed: the others follow it.
     """
 
     title: str
@@ -80,3 +81,4 @@ class Experiment:
     seeds: int
     baseline: str
     runs: Mapping[str, Configuration]
+    first_seed: int = 0

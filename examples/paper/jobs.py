@@ -42,7 +42,7 @@ def pending(experiment: Experiment, done: Sequence[Record], seeds: int) -> Itera
         ValueError: a record is of another configuration.
     """
     known = {(record["label"], record["seed"]): record["configuration"] for record in done}
-    for seed in range(seeds):
+    for seed in range(experiment.first_seed, experiment.first_seed + seeds):
         for label, configuration in experiment.runs.items():
             if (label, seed) not in known:
                 yield label, configuration, seed
