@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dcl_optim import _torch
 
 
-class _Hook:
+class Hook:
     """A hook that calls a method of a listener, as long as there is one."""
 
     def __init__(self, listener: Callable[[], Any], method: str) -> None:
@@ -30,7 +30,7 @@ class _Hook:
         return _no_hook, ()
 
 
-class _StepHook(_Hook):
+class _StepHook(Hook):
     """The hook on the base optimizer, whose arguments nobody needs."""
 
     def __call__(self, *arguments: Any) -> None:
@@ -71,9 +71,9 @@ class ModuleHooks:
             return
         _replace_others(self._model)
         self._handles = [
-            self._model.register_forward_pre_hook(_Hook(self._listener, "before_forward"), with_kwargs=True),
-            self._model.register_forward_hook(_Hook(self._listener, "after_forward"), with_kwargs=True),
-            self._own.register_load_state_dict_post_hook(_Hook(self._listener, "model_loaded")),
+            self._model.register_forward_pre_hook(Hook(self._listener, "before_forward"), with_kwargs=True),
+            self._model.register_forward_hook(Hook(self._listener, "after_forward"), with_kwargs=True),
+            self._own.register_load_state_dict_post_hook(Hook(self._listener, "model_loaded")),
         ]
         if self._base is not None:
             with contextlib.suppress(AttributeError):  # of a base that leaves out torch.optim.Optimizer's constructor
@@ -96,7 +96,7 @@ class ModuleHooks:
 
 def is_ours(hook: Any) -> bool:
     """Whether a hook is one of this module's."""
-    return isinstance(hook, _Hook) or hook is _do_nothing
+    return isinstance(hook, Hook) or hook is _do_nothing
 
 
 def _replace_others(model: nn.Module) -> None:
@@ -105,7 +105,7 @@ def _replace_others(model: nn.Module) -> None:
         for table, key, hook in list(_torch.hooks_of(module, _torch.OUR_HOOKS)):
             if not is_ours(hook):
                 continue
-            listener = hook.listener() if isinstance(hook, _Hook) else None
+            listener = hook.listener() if isinstance(hook, Hook) else None
             if listener is not None:
                 listener.replaced()
             elif key in table:  # the module is a copy

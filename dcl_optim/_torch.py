@@ -7,13 +7,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._utils
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The number of the backward pass that runs in this thread, -1 outside of one. Tells a hook two backward passes apart,
 # and a forward hook that it runs inside a backward pass (activation checkpointing recomputes there).
@@ -104,8 +106,10 @@ def warn_once(said: set[str], message: str, about: str = "") -> None:
         warn(message)
 
 
-# Keeps the hooks out of compiled graphs, as torch.optim keeps its own methods out.
-outside_compiled_graphs: Callable[..., Any] = torch._disable_dynamo
+def outside_compiled_graphs(function: F) -> F:
+    """Keep a hook out of compiled graphs, as torch.optim keeps its own methods out."""
+    return cast("F", torch._disable_dynamo(function))
+
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OUR_HOOKS = (*FORWARD_HOOKS, "_load_state_dict_post_hooks")

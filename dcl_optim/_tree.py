@@ -1,7 +1,4 @@
-"""Tensors in nested tuples, lists, dicts and dataclasses, such as the arguments of a model.
-
-Not in companion/inputs.py, which decides when arguments are kept and not how containers are traversed.
-"""
+"""Tensors in nested tuples, lists, dicts and dataclasses, such as the arguments of a model."""
 
 from __future__ import annotations
 

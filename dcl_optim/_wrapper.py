@@ -30,15 +30,6 @@ NO_OPTIMIZER = (
 )
 
 
-REMOVED = ("loss_scale", "targets", "class_dim", "ignore_index", "count_eval", "temperature")
-NO_ARGUMENT = {
-    "count_eval": "DCPOptimizer's penalty term takes any mode, loss + optimizer.penalty(logits, labels); DCLOptimizer "
-    "needs model.train(), and then eval() of layers such as batch norm",
-    "temperature": "pass distance=functools.partial(dcl_optim.distances.kl, temperature=...)",
-}
-USE_THE_TERM = "add the penalty to the loss where it cannot be read, loss + optimizer.penalty(...). See docs/losses.md"
-
-
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     """Shares ``param_groups``, ``state`` and ``defaults`` with its base; its ``state_dict`` has one key more."""
 
@@ -58,9 +49,6 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """Check the arguments before Python finds others missing: torch.optim's classes take parameters."""
         if args and not isinstance(args[0], Optimizer):
             raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
-        for name in REMOVED:
-            if name in kwargs:
-                raise TypeError(f"{cls._name} has no argument {name!r}: {NO_ARGUMENT.get(name, USE_THE_TERM)}")
         return super().__new__(cls)
 
     @abstractmethod

@@ -6,6 +6,7 @@ Not in optimizer.py, since Lightning runs the optimizer's methods on another obj
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,16 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from dcl_optim import _sync
-from dcl_optim._hooks import ModuleHooks
+from dcl_optim._hooks import Hook, ModuleHooks
 from dcl_optim._optim import have_gradients, trains_any
-from dcl_optim._torch import current_backward, is_recorded, outside_compiled_graphs, reaches_parameters, warn_once
+from dcl_optim._torch import (
+    current_backward,
+    is_recorded,
+    outside_compiled_graphs,
+    reaches_parameters,
+    version_of,
+    warn_once,
+)
 from dcl_optim._validation import refuse_replica
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels, Pull, Scale
@@ -35,6 +43,15 @@ BYPASSED = (
     "{name} wraps the optimizer, but the base {base} was stepped twice: prototypes and companion learn nothing.\n"
     "  Fix: call step() of the wrapper, optimizer = {name}(optimizer, model), also in trainers and schedulers. "
     "strict=False allows such steps. See docs/get-started.md"
+)
+GIVEN_TWICE = (
+    "{}.penalty was called twice with the same logits since the last step, which would count them twice.\n"
+    "  Fix: call it once, and use what it returned again{}. See docs/losses.md"
+)
+MIXED_LABELS = "; for mixup pass soft labels, lam * F.one_hot(a, K) + (1 - lam) * F.one_hot(b, K)"
+EDITED = (
+    "the logits that {}.penalty got were edited in place between its call and the backward pass, so it would learn "
+    "from other values.\n  Fix: edit a copy, logits.detach().clone()"
 )
 
 
@@ -106,14 +123,15 @@ class Algorithm:
             return
         forward = Forward(z, self.step.number, self.reader.dim_of(z) or 1)
         self.forecaster.predict(forward, args, kwargs)
+        listener = weakref.ref(self)  # logits that the script keeps must not keep the hooks on the model
         if output is not z:
             forward.choice = self._find_logits.choice_of(output, z)
             source = conversion_source(z)
             if source is not None:  # the loss may be that of the logits before they were converted
                 node, index = source
                 forward.nodes = node.next_functions
-                node.register_prehook(functools.partial(self._at_source, forward, index))
-        z.register_hook(functools.partial(self.on_gradient, forward))
+                node.register_prehook(functools.partial(Hook(listener, "_at_source"), forward, index))
+        z.register_hook(functools.partial(Hook(listener, "on_gradient"), forward))
         self.step.add(forward)
 
     # ---- the line: grad z + s λ ∂Δ(z, c)/∂z --------------------------------------------------------------------------
@@ -173,29 +191,39 @@ class Algorithm:
 
     def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
         """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""
-        self.step.num_terms += 1
+        if self.step.has_term_of(z):
+            fix = MIXED_LABELS if self.forecaster.reads_labels else ""
+            raise ValueError(GIVEN_TWICE.format(self._name, fix))
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
-        first_pull = self.forecaster.pull(forward, labels)
+        has_weight = self.weight.constant != 0
+        forecaster = self.forecaster
+        first_pull = forecaster.pull(forward, labels)
+        self.step.add_term(z)
         shape = z.shape
         dtype = z.dtype
+        listener = weakref.ref(self)  # nor must a loss that the script keeps
 
         def backward(s: Tensor) -> Tensor | None:
             # What has learned from the first pull may have overwritten it.
-            pull = self.forecaster.pull(forward, labels) if forward.observed else first_pull
+            pull = forecaster.pull(forward, labels) if forward.observed else first_pull
             gradient = None
-            if self.weight.constant != 0:
+            if has_weight:
                 gradient = pull.gradient(shape, dtype, forward.class_dim, s, weight)
-            self._learn_from_term(forward, pull, labels, s, alpha, weight)
+            algorithm = listener()
+            if algorithm is not None:
+                algorithm._learn_from_term(forward, pull, labels, s, alpha, weight)
             return gradient
 
-        value = first_pull.value * weight if self.weight.constant != 0 else first_pull.value.new_zeros(())
+        value = first_pull.value * weight if has_weight else first_pull.value.new_zeros(())
         term: Tensor = _Term.apply(z, value, backward)
         return term
 
     def _learn_from_term(
         self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float, weight: Scale
     ) -> None:
+        if version_of(forward.logits) != forward.logits_version:
+            raise RuntimeError(EDITED.format(self._name))
         num_terms = self.step.num_terms
         if not self._begin_batch(forward):
             return

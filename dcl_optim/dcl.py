@@ -93,7 +93,6 @@ class DCLOptimizer(ForecastOptimizer):
     _name = "DCLOptimizer"
     _elsewhere: ClassVar[dict[str, str]] = {
         "prototypes": "DCPOptimizer has prototypes, DCLOptimizer has a companion; use optimizer.companion",
-        "set_targets": "DCLOptimizer needs no labels; add optimizer.penalty(logits) to a loss that cannot be read",
     }
     forecaster: Companion
 
@@ -140,7 +139,7 @@ class DCLOptimizer(ForecastOptimizer):
     def penalty(self, logits: Tensor) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss.
 
-        Autograd carries every factor of the loss. In a step in which it is called, the hooks add nothing. The companion
+        Autograd carries every factor of the loss. After its first call in a step the hooks add nothing. The companion
         learns in its backward pass. With gradients off it is 0 and nothing is learned.
 
         Args:
@@ -153,7 +152,7 @@ class DCLOptimizer(ForecastOptimizer):
 
         Raises:
             TypeError, ValueError: the logits are no floating-point tensor, or no training forward pass since the last
-                step returned them.
+                step returned them; or it was called with them before.
 
         Examples:
             >>> import torch

@@ -91,7 +91,7 @@ class DCPOptimizer(ForecastOptimizer):
     _elsewhere = dict.fromkeys(
         ("companion", "companion_optimizer", "reset_companion"),
         "DCLOptimizer has a companion, DCPOptimizer has prototypes; use optimizer.prototypes",
-    ) | {"set_targets": "add the penalty to the loss, loss + optimizer.penalty(logits, labels)"}
+    )
     _prototypes = Prototypes
     forecaster: Prototypes
 
@@ -131,7 +131,7 @@ class DCPOptimizer(ForecastOptimizer):
     def penalty(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
         r"""The weighted penalty :math:`\lambda\sum_i\Delta(z_i, p^{y_i})/n`, a term to add to any loss.
 
-        Autograd carries every factor of the loss. In a step in which it is called, the hooks add nothing. The
+        Autograd carries every factor of the loss. After its first call in a step the hooks add nothing. The
         prototypes learn in its backward pass. With gradients off it is 0 and nothing is learned, so one function can
         serve training and validation. The mode of the model does not matter.
 
@@ -147,7 +147,9 @@ class DCPOptimizer(ForecastOptimizer):
             with a label; a class that no step has seen contributes 0.
 
         Raises:
-            TypeError, ValueError: logits or labels are of another kind or shape, or labels are out of range.
+            TypeError, ValueError: logits or labels are of another kind or shape, or labels are out of range;
+                or it was called with these logits before.
+            RuntimeError: in backward, the logits were edited in place since.
 
         Examples:
             >>> import torch

@@ -41,7 +41,8 @@ class Pull(NamedTuple):
 
     def without_slope(self) -> Pull:
         """The same penalty without the memory of its gradient."""
-        return self._replace(rows=self.rows._replace(slope=self.rows.slope[:0]))
+        slope = self.rows.slope
+        return self._replace(rows=self.rows._replace(slope=slope.new_empty((0, *slope.shape[1:]))))
 
     def coefficients(self, *scales: Scale) -> tuple[float, Scale]:
         """What the rows of the slope are multiplied by in the scaled gradient: a number, and a number or (N, 1).

@@ -295,8 +295,8 @@ class ForecastOptimizer(OptimizerWrapper):
         """Return the current values as floats, nan if not known yet. The keys never change. It copies from the device.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; with DCP ``skipped`` (batches without a penalty since the optimizer was made),
-        ``prototype_norm`` and ``prototype_margin``; with an automatic weight ``train_accuracy``.
+        the last backward pass; with DCP ``skipped`` (batches since the optimizer was made that the line gave no
+        penalty), ``prototype_norm`` and ``prototype_margin``; with an automatic weight ``train_accuracy``.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.

@@ -175,8 +175,9 @@ class Prototypes(Forecaster):
                 f"{tuple(forward.logits.shape)}; pass num_classes={found}, or logits with the classes in dimension 1"
             )
         raise ValueError(
-            f"the first batch had {self.num_classes} logits a row, this one has {found}, in logits of shape "
-            f"{tuple(forward.logits.shape)}; build the base optimizer and wrap it again after a change of the classes. "
+            f"the first batch, or the loaded state, had {self.num_classes} logits a row, this one has {found}, in "
+            f"logits of shape {tuple(forward.logits.shape)}; build the base optimizer and wrap it again after a change "
+            "of the classes. "
             "Scores against the rows of a batch (in-batch negatives) have no classes"
         )
 

@@ -27,6 +27,7 @@ class Forward:
         rows: z as rows (N, K).
         output: a weak reference to the tensor that the script holds.
         version: how often that tensor was written to before.
+        logits_version: how often ``logits`` was written to before; of a copy it does not change.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.
@@ -40,6 +41,7 @@ class Forward:
         self.step = step
         self.output = weakref.ref(logits)
         self.version = version_of(logits)
+        self.logits_version = version_of(self.logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.class_dim = class_dim
         self.rows = to_rows(self.logits, class_dim)
@@ -85,12 +87,23 @@ class Step:
         self.is_cleared = False
         self.not_finite = False
         self._forwards: list[weakref.ref[Forward]] = []
+        self._logits_of_terms: list[weakref.ref[Tensor]] = []
 
     def add(self, forward: Forward) -> None:
         """Note a training forward pass; it lives as long as the graph of its logits."""
         self.num_forwards += 1
         self._forwards = [reference for reference in self._forwards if reference() is not None]
         self._forwards.append(weakref.ref(forward))
+
+    def add_term(self, logits: Tensor) -> None:
+        """Note a call of the optimizer's ``penalty``."""
+        self.num_terms += 1
+        self._logits_of_terms = [reference for reference in self._logits_of_terms if reference() is not None]
+        self._logits_of_terms.append(weakref.ref(logits))
+
+    def has_term_of(self, logits: Tensor) -> bool:
+        """Whether ``penalty`` was called with this tensor."""
+        return any(reference() is logits for reference in self._logits_of_terms)
 
     def forward_of(self, logits: Tensor, may_read: bool) -> Forward | None:
         """The forward pass that returned these logits: by identity, else the only open one with these values.
@@ -114,6 +127,7 @@ class Step:
         """The same in a copy of the optimizer, whose forward passes are not those of the script."""
         copied = copy.copy(self)
         copied._forwards = []
+        copied._logits_of_terms = []
         return copied
 
 

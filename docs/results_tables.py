@@ -183,15 +183,11 @@ def gains_by_setting(*, bold: bool = False) -> str:
     return gain_tables.by_setting(_settings(), pays.TESTED, bold=bold)
 
 
-def gains_by_weight(*, all_settings: bool = True) -> str:
-    """The gains of DCP by its weight, in all settings or in those where all weights were run."""
+def gains_by_weight() -> str:
+    """The gains of DCP by its weight, in all settings."""
     from examples.paper import gain_tables, pays
-    from examples.paper.gains import CE, gain
 
-    found = _settings()
-    if not all_settings:
-        found = {title: some for title, some in found.items() if all(gain(some, r, CE) for r in pays.WEIGHTS.values())}
-    return gain_tables.by_row(found, pays.WEIGHTS)
+    return gain_tables.by_row(_settings(), pays.WEIGHTS)
 
 
 def _settings() -> dict[str, list[Any]]:

@@ -37,17 +37,6 @@ SHARED = [
     ),
     ({"logits": "out"}, TypeError, r"logits='out' must be a function of the model's output, or None"),
     ({"strict": 1}, TypeError, r"strict=1 must be True or False"),
-    # What other editions had.
-    ({"loss_scale": 1.0}, TypeError, rf"no argument 'loss_scale': {THE_TERM}"),
-    ({"targets": "labels"}, TypeError, rf"no argument 'targets': {THE_TERM}"),
-    ({"class_dim": -1}, TypeError, rf"no argument 'class_dim': {THE_TERM}"),
-    ({"ignore_index": 0}, TypeError, rf"no argument 'ignore_index': {THE_TERM}"),
-    (
-        {"count_eval": True},
-        TypeError,
-        r"DCPOptimizer's penalty term takes any mode.*DCLOptimizer needs model.train\(\)",
-    ),
-    ({"temperature": 2.0}, TypeError, r"distance=functools.partial\(dcl_optim.distances.kl, temperature="),
 ]
 DCL_ONLY = [
     ({"companion_lr_scale": 0}, ValueError, r"companion_lr_scale=0 must be a positive finite number"),

@@ -557,7 +557,7 @@ def test_too_many_classes_are_refused_at_the_first_backward():
     ("given", "message"),
     [
         (6, "num_classes=6 but there are 5 logits"),
-        (None, "the first batch had 5 logits a row.*build the base optimizer and wrap it again"),
+        (None, "the first batch, or the loaded state, had 5 logits a row.*build the base optimizer and wrap it again"),
     ],
 )
 def test_another_number_of_logits_is_an_error(given, message):

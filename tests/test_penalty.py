@@ -309,6 +309,51 @@ def test_a_gradient_that_the_script_asks_for_has_the_penalty_and_nothing_learns_
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_a_second_call_with_the_same_logits_is_refused_and_the_first_goes_on(variant: str) -> None:
+    """As with a term for each of the two labels that mixup has: both would be learned in full."""
+    trained = []
+    for calls in (2, 1):
+        optimizer = wrap(variant, mlp())
+        term = term_of(optimizer)
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            z = optimizer.model(x)
+            penalty = term(z, y)
+            if calls == 2:
+                fix = r"mixup pass soft labels, lam \* F.one_hot" if variant == "dcp" else "See docs/losses.md"
+                with pytest.raises(ValueError, match=f"(?s)penalty was called twice with the same logits.*{fix}"):
+                    term(z, y.roll(1))
+            (F.cross_entropy(z, y) + penalty).backward()
+            optimizer.step()
+        trained.append(optimizer)
+    assert_same_training(*trained)
+
+
+def test_prototypes_do_not_learn_from_logits_that_were_edited_since_the_call() -> None:
+    """A companion learns from a copy, and so do prototypes by the line."""
+    (x, y), optimizer = one(), wrap("dcp", mlp())
+    z = optimizer.model(x)
+    loss = F.cross_entropy(z, y) + optimizer.penalty(z, y)
+    z.detach()[:, 0] = -1e9  # as a mask for a metric
+    with pytest.raises(RuntimeError, match=r"(?s)edited in place.*logits\.detach\(\)\.clone\(\)"):
+        loss.backward()
+    train(optimizer, batches(STEPS))
+    assert 0 < optimizer.prototypes.abs().max() < 100
+
+
+def test_a_call_that_raises_does_not_count() -> None:
+    (x, y), optimizer = one(), wrap("dcp", mlp())
+    train(optimizer, batches(2))
+    z = optimizer.model(x)
+    with pytest.raises(ValueError, match="had 5 logits a row, this one has 4"):
+        optimizer.penalty(z[:, :4], y % 4)
+    optimizer.zero_grad()
+    F.cross_entropy(z, y).backward()
+    optimizer.step()
+    assert optimizer.logs()["step"] == 3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_second_backward_pass_has_the_penalty_again_and_nothing_learns_from_it(variant: str) -> None:
     trained = []
     for backwards in (2, 1):

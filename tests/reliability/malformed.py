@@ -43,15 +43,6 @@ WRONG_DCP: dict[str, list[Any]] = {
     "num_classes": [0, -1, *(value for value in NO_INTEGERS if value is not None)],
     "companion_every": [2],
 }
-# Arguments of earlier editions, for which the penalty is now a term of the loss.
-GONE: dict[str, list[Any]] = {
-    "loss_scale": [1.0, "auto"],
-    "targets": ["labels"],
-    "class_dim": [1],
-    "ignore_index": [255],
-    "count_eval": [True],
-    "temperature": [2.0],
-}
 RIGHT: dict[str, list[Any]] = {
     "weight": [0.0, 0.1, 2, LinearWarmup(1.0, 3)],
     "alpha": [0.0, 0.6, 1],

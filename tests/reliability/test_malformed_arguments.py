@@ -33,7 +33,7 @@ def refused(call: Callable[[], Any], names: list[str]) -> None:
 
 def drawn_construction(draw: random.Random, variant: str) -> tuple[dict[str, Any], list[str]]:
     """Arguments of which one or two are wrong, and the names of these."""
-    wrong, right = malformed.WRONG | malformed.GONE | OWN[variant][0], malformed.RIGHT | OWN[variant][1]
+    wrong, right = malformed.WRONG | OWN[variant][0], malformed.RIGHT | OWN[variant][1]
     names = draw.sample(sorted(wrong), draw.choice([1, 1, 2]))
     others = draw.sample(sorted(right), draw.randrange(4))
     options = {name: draw.choice(right[name]) for name in others} | {name: draw.choice(wrong[name]) for name in names}
@@ -51,7 +51,7 @@ def test_malformed_constructions(variant):
         options, names = drawn_construction(draw, variant)
         given = {"base_optimizer": base, "model": model} | options
         kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
-        refused(lambda given=given, kind=kind: kind(**given), names + ["penalty"] * bool(malformed.GONE.keys() & names))
+        refused(lambda given=given, kind=kind: kind(**given), names)
         assert_same((model.state_dict(), base.state_dict(), hooks(model)), before)
         assert torch.equal(torch.get_rng_state(), state)
 

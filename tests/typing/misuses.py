@@ -40,7 +40,6 @@ def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
     optimizer.penalty(z, z)  # pyright: ignore[reportCallIssue]
     prototypes.penalty(z)  # pyright: ignore[reportCallIssue]
     prototypes.penalty(z, z, -100)  # pyright: ignore[reportCallIssue]
-    prototypes.set_targets(z)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     logit_drift(z)  # pyright: ignore[reportCallIssue]
     optimizer.zero_gard()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     print(optimizer.prototypes)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]
