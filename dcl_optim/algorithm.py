@@ -46,9 +46,13 @@ BYPASSED = (
 )
 GIVEN_TWICE = (
     "{}.penalty was called twice with the same logits since the last step, which would count them twice.\n"
-    "  Fix: call it once, and use what it returned again{}. See docs/losses.md"
+    "  Fix: call it once, and use what it returned again, or call the model again{}. See docs/losses.md"
 )
 MIXED_LABELS = "; for mixup pass soft labels, lam * F.one_hot(a, K) + (1 - lam) * F.one_hot(b, K)"
+TOO_LATE = (
+    "{}.penalty was called after a backward pass through the same logits, in which they got their penalty.\n"
+    "  Fix: call it before the first backward pass. See docs/losses.md"
+)
 EDITED = (
     "the logits that {}.penalty got were edited in place between its call and the backward pass, so it would learn "
     "from other values.\n  Fix: edit a copy, logits.detach().clone()"
@@ -146,13 +150,15 @@ class Algorithm:
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
         loss = self.reader.read(forward, gradient, is_first=self.step.num_batches == 1)
+        is_another = forward.observed and (loss.shown is None or forward.is_guessed)
+        if is_another and loss.is_finite:  # a further loss of logits that have their penalty
+            return None
         self.last = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "shown": loss.shown}
         is_read = loss.is_finite and (loss.labels is not None or not self.forecaster.reads_labels)
         if not is_read:
             self._skip(forward, alpha, loss.is_finite)
             return None
-        if forward.observed and loss.shown is None:  # another loss of logits that have their penalty
-            return None
+        forward.is_guessed = loss.shown is None
         pull = self.forecaster.pull(forward, loss.labels)
         self.last["penalty"] = pull.without_slope()
         regularized = None
@@ -194,6 +200,9 @@ class Algorithm:
         if self.step.has_term_of(z):
             fix = MIXED_LABELS if self.forecaster.reads_labels else ""
             raise ValueError(GIVEN_TWICE.format(self._name, fix))
+        by_the_line = self.step.forward_of(z, may_read=False)
+        if forward.observed or (by_the_line is not None and by_the_line.observed):
+            raise ValueError(TOO_LATE.format(self._name))
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
         has_weight = self.weight.constant != 0
@@ -245,7 +254,7 @@ class Algorithm:
     def _skip(self, forward: Forward, alpha: float, is_finite: bool) -> None:
         self.step.not_finite = self.step.not_finite or not is_finite
         if self.step.is_observing and not forward.observed:
-            forward.observed = True
+            forward.observed = not is_finite  # else another loss of these logits may be read
             self.forecaster.skip(forward, alpha)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -305,7 +314,7 @@ class Algorithm:
     def forget(self) -> None:
         """Drop the batches of the step."""
         self.forecaster.forget()
-        self.step = Step(self.step.number)
+        self.step = self.step.without_batches()
 
     def refuse_bypass(self) -> None:
         """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""

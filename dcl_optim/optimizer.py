@@ -39,7 +39,8 @@ NOT_CALLED = (
 )
 NOT_ADDED = (
     "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
-    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward()"
+    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(). To look at the value use "
+    "logs()"
 )
 MINIMIZES_A_VALUE = (
     "{} does not regularize LBFGS by the gradient alone, since LBFGS compares values of the loss.\n"
@@ -117,7 +118,10 @@ class ForecastOptimizer(OptimizerWrapper):
             raise TypeError(f"penalty takes a tensor of logits, got {type(logits).__name__}")
         if not logits.is_floating_point():
             raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
-        if not torch.is_grad_enabled() or not logits.requires_grad or not self._algorithm.hooks.attached:
+        is_training = torch.is_grad_enabled() and logits.requires_grad
+        if is_training:
+            self._refuse_superseded()
+        if not is_training or not self._algorithm.hooks.attached:
             return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
         forward, labels = make()
         return self._algorithm.term(logits, forward, labels)
@@ -232,7 +236,7 @@ class ForecastOptimizer(OptimizerWrapper):
             return "a backward pass with create_graph=True", "run a backward pass without it before the step"
         if step.num_forwards:
             return (
-                "the gradient did not come through the logits that were found",
+                "the gradient did not come through the logits that were found, or no backward pass ran",
                 f"pass logits=<their function>, or add the penalty to the loss, {term}",
             )
         if not self.model.training:
@@ -247,6 +251,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def _require_terms(self) -> None:
         step = self._algorithm.step
         if step.num_terms and not step.num_terms_used:
+            step.num_terms = 0  # those of this step are lost, and the next one starts without them
             raise RuntimeError(NOT_ADDED.format(self._name))
 
     def _require_value(self) -> None:

@@ -31,6 +31,7 @@ class Forward:
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.
+        is_guessed: whether it has a penalty whose factor could not be read.
         observed: whether the forecaster has learned from it, or was told to skip it.
         prediction: what the forecaster keeps for the backward pass, which only it writes.
         choice: a warning, if the model returned other tensors that may be the logits.
@@ -46,6 +47,7 @@ class Forward:
         self.class_dim = class_dim
         self.rows = to_rows(self.logits, class_dim)
         self.last_backward = -1
+        self.is_guessed = False
         self.observed = False
         self.prediction: Any = None
         self.choice: str | None = None
@@ -122,6 +124,14 @@ class Step:
         if may_read:
             alike = [one for one in alike if _are_equal(one.logits, logits.detach())]
         return alike[0] if len(alike) == 1 else None
+
+    def without_batches(self) -> Step:
+        """The same step without what was learned: forward passes and terms whose backward pass may still come."""
+        step = Step(self.number)
+        step.num_terms = self.num_terms - self.num_terms_used
+        step._forwards = self._forwards
+        step._logits_of_terms = self._logits_of_terms
+        return step
 
     def without_forwards(self) -> Step:
         """The same in a copy of the optimizer, whose forward passes are not those of the script."""

@@ -329,6 +329,71 @@ def test_a_second_call_with_the_same_logits_is_refused_and_the_first_goes_on(var
     assert_same_training(*trained)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_call_after_a_backward_pass_through_the_logits_is_refused(variant: str) -> None:
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    z = optimizer.model(x)
+    F.cross_entropy(z, y).backward(retain_graph=True)
+    with pytest.raises(ValueError, match=r"(?s)after a backward pass through the same logits.*before the first"):
+        term_of(optimizer)(z, y)
+    optimizer.step()
+    assert optimizer.logs()["step"] == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_that_are_cleared_between_the_call_and_its_backward_pass_do_not_take_it_along(variant: str) -> None:
+    """As in adversarial training: an attack by backward, then a forward pass of what it found."""
+    trained = []
+    for attacks in (True, False):
+        optimizer = wrap(variant, mlp())
+        model, term = optimizer.model, term_of(optimizer)
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            z = model(x)
+            loss = F.cross_entropy(z, y) + term(z, y)
+            if attacks:
+                F.cross_entropy(model(x.flip(0)), y).backward()
+                optimizer.zero_grad()
+            (loss + model(2.0 * x).square().mean()).backward()
+            optimizer.step()
+        trained.append(optimizer)
+    assert_same_training(*trained)
+
+
+@pytest.mark.filterwarnings("ignore:a batch gets no penalty")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["unread first", "read first"])
+def test_two_losses_of_the_same_logits_get_one_penalty(variant: str, order: tuple[int, int]) -> None:
+    """Each has a backward pass of its own, and the line can read one of them."""
+    trained = []
+    for way in ("line", "term"):
+        optimizer = train(wrap(variant, mlp()), batches(4), "line", F.cross_entropy)
+        for x, y in batches(STEPS, seed=2):
+            optimizer.zero_grad()
+            z = optimizer.model(x)
+            losses = [0.1 * F.multi_margin_loss(z, y), F.cross_entropy(z, y)]
+            if way == "term":
+                (losses[0] + losses[1] + term_of(optimizer)(z, y)).backward()
+            else:
+                for index in order:
+                    losses[index].backward(retain_graph=True)
+            optimizer.step()
+        trained.append(optimizer)
+    assert_same_training(*trained, **CLOSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_penalty_of_an_optimizer_that_another_has_replaced_is_refused(variant: str) -> None:
+    model, (x, y) = mlp(), one()
+    first, second = wrap(variant, model), wrap(variant, model)
+    z = model(x)
+    with pytest.raises(RuntimeError, match="another optimizer has wrapped the model"):
+        term_of(first)(z, y)
+    assert term_of(second)(z, y).requires_grad
+    with torch.no_grad():
+        assert term_of(first)(z, y) == 0
+
+
 def test_prototypes_do_not_learn_from_logits_that_were_edited_since_the_call() -> None:
     """A companion learns from a copy, and so do prototypes by the line."""
     (x, y), optimizer = one(), wrap("dcp", mlp())

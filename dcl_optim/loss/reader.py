@@ -124,7 +124,7 @@ class LossReader:
             chooses = may_read and self._tries_again(forward.step)
         if chooses:
             reading, is_finite = self._choose(forward, gradient)
-        if self.reads_labels:
+        if self.reads_labels and not forward.observed:
             self._note_whether_read(reading, may_read)
         return self._loss_of(reading, is_finite, gradient, is_first)
 
