@@ -40,7 +40,11 @@ OVERVIEW = {  # what people train, at most six rows: one or more experiments, or
     "few images: 150 Japanese characters, 5 of each": ("length-kanji-4k",),
     "wrong labels: the same, a fifth wrong": ("noise-kanji-20",),
     "pretrained, few images: EfficientNet-Lite0, 372 icons, 5 of each": "icons",
-    "fits its data: ResNet-10, 100 writing systems": ("size-scripts-m", "size-scripts-m-others"),
+    "fits its data: ResNet-10, 100 writing systems": (
+        "size-scripts-m",
+        "size-scripts-m-again",
+        "size-scripts-m-others",
+    ),
     "does not fit: small CNN, 100 writing systems": ("length-scripts-4k",),
     "plenty of clean data: Fashion-MNIST, 50,000 images": ("pays-fashion-50k",),
 }
@@ -171,11 +175,13 @@ def gains_by_size() -> str:
     """The gains over plain training by the size of the network, a column for each, and those of the primary two."""
     from examples.paper import gain_tables, size
 
-    found = {name: _records(f"size-scripts-{name}") for name in size.NETWORKS}
-    columns = {f"{size.parameters(name) / 1000:,.0f} k parameters": records for name, records in found.items()}
+    columns = {
+        f"{size.parameters(name) / 1000:,.0f} k parameters": [r for run in size.runs_of(name) for r in _records(run)]
+        for name in size.NETWORKS
+    }
     together = {
-        "both largest": [found[name] for name in size.PRIMARY],
-        "both, new seeds": [_records(f"size-scripts-{name}-again") for name in size.PRIMARY],
+        f"both largest, {seeds} seeds": [_records(size.runs_of(name)[index]) for name in size.PRIMARY]
+        for index, seeds in enumerate(("first", "new"))
     }
     return gain_tables.by_experiment(columns, size.DRAWN, together)
 
@@ -229,7 +235,6 @@ _LITE: dict[str, Any] = {"network": "efficientnet-lite0", "batch_size": 24, "ful
 FROM_IMAGENET: dict[str, dict[str, Any]] = {
     "icons": _LITE | {"data": "icons", "shots": 5, "epochs": 8},
     "kanji": _LITE | {"data": "kanji-fonts", "shots": 5, "epochs": 16},
-    "kanji, 2 of each": _LITE | {"data": "kanji-fonts", "shots": 2, "epochs": 40},
     "kanji, 20 of each": _LITE | {"data": "kanji-fonts", "shots": 20, "epochs": 4},
     "writing systems": _LITE | {"data": "noto-scripts", "shots": 5, "epochs": 24},
 }

@@ -140,7 +140,11 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
         figures["length-kanji"] = length_curves(
             [experiments[name] for name in made], list(made.values()), evidence.DRAWN, title
         )
-    of_size = {size.parameters(name): found for name in size.NETWORKS if (found := read(f"size-scripts-{name}"))}
+    of_size = {
+        size.parameters(name): found
+        for name in size.NETWORKS
+        if (found := [record for experiment in size.runs_of(name) for record in read(experiment)])
+    }
     if of_size:
         title = f"Gain over plain training by size of ResNet-10:\n{evidence.TITLES['scripts']}"
         figures["size-scripts"] = size_curves(of_size, size.DRAWN, title)

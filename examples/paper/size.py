@@ -55,6 +55,12 @@ def parameters(size: str) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
+def runs_of(size: str) -> tuple[str, ...]:
+    """The experiments with the defaults on writing systems, of all seeds of a network."""
+    first = f"size-scripts-{size}"
+    return (first, f"{first}-again") if size in PRIMARY else (first,)
+
+
 def compared(plain: Configuration) -> dict[str, Configuration]:
     """The defaults, which every network is trained with."""
     return {
