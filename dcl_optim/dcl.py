@@ -152,7 +152,7 @@ class DCLOptimizer(ForecastOptimizer):
 
         Raises:
             TypeError, ValueError: the logits are no floating-point tensor, or no training forward pass since the last
-                step returned them; or it was called with them before.
+                step returned them; or it was called with them before, or after a backward pass through them.
 
         Examples:
             >>> import torch

@@ -148,7 +148,7 @@ class DCPOptimizer(ForecastOptimizer):
 
         Raises:
             TypeError, ValueError: logits or labels are of another kind or shape, or labels are out of range;
-                or it was called with these logits before.
+                or it was called with these logits before, or after a backward pass through them.
             RuntimeError: in backward, the logits were edited in place since.
 
         Examples:

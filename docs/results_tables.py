@@ -235,6 +235,7 @@ _LITE: dict[str, Any] = {"network": "efficientnet-lite0", "batch_size": 24, "ful
 FROM_IMAGENET: dict[str, dict[str, Any]] = {
     "icons": _LITE | {"data": "icons", "shots": 5, "epochs": 8},
     "kanji": _LITE | {"data": "kanji-fonts", "shots": 5, "epochs": 16},
+    "kanji, 2 of each": _LITE | {"data": "kanji-fonts", "shots": 2, "epochs": 40},
     "kanji, 20 of each": _LITE | {"data": "kanji-fonts", "shots": 20, "epochs": 4},
     "writing systems": _LITE | {"data": "noto-scripts", "shots": 5, "epochs": 24},
 }
