@@ -21,7 +21,6 @@ from dcl_optim._optim import have_gradients, trains_any
 from dcl_optim._torch import (
     current_backward,
     is_recorded,
-    outside_compiled_graphs,
     reaches_parameters,
     version_of,
     warn_once,
@@ -140,7 +139,6 @@ class Algorithm:
 
     # ---- the line: grad z + s λ ∂Δ(z, c)/∂z --------------------------------------------------------------------------
 
-    @outside_compiled_graphs
     def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
         if gradient is None or not self._begin_batch(forward) or self.step.num_terms:
@@ -167,7 +165,6 @@ class Algorithm:
         self._observe(forward, pull, loss.labels, loss.scale, alpha)
         return regularized
 
-    @outside_compiled_graphs
     def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         gradient = self.on_gradient(forward, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
