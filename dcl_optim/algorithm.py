@@ -18,13 +18,7 @@ from torch.optim import Optimizer
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
 from dcl_optim._optim import have_gradients, trains_any
-from dcl_optim._torch import (
-    current_backward,
-    is_recorded,
-    reaches_parameters,
-    version_of,
-    warn_once,
-)
+from dcl_optim._torch import current_backward, is_recorded, reaches_parameters, version_of, warn_once
 from dcl_optim._validation import refuse_replica
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels, Pull, Scale

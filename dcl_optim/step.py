@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dcl_optim._torch import version_of
 from dcl_optim.distances import to_rows
+
+T = TypeVar("T")
 
 
 class Forward:
@@ -94,14 +96,12 @@ class Step:
     def add(self, forward: Forward) -> None:
         """Note a training forward pass; it lives as long as the graph of its logits."""
         self.num_forwards += 1
-        self._forwards = [reference for reference in self._forwards if reference() is not None]
-        self._forwards.append(weakref.ref(forward))
+        self._forwards = [*_alive(self._forwards), weakref.ref(forward)]
 
     def add_term(self, logits: Tensor) -> None:
         """Note a call of the optimizer's ``penalty``."""
         self.num_terms += 1
-        self._logits_of_terms = [reference for reference in self._logits_of_terms if reference() is not None]
-        self._logits_of_terms.append(weakref.ref(logits))
+        self._logits_of_terms = [*_alive(self._logits_of_terms), weakref.ref(logits)]
 
     def has_term_of(self, logits: Tensor) -> bool:
         """Whether ``penalty`` was called with this tensor."""
@@ -139,6 +139,10 @@ class Step:
         copied._forwards = []
         copied._logits_of_terms = []
         return copied
+
+
+def _alive(references: list[weakref.ref[T]]) -> list[weakref.ref[T]]:
+    return [reference for reference in references if reference() is not None]
 
 
 def _copy_of(logits: Tensor, class_dim: int) -> Tensor:
