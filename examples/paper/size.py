@@ -52,7 +52,7 @@ SETTINGS = {
 DRAWN = {label: Row(label) for label in ("DCP", "DCL")}
 PRIMARY = ("m", "l")  # the networks of the primary comparison
 # Learning rates and weight decays that were tried.
-TRIED = ((0.1, 5e-4), (0.1, 2e-3), (0.1, 5e-3), (0.03, 5e-4), (0.3, 5e-4))
+TRIED = ((0.1, 5e-4), (0.1, 2e-3), (0.1, 5e-3), (0.03, 5e-4), (0.3, 5e-4), (0.3, 2e-3))
 
 
 def parameters(size: str) -> int:
