@@ -65,13 +65,16 @@ def overview_cost() -> str:
     short = [model for model in images if plain[model] < SMALL_STEP]
     models = {
         f"image, steps of {min(plain[model] for model in long):.0f} ms or more": long,
-        f"image, steps of {max(plain[model] for model in short):.1f} ms or less": short,
+        f"image, steps of {' and '.join(f'{plain[model]:.1f}' for model in short)} ms": short,
         "pixel, 21 classes": ["pixels"],
         "token, 8,000 classes": ["tokens"],
     }
     rows = [[place, *(_range(way, chosen) for way in WAYS)] for place, chosen in models.items()]
+    tiny = {row["name"]: row for row in _benchmark("wide")["wide"][0]["rows"]}  # ten classes, float32
+    title = f"image, a step of {tiny['plain']['milliseconds']['median']:.1f} ms"
+    rows.insert(2, [title, *(f"{tiny[way]['ratio_to_plain']['median']:.2f}" for way in WAYS)])
     kernels = {row["method"]: row["kernels"] for row in _benchmark("kernels")["kernels"] if _is_simple(row)}
-    rows.append([f"GPU kernels, plain {kernels['plain']:.0f}", *(f"{kernels[way]:.0f}" for way in WAYS)])
+    rows.append([f"GPU kernels a step, plain {kernels['plain']:.0f}", *(f"{kernels[way]:.0f}" for way in WAYS)])
     rows.append(["memory, K classes", "K² numbers", "the same", "a network", "the same"])
     return "\n".join(grid(["one label per", *WAYS], rows, words=1))
 
@@ -175,15 +178,40 @@ def gains_by_size() -> str:
     """The gains over plain training by the size of the network, a column for each, and those of the primary two."""
     from examples.paper import gain_tables, size
 
-    columns = {
-        f"{size.parameters(name) / 1000:,.0f} k parameters": [r for run in size.runs_of(name) for r in _records(run)]
-        for name in size.NETWORKS
-    }
+    columns = {_parameters(name): [r for run in size.runs_of(name) for r in _records(run)] for name in size.NETWORKS}
     together = {
         f"both largest, {seeds} seeds": [_records(size.runs_of(name)[index]) for name in size.PRIMARY]
         for index, seeds in enumerate(("first", "new"))
     }
     return gain_tables.by_experiment(columns, size.DRAWN, together)
+
+
+def tuning_by_size() -> str:
+    """Plain training's accuracy on validation images by learning rate and weight decay, with the largest networks."""
+    from benchmarks.table import grid
+    from examples.paper import size
+
+    found = {name: {r["label"]: r["accuracy"]["model"] for r in _records(f"size-tuning-{name}")} for name in size.TUNED}
+    lines = [
+        [f"{lr:g}", f"{decay:g}", *(f"{100 * found[name][f'{lr:g}, {decay:g}']:.1f}" for name in found)]
+        for lr, decay in size.TRIED
+    ]
+    return "\n".join(grid(["learning rate", "weight decay", *map(_parameters, found)], lines, words=2))
+
+
+def gains_when_tuned() -> str:
+    """The gains over plain training with the learning rate and weight decay that are best for it."""
+    from examples.paper import gain_tables, size
+
+    found = {_parameters(name): _records(f"size-scripts-{name}-tuned") for name in size.TUNED}
+    return gain_tables.by_experiment(found, size.DRAWN, {"both": list(found.values())})
+
+
+def _parameters(name: str) -> str:
+    """The head of a network's column."""
+    from examples.paper import size
+
+    return f"{size.parameters(name) / 1000:,.0f} k parameters"
 
 
 def gains_by_setting(*, bold: bool = False) -> str:

@@ -529,6 +529,22 @@ def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_
     assert torch.equal(optimizer.prototypes, before)
 
 
+def test_another_loss_of_the_same_logits_that_cannot_be_read_says_nothing():
+    """The logits have their penalty already; a warning would be an error here."""
+    model = mlp()
+    optimizer = make("dcp", model)
+    train(model, optimizer, vectors(2))
+    for x, y in vectors(2):
+        optimizer.zero_grad()
+        z = model(x)
+        F.cross_entropy(z, y).backward(retain_graph=True)
+        z.square().mean().backward()
+        optimizer.step()
+    logs = optimizer.logs()
+    assert logs["penalty"] > 0
+    assert logs["skipped"] == 0
+
+
 def test_a_single_row_that_cannot_be_read_is_left_out():
     """The prototypes are those of the batch without it, to the rounding of the mean."""
     torch.manual_seed(0)

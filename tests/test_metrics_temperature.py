@@ -55,6 +55,7 @@ ZEROS = torch.zeros(3, dtype=torch.long)
         (torch.zeros(3, 2), ZEROS - 100, "class indices from 0 to 1"),
         (torch.zeros(3, 2), ZEROS + 2, "class indices from 0 to 1"),
         (torch.zeros(3, 2), torch.zeros(3), "class indices"),
+        (torch.zeros(3, 2), ZEROS > 0, "class indices"),
         (torch.full((3, 2), math.nan), ZEROS, "finite"),
         (torch.tensor([[-math.inf, 0.0]] * 3), ZEROS, "minus infinity at no label"),
         (torch.tensor([[1.0, 0.0]] * 3), ZEROS, "every prediction is right"),

@@ -192,7 +192,7 @@ class LossReader:
                 self._take(form, dim, forward)
                 return reading, True
         if all(evidence.says for evidence in found):  # else the one that says nothing yet may be that of the classes
-            return self._refuse(layouts[0])
+            return self._refuse(layouts[0], forward)
         return self._wait(forward, dims, layouts[0], found[0])
 
     def _possible_dims(self, gradient: Tensor) -> list[int]:
@@ -226,14 +226,14 @@ class LossReader:
         If hard labels fit each of the first such batches, they are taken; what does not fit is refused.
         """
         if self._form is not None:
-            return self._refuse(layout)
+            return self._refuse(layout, forward)
         reading = cross_entropy.read(Form("hard"), layout, self.reads_labels)
         fits = len(dims) == 1 and bool(evidence.is_hard) and not evidence.is_mixed
         self._may_be_hard = self._may_be_hard and fits and self._has_one_scale(reading, layout.tolerance)
         is_over = self._num_silent >= PATIENCE
         if not self._may_be_hard:
             self._scale = None  # that of hard labels, which do not fit
-            return self._refuse(layout) if is_over else (None, True)
+            return self._refuse(layout, forward) if is_over else (None, True)
         if is_over:
             self._take(Form("hard"), dims[0], forward)
         elif self.reads_labels:
@@ -250,14 +250,15 @@ class LossReader:
             self._single_row_scale = scale
         return abs(scale - self._single_row_scale) <= 5.0 * tolerance * self._single_row_scale
 
-    def _refuse(self, layout: Gradient) -> tuple[None, bool]:
+    def _refuse(self, layout: Gradient, forward: Forward) -> tuple[None, bool]:
         """A gradient that says something has no known form: an error where labels are needed, later a warning."""
         self._was_refused = self._form is None
         if self.reads_labels:
             message = unread.unreadable_labels(self._name, layout.g)
             if self._form is None:
                 raise RuntimeError(message)
-            warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
+            if not forward.observed:  # else these logits have their penalty from another loss
+                warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
         return None, True
 
     def questions(self) -> list[_sync.Question]:

@@ -17,7 +17,7 @@ UNREADABLE_LABELS = (
     "{name} cannot read the labels from this loss's gradient, which is not that of a softmax cross-entropy over the "
     "model's logits.\n  Seen: {seen}.\n  Fix: {fix}. See docs/losses.md"
 )
-ADD_THE_TERM = f"add the penalty to the loss, {TERM_WITH_LABELS}"
+ADD_THE_TERM = f"add the penalty to the loss, {TERM_WITH_LABELS}; rows without one class each need DCLOptimizer"
 NEEDS_CLASSES = "give the model one output for each class, or use DCLOptimizer (no gain was measured)"
 UNREADABLE_SCALE = (
     "{name} cannot read what this loss is multiplied by (gradient scaler, accumulation, weights) from its gradient, "
@@ -52,7 +52,10 @@ def _seen_in(g: Tensor) -> str:
     g = g[g.abs().amax(1) > 0].float()
     if (g.sum(1).abs() > 0.02 * g.abs().sum(1)).float().mean() > 0.1:
         return "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression or another term"
-    return "the gradient's rows sum to 0, as of class weights with smoothing, a temperature, margin or sum of losses"
+    return (
+        "the gradient's rows sum to 0, as of class weights with smoothing, a temperature, a sum of losses, mixup of fewer "
+        "than five classes, or logits that are changed before the loss"
+    )
 
 
 class Skipped:

@@ -36,7 +36,11 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     if logits.ndim != 2 or logits.shape[1] < 2 or labels.shape != logits.shape[:1] or not len(labels):
         shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
         raise ValueError(f"logits and labels have shapes {shapes}; they must be (N, K) and (N,), N >= 1 and K >= 2")
-    if labels.is_floating_point() or not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]:
+    if (
+        labels.is_floating_point()
+        or labels.dtype == torch.bool
+        or not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]
+    ):
         raise ValueError(f"labels must be class indices from 0 to {logits.shape[1] - 1}; leave ignored rows out")
     z = logits.detach().double()
     z = z - z.amax(1, keepdim=True)

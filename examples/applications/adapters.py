@@ -65,8 +65,8 @@ def _lora(model: nn.Module, rank: int) -> nn.Module:
 def to_training_mode(model: nn.Module) -> None:
     """Put what trains into training mode and what is frozen into evaluation mode.
 
-    In training mode a frozen batch norm would still move its running mean and variance, and a frozen dropout would
-    disturb the features.
+    In training mode a frozen batch norm would still move its running mean and variance, and the dropout inside a frozen
+    module would disturb the features. A dropout beside the head has no parameters and stays on.
     """
     model.train()
     for module in model.modules():

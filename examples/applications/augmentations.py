@@ -1,4 +1,4 @@
-"""Augmentations with and without DCL: crop and mirror, TrivialAugment, mixup and CutMix.
+"""Augmentations without and with DCL and DCP: crop and mirror, TrivialAugment, mixup and CutMix.
 
     python -m examples.applications.augmentations                      # small-cnn on 3,000 images of Fashion-MNIST
     python -m examples.applications.augmentations --data noto-scripts

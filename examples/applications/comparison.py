@@ -158,5 +158,5 @@ def main(application: Application, description: str | None, arguments: Sequence[
         torch.set_num_threads(options.threads)
     try:
         print(table(application, run(application, options)))
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         made.error(explain(error) or str(error))

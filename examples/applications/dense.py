@@ -1,4 +1,4 @@
-"""A class for each pixel, with and without DCL.
+"""A class for each pixel, without and with DCL and DCP.
 
     python -m examples.applications.dense                         # articles of Fashion-MNIST that overlap, in noise
     python -m examples.applications.dense --data voc --folder DIR --network deeplabv3_resnet50 --train-size 10000

@@ -1,4 +1,4 @@
-"""Fine-tuning a pretrained network: all of it, a linear probe, or LoRA, each with and without DCL.
+"""Fine-tuning a pretrained network: all of it, a linear probe, or LoRA, each without and with DCL or DCP.
 
     python -m examples.applications.fine_tuning
 

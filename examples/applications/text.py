@@ -1,4 +1,4 @@
-"""A small transformer that classifies text, with and without DCL.
+"""A small transformer that classifies text, without and with DCL and DCP.
 
     python -m examples.applications.text
     python -m examples.applications.text --data 20newsgroups --length 128 --epochs 10

@@ -112,9 +112,6 @@ class Run:
         return methods.Setting(
             build=lambda: self._build(chosen.network),
             optimizer=optimizer,
-            epochs=chosen.epochs,
-            steps_per_epoch=self._steps_per_epoch(),
-            samples=self.data.train_size(),
             classes=self.data.classes,
             device=self.device,
             scheduler=lambda stepped: CosineAnnealingLR(stepped, chosen.epochs),
@@ -141,8 +138,8 @@ class Run:
         for network in self.method.networks().values():
             network.train()
         first = len(self.losses) * self._steps_per_epoch()
-        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator), first):
-            loss = self.method.step(self._moved(x), y.to(self.device), index)
+        for number, (x, y, _) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator), first):
+            loss = self.method.step(self._moved(x), y.to(self.device))
             for average in self.averages.values() if number % AVERAGED_EVERY == 0 else ():
                 average.update_parameters(self.method.main.network)
             total, count = total + loss * len(y), count + len(y)

@@ -15,6 +15,7 @@ from examples.applications.comparison import main
 from examples.applications.distillation import losses, methods, stages, training
 from examples.applications.distillation.__main__ import APPLICATION, train, with_dcl
 from examples.helpers.optimizers import penalty
+from examples.paper import datasets, networks
 from tests.applications.distillation_cases import (
     CPU,
     SHAPE,
@@ -201,6 +202,15 @@ def test_another_teacher_teaches_otherwise_and_the_plain_student_needs_none(fold
     assert not equal(*students)
     with pytest.raises(ValueError, match="teacher_weights='/nowhere' does not exist"):
         scored(replace(TINY, teacher_weights="/nowhere"), method="KD")
+
+
+def test_a_teacher_of_other_classes_is_refused(tmp_path):
+    """Its head would be random."""
+    data = datasets.load(TINY.data)
+    path = tmp_path / "teacher.pt"
+    torch.save(networks.build(TINY.teacher, data.classes + 1, data.shape).state_dict(), path)
+    with pytest.raises(ValueError, match=r"2 entries are .* of another shape"):
+        scored(replace(TINY, teacher_weights=str(path)), method="KD")
 
 
 @pytest.mark.usefixtures("single")

@@ -31,9 +31,6 @@ def setting(build: Callable[[], nn.Module] = network, momentum: float = 0.9, epo
     return Setting(
         build=build,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=momentum, weight_decay=1e-2),
-        epochs=epochs,
-        steps_per_epoch=STEPS,
-        samples=SAMPLES,
         classes=CLASSES,
         device=torch.device("cpu"),
         scheduler=lambda optimizer: CosineAnnealingLR(optimizer, epochs),
@@ -51,8 +48,8 @@ def started(name: str, given: Setting | None = None, seed: int = 0, **options: A
     return make(name, given or setting(), **options)
 
 
-def batches(epochs: int = EPOCHS) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
-    """Epoch, step, inputs, labels, indices: the samples in another order each epoch, with noise of its own."""
+def batches(epochs: int = EPOCHS) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Epoch, step, inputs, labels: the samples in another order each epoch, with noise of its own."""
     generator = torch.Generator().manual_seed(5)
     samples = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
@@ -60,12 +57,12 @@ def batches(epochs: int = EPOCHS) -> Iterator[tuple[int, int, Tensor, Tensor, Te
         order = torch.randperm(SAMPLES, generator=generator)
         for step, index in enumerate(order.split(BATCH)):
             noise = torch.randn(BATCH, FEATURES, generator=generator, dtype=torch.float64)
-            yield epoch, step, samples[index] + 0.3 * noise, labels[index], index
+            yield epoch, step, samples[index] + 0.3 * noise, labels[index]
 
 
-def advance(method: Method, batch: tuple[int, int, Tensor, Tensor, Tensor]) -> Tensor:
-    _, step, x, y, index = batch
-    loss = method.step(x, y, index)
+def advance(method: Method, batch: tuple[int, int, Tensor, Tensor]) -> Tensor:
+    _, step, x, y = batch
+    loss = method.step(x, y)
     if step == STEPS - 1:
         method.end_epoch()
     return loss
@@ -195,7 +192,7 @@ def test_the_loss_returned_is_the_tasks(name: str) -> None:
     given = setting(functools.partial(network, dropout=0.0))
     method = started(name, given)
     for batch in batches():
-        _, _, x, y, _ = batch
+        _, _, x, y = batch
         nets = list(method.networks().values()) if name == "voting" else [method.networks()["model"]]
         expected = sum(-F.log_softmax(copy.deepcopy(net)(x), 1)[torch.arange(BATCH), y].mean() for net in nets)
         loss = advance(method, batch)

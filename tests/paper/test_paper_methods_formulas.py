@@ -97,7 +97,7 @@ def test_plain_with_label_smoothing() -> None:
     method = started("plain", by_hand(), label_smoothing=0.2)
     net = twin(method)
     for batch in batches():
-        epoch, _, x, y, _ = batch
+        epoch, _, x, y = batch
         advance(method, batch)
         target = 0.8 * torch.eye(CLASSES, dtype=x.dtype)[y] + 0.2 / CLASSES
         descend(net, cross_entropy(net(x), target), epoch)
@@ -121,7 +121,7 @@ def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: 
     model, companion = twin(method), twin(method, "companion")
     assert companion[0].out_features == (3 if own_architecture else 8)
     for batch in batches():
-        epoch, _, x, y, _ = batch
+        epoch, _, x, y = batch
         advance(method, batch)
         z, c = model(x), companion(x)
         penalty = divergence(z, c.detach())
@@ -137,7 +137,7 @@ def test_companion_prototype_holds_the_model_to_its_class_means() -> None:
     method = started("dcp", by_hand(), weight=0.5, alpha=0.3, update="batch", distance="squared")
     net, prototypes = twin(method), {}
     for batch in batches():
-        epoch, _, x, y, _ = batch
+        epoch, _, x, y = batch
         advance(method, batch)
         z = net(x)
         pulls = [(z[i] - prototypes[k]).square().mean() for i, k in enumerate(y.tolist()) if k in prototypes]
@@ -186,7 +186,7 @@ def test_voting_trains_each_network_alone_and_averages_their_probabilities() -> 
     nets = [twin(method, name) for name in ("model", "model_2", "model_3")]
     assert len({net[0].weight.sum().item() for net in nets}) == 3
     for batch in batches():
-        epoch, _, x, y, _ = batch
+        epoch, _, x, y = batch
         advance(method, batch)
         for net in nets:
             descend(net, cross_entropy(net(x), y), epoch)

@@ -148,7 +148,7 @@ def test_the_training_step_with_each_option_is_the_one_written_out(name: str, sh
     method = started(name, by_hand(normed), **WRAPPED[name], **shared)
     hand, task = Hand(name, method), Task(option)
     for batch in batches():
-        epoch, step, x, y, _ = batch
+        epoch, step, x, y = batch
         state = torch.get_rng_state()
         loss = advance(method, batch)
         torch.set_rng_state(state)
@@ -233,7 +233,7 @@ def test_class_wise_distillation_holds_a_sample_to_another_of_its_class() -> Non
     method = started("cs-kd", by_hand(normed), weight=0.7, temperature=3.0)
     net = twin(method)
     for batch in batches():
-        epoch, _, x, y, _ = batch
+        epoch, _, x, y = batch
         state = torch.get_rng_state()
         advance(method, batch)
         torch.set_rng_state(state)
@@ -257,7 +257,7 @@ def test_random_prototypes_are_there_from_the_start_and_stay() -> None:
     net, prototypes = twin(method), method.kept["prototypes"].weight.clone()
     assert 1.0 < float(prototypes.std()) < 3.0
     for batch in batches():
-        epoch, _, x, y, _ = batch
+        epoch, _, x, y = batch
         advance(method, batch)
         z = net(x)
         descend(net, cross_entropy(z, y) + 0.5 * (z - prototypes[y]).square().mean(), epoch)

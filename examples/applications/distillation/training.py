@@ -127,7 +127,7 @@ def teacher(settings: Settings, data: Data, device: torch.device, progress: Prog
     network = stages.build(settings.teacher, data.classes, data.shape)
     if not path.exists():
         _train_teacher(settings, data, device, lambda text: progress(f"teacher, {text}"))
-    load(network, path)
+    load(network, path, other_classes=False)
     return stages.cut(network)
 
 

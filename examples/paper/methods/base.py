@@ -30,9 +30,6 @@ class Setting:
     Attributes:
         build: gives a fresh network, drawn from torch's global generator.
         optimizer: builds the optimizer of some parameters.
-        epochs: how many epochs will be trained.
-        steps_per_epoch: batches in an epoch.
-        samples: size of the training set; the ``index`` of a sample is in 0..samples - 1.
         classes: number of classes.
         device: where the networks and the batches are.
         scheduler: builds the learning-rate schedule of an optimizer; stepped once an epoch.
@@ -42,9 +39,6 @@ class Setting:
 
     build: Callable[[], nn.Module]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    epochs: int
-    steps_per_epoch: int
-    samples: int
     classes: int
     device: torch.device
     scheduler: Callable[[Optimizer], LRScheduler]
@@ -116,13 +110,12 @@ class Method(ABC):
         return {name: trained.network for name, trained in self.trained.items()}
 
     @abstractmethod
-    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Train on one batch.
 
         Args:
             x: network inputs, (B, C, H, W), on the setting's device.
             y: class indices, (B,), there too.
-            index: which training samples they are, (B,), on any device.
 
         Returns:
             The task loss before the step, detached: cross-entropy, or what a method's options make of it, without

@@ -61,7 +61,7 @@ class Plain(Method):
     def options(cls) -> tuple[str, ...]:
         return (*keywords_of(Criterion.__init__), *keywords_of(Plain.__init__))
 
-    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
         x, target = self._mixed(x, y) if self._mixup else (x, y)
         self.main.optimizer.zero_grad()
         z = self.main.network(x)

@@ -80,7 +80,7 @@ class ResNet(nn.Module):
 
         Args:
             x: images, (B, C, H, W).
-            before_relu: whether to give the maps before their ReLU, as ReviewKD takes them from the teacher.
+            before_relu: whether to give the maps before their ReLU, which the head applies itself.
         """
         maps = [self.bn1(self.conv1(x))]
         for stage in self.stages:

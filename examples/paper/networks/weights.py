@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 
-def load(model: nn.Module, path: Path) -> None:
+def load(model: nn.Module, path: Path, *, other_classes: bool = True) -> None:
     """Load a state dict into the model, but leave the model's own head where the file's has another number of classes.
 
     Args:
         model: one of this package's networks; its last linear layer is the head.
         path: file that ``torch.save`` wrote, with nothing but the state dict in it.
+        other_classes: whether it may have another number of classes. Default True.
 
     Raises:
         ValueError: something other than the head is missing, left over or of another shape.
@@ -24,7 +25,7 @@ def load(model: nn.Module, path: Path) -> None:
     own = model.state_dict()
     head = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
     entries = {f"{head}.weight", f"{head}.bias"}
-    if entries <= loaded.keys() and loaded[f"{head}.bias"].shape != own[f"{head}.bias"].shape:
+    if other_classes and entries <= loaded.keys() and loaded[f"{head}.bias"].shape != own[f"{head}.bias"].shape:
         loaded = {**loaded, **{entry: own[entry] for entry in entries}}
     wrong = sorted(own.keys() ^ loaded.keys())
     wrong += [name for name in own if name in loaded and own[name].shape != loaded[name].shape]
