@@ -224,11 +224,10 @@ class Algorithm:
     ) -> None:
         if version_of(forward.logits) != forward.logits_version:
             raise RuntimeError(EDITED.format(self._name))
-        num_terms = self.step.num_terms
+        is_first_use = forward.last_backward == -1
         if not self._begin_batch(forward):
             return
-        self.step.num_terms = num_terms  # also if an earlier step was forgotten
-        self.step.num_terms_used += 1
+        self.step.num_terms_used += is_first_use
         self.last = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.without_slope()}
         if _sync.may_sync(forward.step, s) and not bool((forward.logits < torch.inf).all() & (s.abs() < torch.inf)):
             self._skip(forward, alpha, is_finite=False)
@@ -279,15 +278,16 @@ class Algorithm:
         self.step.is_cleared = True
 
     def _are_gradients_gone(self, backward: int = -1) -> bool:
-        """Whether gradients were cleared without a step, as where a gradient scaler skips it.
+        """Whether ``zero_grad`` cleared gradients without a step, as where a gradient scaler skips it.
+
+        That no parameter has a gradient is no sign: FSDP2 has none before it communicates, nor has a backward pass that
+        ends at detached logits.
 
         Args:
             backward: the backward pass that runs; batches that it has brought have no gradients yet.
         """
         step = self.step
-        if not step.num_batches or not step.is_observing or step.last_backward == backward:
-            return False
-        return step.is_cleared or not have_gradients(self._base)
+        return step.is_cleared and step.num_batches > 0 and step.is_observing and step.last_backward != backward
 
     def forget_cleared(self) -> bool:
         """Before a step: forget the batches whose gradients are gone; say whether they are.

@@ -46,8 +46,8 @@ class DCPOptimizer(ForecastOptimizer):
         base_optimizer: the ``torch.optim`` optimizer to wrap.
         model: the model that it trains.
         weight: :math:`\lambda \ge 0`, a callable of the step (counted from 1), or ``"auto"`` (default), which grows
-            from 0.1 to 1, with fewer than 100 classes to K/100, as the training accuracy grows; with ten or fewer it is 0.1
-            (:class:`~dcl_optim.AutoWeight`). The paper uses 1.
+            from 0.1 to 1, with fewer than 100 classes to K/100, as the training accuracy grows; with
+            ten or fewer it is 0.1 (:class:`~dcl_optim.AutoWeight`). The paper uses 1.
         num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
             (default) for that of the first logits.
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,

@@ -297,7 +297,9 @@ class ForecastOptimizer(OptimizerWrapper):
         self._algorithm.alpha = Checked(value, "alpha", upper=1.0)
 
     def logs(self, prefix: str = "") -> dict[str, float]:
-        """Return the current values as floats, nan if not known yet. The keys stay while the settings do. It copies from the device.
+        """Return the current values as floats, nan if not known yet. It copies from the device.
+
+        The keys stay while the settings do.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
         the last backward pass; with DCP ``skipped`` (batches since the optimizer was made that the line gave no

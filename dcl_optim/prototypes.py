@@ -78,7 +78,7 @@ class Prototypes(Forecaster):
 
     def _create(self, num_classes: int, like: Tensor) -> None:
         """Create the prototypes of this many classes; 0 as long as the number is not known."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else torch.float32
         size = num_classes**2 * dtype.itemsize
         if size > MAX_BYTES:
             raise ValueError(
@@ -146,7 +146,8 @@ class Prototypes(Forecaster):
             weights = self._numbers.index_select(0, classes).sign_()  # 1 for a class that was seen, else 0
         else:
             classes, shares = self._columns(forward, labels.rows.to(self._rows.dtype))
-            c = shares @ self._rows.index_select(0, classes)
+            with torch.autocast(z.device.type, enabled=False):
+                c = shares @ self._rows.index_select(0, classes)
             is_unknown = ((shares > 0) & (self._numbers.index_select(0, classes) == 0)).any(1)
             weights = ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
         rows = rows_of(self.distance, z, c)
@@ -324,9 +325,9 @@ class Prototypes(Forecaster):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
         numbers = state["numbers"]
-        if len(numbers) != self.num_classes:
-            self._create(len(numbers), self._rows)
-        self._rows[:-1] = state["values"].to(self._rows)
+        values = state["values"].to(self._rows.device)
+        self._create(len(numbers), values)  # in the dtype of the logits that it was learned from
+        self._rows[:-1] = values
         self._numbers[:-1] = numbers.to(self._numbers)
         self._fit = state["fit"].to(self._fit)
         self._may_be_in_batch = False

@@ -781,6 +781,61 @@ def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(varia
     assert_same(learned(optimizer), learned(second))
 
 
+def single_rows(number: int) -> list[tuple[Tensor, Tensor]]:
+    """Rows of two classes, a batch each: no form is known until 20 of them have come."""
+    return [(x, y % 2) for x, y in batches(number, size=1)]
+
+
+@pytest.mark.parametrize("case", ["single rows of two classes", "DCL after another loss"])
+def test_a_resumed_run_knows_what_the_batches_before_a_form_have_shown(case):
+    """Saved while no form is known."""
+    is_dcl = case.startswith("DCL")
+    data = list(batches(40)) if is_dcl else single_rows(40)
+    losses = [squares if is_dcl and step < 5 else lambda z, y: 0.1 * F.cross_entropy(z, y) for step in range(40)]
+
+    def run(model, optimizer, first, last):
+        for step in range(first, last):
+            train(model, optimizer, [data[step]], losses[step])
+
+    def build():
+        torch.manual_seed(0)
+        model = nn.Linear(FEATURES, CLASSES if is_dcl else 2).double()
+        return model, make("dcl" if is_dcl else "dcp", model)
+
+    model, optimizer = build()
+    run(model, optimizer, 0, 10)
+    again, second = build()
+    again.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(model, optimizer, 10, 40)
+    run(again, second, 10, 40)
+    assert_same(model, again, rtol=0, atol=0)
+    assert_same(optimizer.state_dict(), second.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["smoothed", "weighted"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_batch_without_rows_changes_nothing(variant, form):
+    weights = torch.tensor([0.5, 2.0])
+    loss = {
+        "smoothed": smoothed,
+        "weighted": lambda z, y: F.cross_entropy(z[:, :2], y % 2, weights.to(z), reduction="sum"),
+    }[form]
+    results = []
+    for has_empty in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(FEATURES, 2 if form == "weighted" else CLASSES).double()
+        optimizer = make(variant, model)
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            if has_empty:
+                loss(model(x[:0]), y[:0]).nan_to_num().backward()
+            optimizer.step()
+        results.append((model.state_dict(), optimizer.logs().get("skipped", 0.0)))
+    assert_same(*results)
+
+
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("batch", ["zero", "unreadable", "other factor"])

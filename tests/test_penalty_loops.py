@@ -245,3 +245,49 @@ def test_recomputation_in_the_backward_pass_equals_plain(variant: str, whole: bo
         torch.manual_seed(5)
         runs.append(train(optimizer, [(x.requires_grad_(), y) for x, y in batches(STEPS)], call=call))
     assert_same_training(*runs)
+
+
+@pytest.mark.parametrize("way", ["detached", "reentrant checkpoint"])
+def test_a_backward_pass_that_is_split_at_the_logits(way: str) -> None:
+    """When the term's backward pass ends, no parameter has a gradient yet. DCL gets what the model returned."""
+    results = []
+    for splits in (False, True):
+        optimizer = wrap("dcp", mlp())
+        model = optimizer._algorithm.model
+
+        def loss(z: Tensor, y: Tensor, optimizer: Any = optimizer) -> Tensor:
+            return margins(z, y) + optimizer.penalty(z, y)
+
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            z = model(x)
+            if not splits:
+                loss(z, y).backward()
+            elif way == "detached":
+                leaf = z.detach().requires_grad_()
+                loss(leaf, y).backward()
+                z.backward(leaf.grad)
+            else:
+                checkpoint(loss, z, y, use_reentrant=True).backward()
+            optimizer.step()
+        results.append((model.state_dict(), optimizer.prototypes))
+    assert_same(*results, **CLOSE)
+
+
+def test_a_term_that_is_differentiated_twice_before_a_step_that_is_skipped() -> None:
+    """As for norms of gradients; the term of the next step is found."""
+    results = []
+    for asks in (False, True):
+        optimizer = wrap("dcp", mlp())
+        model = optimizer._algorithm.model
+        for step, (x, y) in enumerate(batches(STEPS)):
+            optimizer.zero_grad()
+            z = model(x)
+            loss = margins(z, y) + optimizer.penalty(z, y)
+            if asks:
+                torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            loss.backward()
+            if step != 2:
+                optimizer.step()
+        results.append((model.state_dict(), optimizer.prototypes))
+    assert_same(*results, **CLOSE)

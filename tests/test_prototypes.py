@@ -745,3 +745,50 @@ def test_a_rank_whose_batch_is_not_finite_leaves_the_other_in_step(ranks: Path):
     found = same_on_both(ranks, "nan")
     assert found["own"].isfinite().all()
     assert found["seen"].all()
+
+
+@pytest.mark.parametrize("first_parameter", [torch.float32, torch.complex64])
+def test_prototypes_have_the_dtype_of_the_logits_also_after_resuming(first_parameter):
+    """Not that of the first parameter, which may be narrower or complex."""
+
+    class Widening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(FEATURES, dtype=first_parameter))
+            self.head = nn.Linear(FEATURES, CLASSES).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((x * self.first).real.double())
+
+    def build():
+        torch.manual_seed(0)
+        model = Widening()
+        return model, wrap(model, num_classes=None)
+
+    model, optimizer = build()
+    train(model, optimizer, batches(3))
+    again, second = build()
+    again.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert second.prototypes.dtype == torch.float64
+    for network_, stepped in ((model, optimizer), (again, second)):
+        train(network_, stepped, batches(3, seed=2))
+    assert torch.equal(optimizer.prototypes, second.prototypes)
+    assert_same(model, again, rtol=0, atol=0)
+
+
+def test_soft_labels_of_the_term_are_not_rounded_under_autocast():
+    runs = []
+    for is_half in (False, True):
+        model = network(dtype=torch.float32)
+        optimizer = wrap(model)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            z = model(x.float())
+            shares = 0.7 * one_hot(y).float() + 0.3 / CLASSES
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+                penalty = optimizer.penalty(z, shares)
+            (F.cross_entropy(z, shares) + penalty).backward()
+            optimizer.step()
+        runs.append(model)
+    assert_same(*runs, rtol=0, atol=0)

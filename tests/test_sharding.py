@@ -92,6 +92,28 @@ def test_sharded_training_equals_one_process_on_the_joint_batch(tmp_path: Path):
         assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
 
 
+def accumulating_worker(rank: int, folder: Path) -> None:
+    """Gradients are communicated with the last micro-batch only; until then no parameter has one."""
+    for variant in ("dcl", "dcp"):
+        results = []
+        for saves_communication in (False, True):
+            model = sharded()
+            optimizer = wrap(variant, model)
+            for micro_batches in zip(batches(STEPS), batches(STEPS, seed=8), strict=True):
+                optimizer.zero_grad()
+                for number, (x, y) in enumerate(micro_batches):
+                    model.set_requires_gradient_sync(number == 1 or not saves_communication)
+                    z = model(x.chunk(2)[rank])
+                    (nn.functional.cross_entropy(z, y.chunk(2)[rank]) / 2).backward()
+                optimizer.step()
+            results.append(full(model.state_dict()) | full(own(variant, optimizer)))
+        assert_same(*results, rtol=1e-7, atol=1e-9)
+
+
+def test_accumulation_without_communication_learns_from_all_micro_batches(tmp_path: Path):
+    on_two_ranks(accumulating_worker, tmp_path)
+
+
 def refusal_worker(rank: int, folder: Path) -> None:
     model = sharded()
     optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)

@@ -266,7 +266,9 @@ class Companion(Forecaster):
         """The mean over a random share of the rows; the others get no gradient."""
         slope = pull.rows.slope
         number = max(round(self._options.fraction * len(slope)), 1)
-        drawn = torch.randperm(len(slope), generator=self._generator)[:number].to(slope.device, non_blocking=True)
+        drawn = torch.randperm(len(slope), generator=self._generator, device="cpu")[:number].to(
+            slope.device, non_blocking=True
+        )
         return Pull(pull.rows, number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0))
 
     def skip(self, forward: Forward, alpha: float) -> None:

@@ -73,7 +73,8 @@ class LossReader:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
         form = None if self._form is None else f"{self._form.kind} {self._form.smoothing!r}"
         scale = None if self._scale is None else float(self._scale)
-        return {"form": form, "scale": scale, "class_dim": self.class_dim}
+        undecided = [self._num_silent, self._may_be_hard, self._single_row_scale, self._was_refused]
+        return {"form": form, "scale": scale, "class_dim": self.class_dim, "undecided": undecided}
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError if a state does not fit, before anything is changed."""
@@ -85,6 +86,8 @@ class LossReader:
             fits = fits and (scale is None or (is_number(scale) and math.isfinite(scale)))
             dim = state["class_dim"]
             fits = fits and (dim is None or (is_number(dim) and dim == abs(int(dim))))
+            num_silent, _, single_row_scale, _ = state["undecided"]
+            fits = fits and is_number(num_silent) and (single_row_scale is None or is_number(single_row_scale))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -96,10 +99,7 @@ class LossReader:
         self._form = Form(kind, float(smoothing)) if kind else None  # type: ignore[arg-type]
         self._scale: Scale | None = state.get("scale")  # the last one that was read
         self.class_dim: int | None = state.get("class_dim")
-        self._num_silent = 0  # batches before the first one that told a form
-        self._may_be_hard = True  # whether each of them fits hard labels
-        self._single_row_scale: float | None = None  # what the first of them with a single row would have
-        self._was_refused = False  # whether a gradient that said something had no known form
+        self._wait_anew(*state.get("undecided", ()))
 
     def read(self, forward: Forward, gradient: Tensor, is_first: bool) -> Loss:
         """Read the gradient of the logits, and lay them out as rows.
@@ -109,6 +109,8 @@ class LossReader:
             gradient: of its logits.
             is_first: whether this is the first backward pass of the step.
         """
+        if not gradient.numel():  # a batch without rows says nothing
+            return Loss(1.0 if self._scale is None else self._scale)
         may_read = _sync.may_sync(forward.step, gradient)
         dim = self.dim_of(gradient)
         if self._form is None:
@@ -173,8 +175,6 @@ class LossReader:
         """Choose form and class dimension, and read; say also whether the gradient is finite."""
         dims = self._possible_dims(gradient)
         layouts = [_gradient_rows(to_rows(forward.logits, dim), to_rows(gradient, dim), None) for dim in dims]
-        if not len(layouts[0].g):
-            return None, True
         vectors = [cross_entropy.examine(layout) for layout in layouts]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]  # one wait for all
         if not 0 < found[0].total < math.inf:
@@ -201,9 +201,29 @@ class LossReader:
             return [known]
         return [dim for dim in range(1, gradient.ndim) if gradient.shape[dim] > 1] or [1]
 
+    def _wait_anew(
+        self,
+        num_silent: int = 0,
+        may_be_hard: bool = True,
+        single_row_scale: float | None = None,
+        was_refused: bool = False,
+    ) -> None:
+        """What batches have shown as long as the form is not known.
+
+        Args:
+            num_silent: their number.
+            may_be_hard: whether each of them fits hard labels.
+            single_row_scale: what the first of them with a single row would have.
+            was_refused: whether a gradient that said something had no known form.
+        """
+        self._num_silent = num_silent
+        self._may_be_hard = may_be_hard
+        self._single_row_scale = single_row_scale
+        self._was_refused = was_refused
+
     def _take(self, form: Form, dim: int, forward: Forward) -> None:
         self._form = form
-        self._was_refused = False
+        self._wait_anew()
         if forward.logits.ndim > 2:
             self.class_dim = dim
         forward.lay_out(dim)

@@ -48,13 +48,13 @@ def unreadable_labels(name: str, g: Tensor) -> str:
 def _seen_in(g: Tensor) -> str:
     """Say in a line what a gradient, rows (N, K), shows."""
     if g.shape[1] == 1:
-        return "one logit a row, as of binary classification or regression, which has no classes"
+        return "one logit a row, as of binary classification or regression, which has no classes, or no batch dimension"
     g = g[g.abs().amax(1) > 0].float()
     if (g.sum(1).abs() > 0.02 * g.abs().sum(1)).float().mean() > 0.1:
         return "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression or another term"
     return (
-        "the gradient's rows sum to 0, as of class weights with smoothing, a temperature, a sum of losses, mixup of fewer "
-        "than five classes, or logits that are changed before the loss"
+        "the gradient's rows sum to 0, as of class weights with smoothing, a temperature, a sum of losses, mixup of "
+        "fewer than five classes, or logits that are changed before the loss"
     )
 
 
