@@ -350,6 +350,7 @@ def _of_experiments(names: Sequence[str]) -> dict[str, dict[int, float]]:
 SIZES = (
     *("size-scripts-xs", "size-scripts-s", "size-scripts-m", "size-scripts-l", "size-scripts-m-others"),
     *("size-scripts-m-again", "size-scripts-l-again"),
+    *("size-tuning-m", "size-tuning-l", "size-scripts-m-tuned", "size-scripts-l-tuned"),
 )
 
 # What the experiments of examples/paper are for, by the page and the heading.

@@ -49,16 +49,17 @@ def train(kind: Any, settings: dict[str, Any], epochs: int) -> dict[str, list[tu
     optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4), model, **settings)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
     curves = defaultdict(list)
+    num_steps = 0
     for _ in range(epochs):
         for x, y in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             scheduler.step()
-            figures = optimizer.logs(prefix="dcl/")
-            step = figures["dcl/step"]
-            if step % EVERY:
+            num_steps += 1
+            if num_steps % EVERY:
                 continue
+            figures = optimizer.logs(prefix="dcl/")
             if isinstance(optimizer, DCLOptimizer):
                 model.eval()
                 with torch.no_grad():
@@ -66,7 +67,7 @@ def train(kind: Any, settings: dict[str, Any], epochs: int) -> dict[str, list[tu
                 model.train()
                 figures["dcl/agreement"] = same.float().mean().item()
             for key in PANELS.keys() & figures.keys():
-                curves[key].append((step, figures[key]))
+                curves[key].append((num_steps, figures[key]))
     return curves
 
 
