@@ -40,7 +40,7 @@ OVERVIEW = {  # what people train, at most six rows: one or more experiments, or
     "few images: 150 Japanese characters, 5 of each": ("length-kanji-4k",),
     "wrong labels: the same, a fifth wrong": ("noise-kanji-20",),
     "pretrained, few images: EfficientNet-Lite0, 372 icons, 5 of each": "icons",
-    "fits its data: ResNet-10, 100 writing systems": (
+    "fits its data: ResNet-10, untuned, 100 writing systems": (
         "size-scripts-m",
         "size-scripts-m-again",
         "size-scripts-m-others",
