@@ -279,6 +279,13 @@ APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
             ("label smoothing 0.1 in place of DCP", "full, label smoothing", ""),
         )
     ),
+    *(
+        (f"EfficientNet-Lite0 on kanji, {title}", "fine_tuning", FROM_IMAGENET["kanji"], "linear probe", dcp, dcl)
+        for title, dcp, dcl in (
+            ("linear probe", "linear probe, DCP", "linear probe, DCL"),
+            ("linear probe, label smoothing 0.1 in place of DCP", "linear probe, label smoothing", ""),
+        )
+    ),
     ("fine-tuning, linear probe", "fine_tuning", {}, "linear probe", "", "linear probe, DCL"),
     ("fine-tuning, LoRA", "fine_tuning", {}, "LoRA", "", "LoRA, DCL"),
     ("FixMatch, 40 labels", "semi_supervised", {}, "FixMatch", "", "FixMatch, DCL"),
