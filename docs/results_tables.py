@@ -193,7 +193,7 @@ def tuning_by_size() -> str:
 
     found = {name: {r["label"]: r["accuracy"]["model"] for r in _records(f"size-tuning-{name}")} for name in size.TUNED}
     lines = [
-        [f"{lr:g}", f"{decay:g}", *(f"{100 * found[name][f'{lr:g}, {decay:g}']:.1f}" for name in found)]
+        [f"{lr:g}", f"{decay:g}", *(f"{100 * found[name][size.label_of(lr, decay)]:.1f}" for name in found)]
         for lr, decay in size.TRIED
     ]
     return "\n".join(grid(["learning rate", "weight decay", *map(_parameters, found)], lines, words=2))

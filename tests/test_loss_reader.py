@@ -781,16 +781,11 @@ def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(varia
     assert_same(learned(optimizer), learned(second))
 
 
-def single_rows(number: int) -> list[tuple[Tensor, Tensor]]:
-    """Rows of two classes, a batch each: no form is known until 20 of them have come."""
-    return [(x, y % 2) for x, y in batches(number, size=1)]
-
-
 @pytest.mark.parametrize("case", ["single rows of two classes", "DCL after another loss"])
 def test_a_resumed_run_knows_what_the_batches_before_a_form_have_shown(case):
-    """Saved while no form is known."""
+    """Saved while no form is known: of single rows of two classes until 20 have come."""
     is_dcl = case.startswith("DCL")
-    data = list(batches(40)) if is_dcl else single_rows(40)
+    data = list(batches(40)) if is_dcl else [(x, y % 2) for x, y in batches(40, size=1)]
     losses = [squares if is_dcl and step < 5 else lambda z, y: 0.1 * F.cross_entropy(z, y) for step in range(40)]
 
     def run(model, optimizer, first, last):

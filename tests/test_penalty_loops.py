@@ -249,11 +249,11 @@ def test_recomputation_in_the_backward_pass_equals_plain(variant: str, whole: bo
 
 @pytest.mark.parametrize("way", ["detached", "reentrant checkpoint"])
 def test_a_backward_pass_that_is_split_at_the_logits(way: str) -> None:
-    """When the term's backward pass ends, no parameter has a gradient yet. DCL gets what the model returned."""
+    """When the term's backward pass ends, no parameter has a gradient yet."""
     results = []
     for splits in (False, True):
-        optimizer = wrap("dcp", mlp())
-        model = optimizer._algorithm.model
+        model = mlp()
+        optimizer = wrap("dcp", model)
 
         def loss(z: Tensor, y: Tensor, optimizer: Any = optimizer) -> Tensor:
             return margins(z, y) + optimizer.penalty(z, y)
@@ -278,8 +278,8 @@ def test_a_term_that_is_differentiated_twice_before_a_step_that_is_skipped() -> 
     """As for norms of gradients; the term of the next step is found."""
     results = []
     for asks in (False, True):
-        optimizer = wrap("dcp", mlp())
-        model = optimizer._algorithm.model
+        model = mlp()
+        optimizer = wrap("dcp", model)
         for step, (x, y) in enumerate(batches(STEPS)):
             optimizer.zero_grad()
             z = model(x)

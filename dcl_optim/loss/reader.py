@@ -110,7 +110,7 @@ class LossReader:
             is_first: whether this is the first backward pass of the step.
         """
         if not gradient.numel():  # a batch without rows says nothing
-            return Loss(1.0 if self._scale is None else self._scale)
+            return Loss(self._last_scale())
         may_read = _sync.may_sync(forward.step, gradient)
         dim = self.dim_of(gradient)
         if self._form is None:
@@ -152,7 +152,7 @@ class LossReader:
             self.skipped.add(reading.fits)
 
     def _loss_of(self, reading: Reading | None, is_finite: bool, gradient: Tensor, is_first: bool) -> Loss:
-        last = 1.0 if self._scale is None else self._scale
+        last = self._last_scale()
         if reading is None:
             if not self.reads_labels and is_finite and self._scale is None:
                 self._require_a_scale(gradient, is_first)
@@ -165,6 +165,9 @@ class LossReader:
         return Loss(
             scale * (reading.num_live > 0), None, reading.scale
         )  # a gradient of zero: the loss has the factor 0
+
+    def _last_scale(self) -> Scale:
+        return 1.0 if self._scale is None else self._scale
 
     def _require_a_scale(self, gradient: Tensor, is_first: bool) -> None:
         """Refuse to take 1 for a scale that is likely another one: a gradient scaler's, or that of accumulation."""

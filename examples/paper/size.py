@@ -64,6 +64,11 @@ def parameters(size: str) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
 
 
+def label_of(lr: float, decay: float) -> str:
+    """The row of a learning rate and a weight decay that were tried."""
+    return f"{lr:g}, {decay:g}"
+
+
 def runs_of(size: str) -> tuple[str, ...]:
     """The experiments with the defaults on writing systems, of all seeds of a network."""
     first = f"size-scripts-{size}"
@@ -115,7 +120,7 @@ def _primary(size: str) -> dict[str, Experiment]:
     title = f"with {NETWORKS[size]}: {TITLES['scripts']}"
     seeds = SEEDS[size]
     again = {label: run for label, run in compared(plain).items() if label != "DCP"}
-    tried = {f"{lr:g}, {decay:g}": replace(plain, lr=lr, weight_decay=decay) for lr, decay in TRIED}
+    tried = {label_of(lr, decay): replace(plain, lr=lr, weight_decay=decay) for lr, decay in TRIED}
     lr, decay = TUNED[size]
     tuned = compared(replace(plain, lr=lr, weight_decay=decay))
     return {
@@ -123,7 +128,7 @@ def _primary(size: str) -> dict[str, Experiment]:
             f"CE, DCL, new seeds, {title}", "test", seeds, "CE", again, first_seed=seeds
         ),
         f"size-tuning-{size}": Experiment(
-            f"learning rate and weight decay {title}", "validation", 1, "0.1, 0.0005", tried
+            f"learning rate and weight decay {title}", "validation", 1, label_of(*TRIED[0]), tried
         ),
         f"size-scripts-{size}-tuned": Experiment(f"CE, DCL, DCP, tuned for CE, {title}", "test", seeds, "CE", tuned),
     }
