@@ -174,15 +174,17 @@ def gains_by_experiment(columns: Mapping[str, str]) -> str:
     return gain_tables.by_experiment({head: _records(name) for head, name in columns.items()}, evidence.CURVES)
 
 
-def gains_by_size() -> str:
-    """The gains over plain training by the size of the network, a column for each, and those of the primary two."""
+def gains_by_size(setting: str) -> str:
+    """The gains over plain training by the size of the network, a column for each, and those of the two largest."""
     from examples.paper import gain_tables, size
 
-    columns = {_parameters(name): [r for run in size.runs_of(name) for r in _records(run)] for name in size.NETWORKS}
-    together = {
-        f"both largest, {seeds} seeds": [_records(size.runs_of(name)[index]) for name in size.PRIMARY]
-        for index, seeds in enumerate(("first", "new"))
+    columns = {
+        _parameters(name, setting): [r for run in size.runs_of(setting, name) for r in _records(run)]
+        for name in size.NETWORKS
     }
+    runs = zip(*(size.runs_of(setting, name) for name in size.PRIMARY), strict=True)
+    heads = ("both largest, first seeds", "both largest, new seeds") if setting == "scripts" else ("both largest",)
+    together = {head: [_records(name) for name in names] for head, names in zip(heads, runs, strict=True)}
     return gain_tables.by_experiment(columns, size.DRAWN, together)
 
 
@@ -207,11 +209,11 @@ def gains_when_tuned() -> str:
     return gain_tables.by_experiment(found, size.DRAWN, {"both": list(found.values())})
 
 
-def _parameters(name: str) -> str:
+def _parameters(name: str, setting: str = "scripts") -> str:
     """The head of a network's column."""
     from examples.paper import size
 
-    return f"{size.parameters(name) / 1000:,.0f} k parameters"
+    return f"{size.parameters(setting, name) / 1000:,.0f} k parameters"
 
 
 def gains_by_setting(*, bold: bool = False) -> str:
@@ -354,12 +356,6 @@ def _of_experiments(names: Sequence[str]) -> dict[str, dict[int, float]]:
     return {label: {seed: accuracy(record) for seed, record in of.items()} for label, of in runs.items()}
 
 
-SIZES = (
-    *("size-scripts-xs", "size-scripts-s", "size-scripts-m", "size-scripts-l", "size-scripts-m-others"),
-    *("size-scripts-m-again", "size-scripts-l-again"),
-    *("size-tuning-m", "size-tuning-l", "size-scripts-m-tuned", "size-scripts-l-tuned"),
-)
-
 # What the experiments of examples/paper are for, by the page and the heading.
 MADE: dict[str, tuple[str, ...]] = {
     "README, [Results](../results.md), [All settings](gains.md#all-settings), figure of gains by setting": (
@@ -389,23 +385,22 @@ MADE: dict[str, tuple[str, ...]] = {
         "fraction-scripts",
         "fraction-kanji",
     ),
-    "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": SIZES,
-    "Size of the network, further rows and kanji": tuple(
-        name
-        for data in ("scripts", "kanji")
-        for size in ("xs", "s", "m", "l")
-        for name in (f"size-{data}-{size}", f"size-{data}-{size}-others")
-        if name not in SIZES
-    ),
 }
 
 
 def made() -> str:
     """Which experiments each table and figure is made of, how many runs these are, and how long they took where."""
     from benchmarks.table import grid
+    from examples.paper import size
 
+    sizes = {
+        "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": sorted(
+            size.EXPERIMENTS.keys() - size.NOT_RUN
+        ),
+        "Size of the network, further rows": sorted(size.NOT_RUN),
+    }
     lines = []
-    for place, names in MADE.items():
+    for place, names in (MADE | sizes).items():
         found = [record for name in names for record in _records(name)]
         lines.append([place, ", ".join(f"`{name}`" for name in names), *_took(found)])
     return "\n".join(grid(["table or figure", "experiments", "processor", "runs", "hours"], lines, words=3))

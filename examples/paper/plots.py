@@ -141,12 +141,12 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
             [experiments[name] for name in made], list(made.values()), evidence.DRAWN, title
         )
     of_size = {
-        size.parameters(name): found
+        size.parameters("scripts", name): found
         for name in size.NETWORKS
-        if (found := [record for experiment in size.runs_of(name) for record in read(experiment)])
+        if (found := [record for experiment in size.runs_of("scripts", name) for record in read(experiment)])
     }
     if of_size:
-        title = f"Gain over plain training by size of ResNet-10:\n{evidence.TITLES['scripts']}"
+        title = f"Gain over plain training by size of ResNet-10,\nuntuned: {evidence.TITLES['scripts']}"
         figures["size-scripts"] = size_curves(of_size, size.DRAWN, title)
     settings = {pays.PAYS[name]: found for name in pays.DRAWN if (found := read(name))}
     if settings:

@@ -409,12 +409,7 @@ def test_what_is_published_has_no_losses_and_one_average_and_counts_as_the_run(s
 
 
 # A part of an experiment's runs would be a choice: the repository has all of them, or none yet.
-SIZES_RUN = {
-    "size-scripts-m-others",
-    *(run for name in size.NETWORKS for run in size.runs_of(name)),
-    *(run for name in size.TUNED for run in (f"size-tuning-{name}", f"size-scripts-{name}-tuned")),
-}
-NOT_RUN = {"main-cifar100", *size.EXPERIMENTS} - SIZES_RUN
+NOT_RUN = {"main-cifar100", *size.NOT_RUN}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
