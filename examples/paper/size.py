@@ -72,6 +72,7 @@ NOT_RUN = frozenset(
 TRIED = ((0.1, 5e-4), (0.1, 2e-3), (0.1, 5e-3), (0.03, 5e-4), (0.3, 5e-4), (0.3, 2e-3))
 TUNED = {"m": (0.3, 5e-4), "l": (0.1, 2e-3)}  # those that were best
 LRS_OF_FEW = (0.03, 0.1, 0.3)
+LR_OF_FEW = 0.1  # the best with both networks
 # Multiples of the model's learning rate that the companion tried.
 SCALES = (1.0, 3.0, 10.0)
 SCALE = 10.0  # whose companion was most accurate: 29.8 %, with 1 and 3 it was 19.9 and 29.2
@@ -131,12 +132,7 @@ def _experiments() -> dict[str, Experiment]:
             found[f"size-{setting}-{size}-others"] = Experiment(f"others {title}", "test", 3, "CE", others(plain))
     for size in PRIMARY:
         found |= _primary(size)
-    for size in PRIMARY:
-        few = replace(SETTINGS["kanji"], network=NETWORKS[size], train_size=800, batch_size=32, epochs=160)
-        title = f"with {few.network}: {TITLES['kanji']}, 800 images"
-        found[f"size-tuning-few-{size}"] = Experiment(
-            f"learning rate {title}", "validation", 1, "0.1", {f"{lr:g}": replace(few, lr=lr) for lr in LRS_OF_FEW}
-        )
+    found |= _few()
     short = replace(SETTINGS["scripts"], method="dcl", epochs=5)
     scaled = {f"{scale:g}": replace(short, options=PAPER | {"companion_lr_scale": scale}) for scale in SCALES}
     found["size-companion-m"] = Experiment(
@@ -147,6 +143,33 @@ def _experiments() -> dict[str, Experiment]:
         scaled,
     )
     return found
+
+
+def _few() -> dict[str, Experiment]:
+    """Few kanji, and the learning rate for them."""
+    found = {}
+    few = replace(SETTINGS["kanji"], train_size=800, batch_size=32, epochs=160)
+    for size in PRIMARY:
+        plain = replace(few, network=NETWORKS[size])
+        title = f"with {plain.network}: {TITLES['kanji']}"
+        tried = {f"{lr:g}": replace(plain, lr=lr) for lr in LRS_OF_FEW}
+        found[f"size-tuning-few-{size}"] = Experiment(f"learning rate {title}", "validation", 1, "0.1", tried)
+        found[f"size-few-{size}"] = _cheap(f"{title}, 800 images", replace(plain, lr=LR_OF_FEW))
+    plain = replace(few, lr=LR_OF_FEW)
+    title = f"with {plain.network}: {TITLES['kanji']}"
+    found["size-noise-m"] = _cheap(f"{title}, 800 images, 20 % wrong labels", replace(plain, label_noise=0.2))
+    found["size-fewest-m"] = _cheap(f"{title}, 480 images", replace(plain, train_size=480, epochs=267))
+    return found
+
+
+def _cheap(title: str, plain: Configuration) -> Experiment:
+    """Plain training, DCP and label smoothing, which take the same time."""
+    runs = {
+        "CE": plain,
+        "DCP": replace(plain, method="dcp", options=DCP),
+        "label smoothing 0.1": replace(plain, options={"label_smoothing": 0.1}),
+    }
+    return Experiment(f"CE, DCP, label smoothing {title}", "test", 5, "CE", runs)
 
 
 def _primary(size: str) -> dict[str, Experiment]:
