@@ -394,10 +394,7 @@ def made() -> str:
     from examples.paper import size
 
     sizes = {
-        "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": sorted(
-            size.EXPERIMENTS.keys() - size.NOT_RUN
-        ),
-        "Size of the network, further rows": sorted(size.NOT_RUN),
+        "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": sorted(size.EXPERIMENTS),
     }
     lines = []
     for place, names in (MADE | sizes).items():

@@ -38,7 +38,12 @@ which leaves nothing to gain. So, fixed after these and before its runs: kanji w
 "few" in the name, as the small CNN of the other pages has them (batches of 32, 160 epochs). Five seeds, the learning
 rate the one of LRS_OF_FEW that is best for CE on validation images, seed 0. Does DCP's gain hold with networks that do
 better by themselves? It counts as shown at p < 0.01 of the paired t-test with Holm's correction for m and l; label
-smoothing, and DCL with m alone, are secondary.
+smoothing is secondary. The tuning gave CE 97.4, 98.8 and 98.4 % with m, and 96.7, 98.7 and 97.7 % with l. So the other
+settings in which DCP gains most with the small CNN are run with m too, fixed before their runs, with this learning rate
+and the same criterion, each by itself: a fifth of the labels wrong ("noise"), and 480 images, three or four of each
+("fewest", 267 epochs). DCL is left out for the time.
+
+Also left out for the time: what else the time gains, but with m on writing systems; kanji with xs and s.
 """
 
 from __future__ import annotations
@@ -64,10 +69,6 @@ CLASSES = {"scripts": 100, "kanji": 150}
 # What the table and the figure show, by its name there.
 DRAWN = {label: Row(label) for label in ("DCP", "DCL")}
 PRIMARY = ("m", "l")  # the networks of the primary comparison
-# Left out, for the time that they take: what else the time gains, but with m on writing systems.
-NOT_RUN = frozenset(
-    f"size-{setting}-{size}-others" for setting in SETTINGS for size in NETWORKS if (setting, size) != ("scripts", "m")
-)
 # Learning rates and weight decays that were tried.
 TRIED = ((0.1, 5e-4), (0.1, 2e-3), (0.1, 5e-3), (0.03, 5e-4), (0.3, 5e-4), (0.3, 2e-3))
 TUNED = {"m": (0.3, 5e-4), "l": (0.1, 2e-3)}  # those that were best
@@ -123,26 +124,23 @@ def others(plain: Configuration) -> dict[str, Configuration]:
 
 def _experiments() -> dict[str, Experiment]:
     found = {}
-    for setting, configuration in SETTINGS.items():
-        for size, network in NETWORKS.items():
-            plain = replace(configuration, network=network)
-            title = f"with {network}: {TITLES[setting]}"
+    for setting, sizes in {"scripts": tuple(NETWORKS), "kanji": PRIMARY}.items():
+        for size in sizes:
+            plain = replace(SETTINGS[setting], network=NETWORKS[size])
+            title = f"CE, DCL, DCP with {plain.network}: {TITLES[setting]}"
             seeds = SEEDS[size] if setting == "scripts" else 3
-            found[f"size-{setting}-{size}"] = Experiment(f"CE, DCL, DCP {title}", "test", seeds, "CE", compared(plain))
-            found[f"size-{setting}-{size}-others"] = Experiment(f"others {title}", "test", 3, "CE", others(plain))
-    for size in PRIMARY:
-        found |= _primary(size)
-    found |= _few()
-    short = replace(SETTINGS["scripts"], method="dcl", epochs=5)
+            found[f"size-{setting}-{size}"] = Experiment(title, "test", seeds, "CE", compared(plain))
+    plain = SETTINGS["scripts"]
+    title = f"with {plain.network}: {TITLES['scripts']}"
+    found["size-scripts-m-others"] = Experiment(f"others {title}", "test", 3, "CE", others(plain))
+    short = replace(plain, method="dcl", epochs=5)
     scaled = {f"{scale:g}": replace(short, options=PAPER | {"companion_lr_scale": scale}) for scale in SCALES}
     found["size-companion-m"] = Experiment(
-        f"multiples of the companion's learning rate with {short.network}: {TITLES['scripts']}",
-        "validation",
-        1,
-        "1",
-        scaled,
+        f"multiples of the companion's learning rate {title}", "validation", 1, "1", scaled
     )
-    return found
+    for size in PRIMARY:
+        found |= _primary(size)
+    return found | _few()
 
 
 def _few() -> dict[str, Experiment]:

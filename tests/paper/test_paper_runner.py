@@ -14,7 +14,7 @@ import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples.paper import __main__ as command
-from examples.paper import datasets, jobs, methods, networks, records, size
+from examples.paper import datasets, jobs, methods, networks, records
 from examples.paper.configuration import DCL, DCP, Configuration, Experiment
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.table import markdown, paired, probability
@@ -409,7 +409,7 @@ def test_what_is_published_has_no_losses_and_one_average_and_counts_as_the_run(s
 
 
 # A part of an experiment's runs would be a choice: the repository has all of them, or none yet.
-NOT_RUN = {"main-cifar100", *size.NOT_RUN}
+NOT_RUN = {"main-cifar100"}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
