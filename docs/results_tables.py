@@ -37,7 +37,7 @@ def demo(name: str = "demo") -> str:
 
 
 OVERVIEW = {  # what people train, at most six rows: one or more experiments, or settings of FROM_IMAGENET
-    "few images: 150 Japanese characters, 5 of each": ("length-kanji-4k",),
+    "few images: small CNN, 150 Japanese characters, 5 of each": ("length-kanji-4k",),
     "wrong labels: the same, a fifth wrong": ("noise-kanji-20",),
     "pretrained, few images: EfficientNet-Lite0, 372 icons, 5 of each": "icons",
     "fits its data: ResNet-10, untuned, 100 writing systems": (
@@ -174,18 +174,33 @@ def gains_by_experiment(columns: Mapping[str, str]) -> str:
     return gain_tables.by_experiment({head: _records(name) for head, name in columns.items()}, evidence.CURVES)
 
 
-def gains_by_size(setting: str) -> str:
-    """The gains over plain training by the size of the network, a column for each, and those of the two largest."""
+def gains_by_size() -> str:
+    """The gains over plain training by the size of the network, a column for each, and those of the primary two."""
     from examples.paper import gain_tables, size
 
-    columns = {
-        _parameters(name, setting): [r for run in size.runs_of(setting, name) for r in _records(run)]
-        for name in size.NETWORKS
+    columns = {_parameters(name): [r for run in size.runs_of(name) for r in _records(run)] for name in size.NETWORKS}
+    together = {
+        f"both largest, {seeds} seeds": [_records(size.runs_of(name)[index]) for name in size.PRIMARY]
+        for index, seeds in enumerate(("first", "new"))
     }
-    runs = zip(*(size.runs_of(setting, name) for name in size.PRIMARY), strict=True)
-    heads = ("both largest, first seeds", "both largest, new seeds") if setting == "scripts" else ("both largest",)
-    together = {head: [_records(name) for name in names] for head, names in zip(heads, runs, strict=True)}
     return gain_tables.by_experiment(columns, size.DRAWN, together)
+
+
+def gains_on_all_kanji() -> str:
+    """The gains over plain training with all images of kanji, where the two largest networks make no errors."""
+    from examples.paper import gain_tables, size
+
+    found = {_parameters(name, "kanji"): _records(f"size-kanji-{name}") for name in size.PRIMARY}
+    return gain_tables.by_experiment(found, size.DRAWN)
+
+
+def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
+    """The gains over plain training with few images of kanji, by the title of an experiment."""
+    from examples.paper import gain_tables
+    from examples.paper.gains import Row
+
+    rows = {label: Row(label) for label in ("DCP", "label smoothing 0.1")}
+    return gain_tables.by_setting({title: _records(name) for title, name in experiments.items()}, rows)
 
 
 def tuning_by_size() -> str:
@@ -286,6 +301,20 @@ APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
         for title, dcp, dcl in (
             ("linear probe", "linear probe, DCP", "linear probe, DCL"),
             ("linear probe, label smoothing 0.1 in place of DCP", "linear probe, label smoothing", ""),
+        )
+    ),
+    *(
+        (
+            f"EfficientNet-Lite0 on {data}, linear probe",
+            "fine_tuning",
+            settings,
+            "linear probe",
+            "linear probe, DCP",
+            "",
+        )
+        for data, settings in (
+            ("icons", FROM_IMAGENET["icons"]),
+            ("writing systems", FROM_IMAGENET["writing systems"] | {"probe_lr": 0.1}),
         )
     ),
     ("fine-tuning, linear probe", "fine_tuning", {}, "linear probe", "", "linear probe, DCL"),

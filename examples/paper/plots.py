@@ -143,7 +143,7 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
     of_size = {
         size.parameters("scripts", name): found
         for name in size.NETWORKS
-        if (found := [record for experiment in size.runs_of("scripts", name) for record in read(experiment)])
+        if (found := [record for experiment in size.runs_of(name) for record in read(experiment)])
     }
     if of_size:
         title = f"Gain over plain training by size of ResNet-10,\nuntuned: {evidence.TITLES['scripts']}"
