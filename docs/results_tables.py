@@ -187,7 +187,7 @@ def gains_by_size() -> str:
 
 
 def gains_on_all_kanji() -> str:
-    """The gains over plain training with all images of kanji, where the two largest networks make no errors."""
+    """The gains over plain training with all images of kanji, where the two largest networks make hardly an error."""
     from examples.paper import gain_tables, size
 
     found = {_parameters(name, "kanji"): _records(f"size-kanji-{name}") for name in size.PRIMARY}
