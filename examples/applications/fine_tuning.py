@@ -49,7 +49,7 @@ Does that gain hold on other data? Fixed before its runs: the linear probe on ic
 images and epochs above, plain and DCP with its defaults, seeds 0 to 7. The learning rate of each is the one of 0.005,
 0.01, 0.02 and 0.1 that gives plain training the highest accuracy on the validation part (seed 0). A gain counts as
 shown at p < 0.01 with Holm's correction for the two. Secondary, seeds 0 to 4: label smoothing; and on kanji 2 and 20
-images of each class, plain and DCP, with the learning rate 0.02, untuned. The secondary rows were left out for the time.
+images of each class, plain and DCP, with the learning rate 0.02, untuned. These secondary rows were left out for time.
 
 Linear probes and LoRA keep the frozen part in evaluation mode, so the statistics of its batch norm do not move. The
 companion shares the frozen parameters with the model. The learning rates were chosen on the validation part without
