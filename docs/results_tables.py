@@ -284,6 +284,7 @@ FROM_IMAGENET: dict[str, dict[str, Any]] = {
     "kanji, 20 of each": _LITE | {"data": "kanji-fonts", "shots": 20, "epochs": 4},
     "writing systems": _LITE | {"data": "noto-scripts", "shots": 5, "epochs": 24},
 }
+SMOOTHED = "label smoothing 0.1 in place of DCP"
 # A row's title, its module, the settings that differ from the default, its label without and with each optimizer.
 APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
     ("fine-tuning, all weights", "fine_tuning", {}, "full", "", "full, DCL"),
@@ -293,28 +294,16 @@ APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
         for title, dcp, dcl in (
             ("all weights", "full, DCP", "full, DCL"),
             ("λ = 1", "full, DCP, λ = 1", "full, DCL, λ = 1"),
-            ("label smoothing 0.1 in place of DCP", "full, label smoothing", ""),
+            (SMOOTHED, "full, label smoothing", ""),
         )
     ),
     *(
-        (f"EfficientNet-Lite0 on kanji, {title}", "fine_tuning", FROM_IMAGENET["kanji"], "linear probe", dcp, dcl)
-        for title, dcp, dcl in (
-            ("linear probe", "linear probe, DCP", "linear probe, DCL"),
-            ("linear probe, label smoothing 0.1 in place of DCP", "linear probe, label smoothing", ""),
-        )
-    ),
-    *(
-        (
-            f"EfficientNet-Lite0 on {data}, linear probe",
-            "fine_tuning",
-            settings,
-            "linear probe",
-            "linear probe, DCP",
-            "",
-        )
-        for data, settings in (
-            ("icons", FROM_IMAGENET["icons"]),
-            ("writing systems", FROM_IMAGENET["writing systems"] | {"probe_lr": 0.1}),
+        (f"EfficientNet-Lite0 on {title}", "fine_tuning", FROM_IMAGENET[data] | changed, "linear probe", dcp, dcl)
+        for title, data, changed, dcp, dcl in (
+            ("kanji, linear probe", "kanji", {}, "linear probe, DCP", "linear probe, DCL"),
+            (f"kanji, linear probe, {SMOOTHED}", "kanji", {}, "linear probe, label smoothing", ""),
+            ("icons, linear probe", "icons", {}, "linear probe, DCP", ""),
+            ("writing systems, linear probe", "writing systems", {"probe_lr": 0.1}, "linear probe, DCP", ""),
         )
     ),
     ("fine-tuning, linear probe", "fine_tuning", {}, "linear probe", "", "linear probe, DCL"),
