@@ -141,16 +141,14 @@ class Algorithm:
             self._find_logits.warn_of_choice(forward.choice)
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
-        loss = self.reader.read(forward, gradient, is_first=self.step.num_batches == 1)
-        is_another = forward.observed and (loss.shown is None or forward.is_guessed)
-        if is_another and loss.is_finite:  # a further loss of logits that have their penalty
+        loss = self.reader.read(forward, gradient)
+        is_read = loss.fits is not None
+        if not is_read and loss.is_finite and forward.observed:  # a further loss of logits that have their penalty
             return None
-        self.last = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "shown": loss.shown}
-        is_read = loss.is_finite and (loss.labels is not None or not self.forecaster.reads_labels)
+        self.last = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "fits": loss.fits}
         if not is_read:
             self._skip(forward, alpha, loss.is_finite)
             return None
-        forward.is_guessed = loss.shown is None
         pull = self.forecaster.pull(forward, loss.labels)
         self.last["penalty"] = pull.without_slope()
         regularized = None
@@ -164,7 +162,7 @@ class Algorithm:
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
 
     def _begin_batch(self, forward: Forward) -> bool:
-        """Whether the backward pass that runs brings gradients of these logits to the trained parameters; count it."""
+        """Count the backward pass that runs; return whether it brings these logits' gradient to trained parameters."""
         step = self.step
         backward = current_backward()
         if not self.hooks.attached or (forward.last_backward == backward and backward != -1):
@@ -191,7 +189,7 @@ class Algorithm:
         if self.step.has_term_of(z):
             fix = MIXED_LABELS if self.forecaster.reads_labels else ""
             raise ValueError(GIVEN_TWICE.format(self._name, fix))
-        by_the_line = self.step.forward_of(z, may_read=False)
+        by_the_line = self.step.forward_of(z)
         if forward.observed or (by_the_line is not None and by_the_line.observed):
             raise ValueError(TOO_LATE.format(self._name))
         weight = self.weight(self.step.number)
@@ -301,6 +299,13 @@ class Algorithm:
             return False
         self.forget()
         return True
+
+    def forget_lost_terms(self) -> bool:
+        """Whether no penalty term of the step took part in a backward pass; then the next step starts without them."""
+        are_lost = self.step.num_terms > 0 and self.step.num_terms_used == 0
+        if are_lost:
+            self.step.num_terms = 0
+        return are_lost
 
     def forget(self) -> None:
         """Drop the batches of the step."""

@@ -65,10 +65,12 @@ class DCLOptimizer(ForecastOptimizer):
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
         RuntimeError: the model cannot be copied, or its copy would train the model's own parameters (at the first
-            training forward pass); the loss scale cannot be read where 1 is likely wrong (in backward).
+            training forward pass); the loss scale of the first batches cannot be read (in backward).
 
     Warns:
-        UserWarning: the copy's first prediction differs from the model's logits, or a batch is not finite.
+        UserWarning: the copy's first prediction differs from the model's logits; a later batch cannot be read or is not
+            finite, and gets no penalty; the companion was copied again; weights were loaded; or the model returned
+            several tensors that may be the logits.
 
     Examples:
         >>> import torch
@@ -153,6 +155,7 @@ class DCLOptimizer(ForecastOptimizer):
         Raises:
             TypeError, ValueError: the logits are no floating-point tensor, or no training forward pass since the last
                 step returned them; or it was called with them before, or after a backward pass through them.
+            RuntimeError: another optimizer has wrapped the model since.
 
         Examples:
             >>> import torch
@@ -168,7 +171,9 @@ class DCLOptimizer(ForecastOptimizer):
 
         def make() -> tuple[Forward, None]:
             step = self._algorithm.step
-            forward = step.forward_of(logits, _sync.may_sync(step.number, logits))
+            forward = step.forward_of(logits)
+            if forward is None:
+                forward = step.forward_like(logits, _sync.may_sync(step.number, logits))
             if forward is None:
                 fix = "pass the tensor that the model returned, called as model(x)"
                 if not self.model.training:

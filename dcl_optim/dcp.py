@@ -65,6 +65,8 @@ class DCPOptimizer(ForecastOptimizer):
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
         RuntimeError: in backward, the labels of the first batches cannot be read.
+        ValueError: in backward, the logits have another number of classes than before or than ``num_classes``, or more
+            than memory allows; or the labels are the rows' places in the batch, and ``num_classes`` was not given.
 
     Warns:
         UserWarning: the labels of a later batch cannot be read, and it gets no penalty; or a batch is not finite.
@@ -109,7 +111,7 @@ class DCPOptimizer(ForecastOptimizer):
         distance: DistanceName | Distance = "mse",
         strict: bool = True,
     ) -> None:
-        given = None if num_classes is None else check_integer("num_classes", num_classes, minimum=1)
+        given = None if num_classes is None else check_integer("num_classes", num_classes, minimum=2)
         if update not in UPDATES:
             raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
         chosen = resolve_distance(distance)
@@ -149,7 +151,8 @@ class DCPOptimizer(ForecastOptimizer):
         Raises:
             TypeError, ValueError: logits or labels are of another kind or shape, or labels are out of range;
                 or it was called with these logits before, or after a backward pass through them.
-            RuntimeError: in backward, the logits were edited in place since.
+            RuntimeError: another optimizer has wrapped the model since; or in backward, the logits were edited in place
+                since.
 
         Examples:
             >>> import torch

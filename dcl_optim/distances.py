@@ -197,7 +197,7 @@ def rows_of(distance: Distance, z: Tensor, c: Tensor) -> Rows:
 
 
 def rows_towards_target(distance: Distance, z: Tensor, c: Tensor, rows: Rows, alpha: float) -> Rows:
-    r"""The distances :math:`\delta(c, \alpha c + (1-\alpha) z)` and their gradients for c.
+    r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` for c; the values are not those of the target.
 
     Args:
         distance: a function (z, c) that returns one value a row.

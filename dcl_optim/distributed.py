@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import compress, repeat
-from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -62,7 +60,8 @@ class DataParallelGroup:
         is_group = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
         if not (is_auto or is_group or process_group is None):
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
-        self._model, self._given = model, process_group
+        self._model = model
+        self._given = process_group
         self._group: Any = process_group if is_group else None
         self._has_looked = False
         self.size = process_group.size() if is_group else 1
@@ -109,7 +108,8 @@ def _group_of_model(model: nn.Module) -> Any:
         group = _group_of(module)
         if group is not None:
             return group
-    return dist.group.WORLD if _any_sharded([*model.parameters(), *model.buffers()]) else None
+    is_any_sharded = any(is_sharded(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    return dist.group.WORLD if is_any_sharded else None
 
 
 def _group_of(module: nn.Module | None) -> Any:
@@ -118,18 +118,13 @@ def _group_of(module: nn.Module | None) -> Any:
     return getattr(module, "process_group", None) if is_wrapper else None
 
 
-def _any_sharded(tensors: list[Tensor]) -> bool:
-    """Whether some are, with no work in Python that grows with their number."""
-    return any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values()))
-
-
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    tensors = list(tensors)
-    return [tensor for tensor in tensors if not is_sharded(tensor)] if _any_sharded(tensors) else tensors
+    return [tensor for tensor in tensors if not is_sharded(tensor)]
 
 
-def _by_dtype(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Tensors of one dtype each, in the same order on every rank."""
-    dtypes = list(map(attrgetter("dtype"), tensors))
-    for dtype in sorted(set(dtypes), key=str):
-        yield list(compress(tensors, map(eq, dtypes, repeat(dtype))))
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return [found[dtype] for dtype in sorted(found, key=str)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,14 @@ from dcl_optim.schedules import Checked, Schedule
 from dcl_optim.step import Forward
 from dcl_optim.weights import AutoWeight, Weight, resolve_weight
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
     "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
 )
-CALL_THE_MODEL = "call the model itself in training mode, the compiled one if it is compiled, before each step"
+CALL_THE_MODEL = (
+    "call the model itself in training mode, the compiled one if it is compiled, before each step; or wrap the module "
+    "that the script calls"
+)
 NOT_CALLED = (
     "no training forward pass of the model: model.forward, another method, a part or a copy was called, its class "
     "overrides __call__, it was compiled and called before it was wrapped, torch.func was used, a state was loaded "
@@ -54,7 +54,7 @@ class ForecastOptimizer(OptimizerWrapper):
     For each training forward pass of ``model`` the forecaster predicts c. The backward pass adds
     :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits z, where s is what the loss was
     multiplied by. ``step`` steps the base optimizer, and the forecaster learns. Subclasses choose the forecaster and a
-    ``_name``, the key of their part in ``state_dict``. As a context manager it detaches at the end.
+    ``_name``, the key of their part in ``state_dict``.
 
     Args:
         base_optimizer: the optimizer to wrap.
@@ -103,19 +103,16 @@ class ForecastOptimizer(OptimizerWrapper):
         """Remove the hooks from the model; further steps are those of the base optimizer alone."""
         self._algorithm.detach()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.detach()
-
     # ---- the penalty as a term ---------------------------------------------------------------------------------------
 
     @outside_compiled_graphs
     def _term(self, logits: Tensor, make: Callable[[], tuple[Forward, Labels | None]]) -> Tensor:
         """The weighted penalty of logits, 0 where nothing is trained; ``make`` finds forward pass and labels."""
         if not isinstance(logits, Tensor):
-            raise TypeError(f"penalty takes a tensor of logits, got {type(logits).__name__}")
+            raise TypeError(
+                f"penalty takes a tensor of logits, got {type(logits).__name__}; pass the tensor in it, such as "
+                "output[0] or output.logits"
+            )
         if not logits.is_floating_point():
             raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
         is_training = torch.is_grad_enabled() and logits.requires_grad
@@ -139,8 +136,9 @@ class ForecastOptimizer(OptimizerWrapper):
             The loss of the first evaluation; without a closure, what the base optimizer returns.
 
         Raises:
-            RuntimeError: there are gradients, but no backward pass through a training forward pass of the model; or
-                ``penalty`` was called, and took part in no backward pass.
+            RuntimeError: there are gradients, but no backward pass through a training forward pass of the model;
+                ``penalty`` was called, and took part in no backward pass; the base optimizer is LBFGS, and the loss in
+                the closure has no penalty term; or another optimizer has wrapped the model since.
         """
         if closure is not None:
             return self._step_with(closure)
@@ -241,17 +239,17 @@ class ForecastOptimizer(OptimizerWrapper):
             )
         if not self.model.training:
             if self.forecaster.reads_labels:
-                return "the model is in eval mode", f"add the penalty to the loss, {term}, or call model.train()"
+                return "the model is in eval mode", f"call model.train(), or add the penalty to the loss, {term}"
             return (
                 "the model is in eval mode, in which the companion does not run",
                 "call model.train(), and then eval() of the layers that are to stay as they are, such as batch norm",
             )
+        if self.forecaster.reads_labels:
+            return NOT_CALLED, f"{CALL_THE_MODEL}, or add the penalty to the loss, {term}"
         return NOT_CALLED, CALL_THE_MODEL
 
     def _require_terms(self) -> None:
-        step = self._algorithm.step
-        if step.num_terms and not step.num_terms_used:
-            step.num_terms = 0  # those of this step are lost, and the next one starts without them
+        if self._algorithm.forget_lost_terms():
             raise RuntimeError(NOT_ADDED.format(self._name))
 
     def _require_value(self) -> None:
@@ -302,8 +300,8 @@ class ForecastOptimizer(OptimizerWrapper):
         The keys stay while the settings do.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; with DCP ``skipped`` (batches since the optimizer was made that the line gave no
-        penalty), ``prototype_norm`` and ``prototype_margin``; with an automatic weight ``train_accuracy``.
+        the last backward pass; ``skipped`` (batches since the optimizer was made that the line gave no penalty); with
+        DCP ``prototype_norm`` and ``prototype_margin``; with an automatic weight ``train_accuracy``.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
@@ -314,11 +312,10 @@ class ForecastOptimizer(OptimizerWrapper):
         figures["penalty"] = last["penalty"].value if "penalty" in last else math.nan
         for name in ("weight", "alpha", "loss_scale"):
             figures[name] = last.get(name, math.nan)
-        shown = last.get("shown")
-        if shown is not None and not math.isfinite(shown) and figures["loss_scale"] != 0:
-            figures["penalty"] = math.nan  # the gradient was not finite, which the step did not wait for
-        if self.forecaster.reads_labels:
-            figures["skipped"] = algorithm.reader.skipped.total()
+        fits = last.get("fits")
+        if fits is not None and not fits:
+            figures["penalty"] = math.nan  # the batch was not read, which the step did not wait for
+        figures["skipped"] = algorithm.reader.skipped.total()
         figures |= self.forecaster.figures()
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 

@@ -178,7 +178,7 @@ class Prototypes(Forecaster):
         raise ValueError(
             f"the first batch, or the loaded state, had {self.num_classes} logits a row, this one has {found}, in "
             f"logits of shape {tuple(forward.logits.shape)}; build the base optimizer and wrap it again after a change "
-            "of the classes. "
+            "of the classes. For two heads add the penalty of one. "
             "Scores against the rows of a batch (in-batch negatives) have no classes"
         )
 
@@ -220,7 +220,8 @@ class Prototypes(Forecaster):
         if shares is not None:
             numbers = shares.sum(0)
             z = forward.rows.to(shares.dtype).nan_to_num(0.0, 0.0, 0.0)
-            apart = difference(shares.T @ z, numbers[:, None] * self._rows[classes])
+            with torch.autocast(z.device.type, enabled=False):
+                apart = difference(shares.T @ z, numbers[:, None] * self._rows[classes])
         elif apart is None:
             apart = difference(forward.rows, self._rows.index_select(0, classes))
         self._counts_of_step().index_add_(0, classes, numbers)

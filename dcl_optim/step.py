@@ -1,4 +1,4 @@
-"""What has happened since the last optimizer step. Only the algorithm writes to it, and makes a new one each step."""
+"""What has happened since the last optimizer step. The algorithm writes it down, and makes a new one each step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Forward:
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         last_backward: the backward pass that brought the last gradient, by autograd's number.
-        is_guessed: whether it has a penalty whose factor could not be read.
         observed: whether the forecaster has learned from it, or was told to skip it.
         prediction: what the forecaster keeps for the backward pass, which only it writes.
         choice: a warning, if the model returned other tensors that may be the logits.
@@ -49,7 +48,6 @@ class Forward:
         self.class_dim = class_dim
         self.rows = to_rows(self.logits, class_dim)
         self.last_backward = -1
-        self.is_guessed = False
         self.observed = False
         self.prediction: Any = None
         self.choice: str | None = None
@@ -107,23 +105,29 @@ class Step:
         """Whether ``penalty`` was called with this tensor."""
         return any(reference() is logits for reference in self._logits_of_terms)
 
-    def forward_of(self, logits: Tensor, may_read: bool) -> Forward | None:
-        """The forward pass that returned these logits: by identity, else the only open one with these values.
+    def forward_of(self, logits: Tensor) -> Forward | None:
+        """The forward pass that returned this very tensor, unedited."""
+        for forward in self._alive_forwards():
+            if forward.output() is logits and forward.version == version_of(logits):
+                return forward
+        return None
+
+    def forward_like(self, logits: Tensor, may_read: bool) -> Forward | None:
+        """The one forward pass that is not observed yet and returned such logits.
 
         DistributedDataParallel and conversions to another dtype return another tensor.
 
         Args:
             logits: what the script holds.
-            may_read: whether values may be compared.
+            may_read: whether values are compared; if not, they are only where the shape leaves a choice.
         """
-        forwards = [forward for forward in (reference() for reference in self._forwards) if forward is not None]
-        for forward in forwards:
-            if forward.output() is logits and forward.version == version_of(logits):
-                return forward
-        alike = [one for one in forwards if one.logits.shape == logits.shape and not one.observed]
-        if may_read:
+        alike = [one for one in self._alive_forwards() if one.logits.shape == logits.shape and not one.observed]
+        if may_read or len(alike) > 1:
             alike = [one for one in alike if _are_equal(one.logits, logits.detach())]
         return alike[0] if len(alike) == 1 else None
+
+    def _alive_forwards(self) -> list[Forward]:
+        return [forward for forward in (reference() for reference in self._forwards) if forward is not None]
 
     def without_batches(self) -> Step:
         """The same step without what was learned: forward passes and terms whose backward pass may still come."""

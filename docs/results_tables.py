@@ -37,8 +37,8 @@ def demo(name: str = "demo") -> str:
 
 
 OVERVIEW = {  # what people train, at most six rows: one or more experiments, or settings of FROM_IMAGENET
-    "few images: small CNN, 150 Japanese characters, 5 of each": ("length-kanji-4k",),
-    "wrong labels: the same, a fifth wrong": ("noise-kanji-20",),
+    "few images: ResNet-10, 150 Japanese characters, 5 of each": ("size-few-m",),
+    "wrong labels: the same, a fifth wrong": ("size-noise-m",),
     "pretrained, few images: EfficientNet-Lite0, 372 icons, 5 of each": "icons",
     "fits its data: ResNet-10, untuned, 100 writing systems": (
         "size-scripts-m",
@@ -199,7 +199,7 @@ def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
     from examples.paper import gain_tables
     from examples.paper.gains import Row
 
-    rows = {label: Row(label) for label in ("DCP", "label smoothing 0.1")}
+    rows = {label: Row(label) for label in ("DCP", "label smoothing 0.1", "DCL")}
     return gain_tables.by_setting({title: _records(name) for title, name in experiments.items()}, rows)
 
 
@@ -301,6 +301,8 @@ APPLICATIONS: tuple[tuple[str, str, dict[str, Any], str, str, str], ...] = (
         (f"EfficientNet-Lite0 on {title}", "fine_tuning", FROM_IMAGENET[data] | changed, "linear probe", dcp, dcl)
         for title, data, changed, dcp, dcl in (
             ("kanji, linear probe", "kanji", {}, "linear probe, DCP", "linear probe, DCL"),
+            ("kanji, 2 of each, linear probe", "kanji, 2 of each", {}, "linear probe, DCP", ""),
+            ("kanji, 20 of each, linear probe", "kanji, 20 of each", {}, "linear probe, DCP", ""),
             (f"kanji, linear probe, {SMOOTHED}", "kanji", {}, "linear probe, label smoothing", ""),
             ("icons, linear probe", "icons", {}, "linear probe, DCP", ""),
             ("writing systems, linear probe", "writing systems", {"probe_lr": 0.1}, "linear probe, DCP", ""),
@@ -337,7 +339,7 @@ def applications() -> str:
     """The score of each application without the optimizers, and what they gain with the p of the paired t-test."""
     from benchmarks.table import grid
     from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.paper.table import by_seed, probability_cell
+    from examples.paper.table import by_seed, probability, probability_cell
 
     lines = []
     for title, module, changed, plain, *others in APPLICATIONS:
@@ -346,8 +348,11 @@ def applications() -> str:
         pairs = []
         for label in others:
             gains = by_seed(scores.get(label, {}), scores[plain])
-            line += [plus_minus(*mean_and_error(gains), sign="+"), probability_cell(gains)] if gains else ["", ""]
-            pairs += [str(len(gains))] if gains else []
+            if gains:
+                line += [plus_minus(*mean_and_error(gains), sign="+"), probability_cell(probability(gains))]
+                pairs.append(str(len(gains)))
+            else:
+                line += ["", ""]
         if pairs:  # not every row was run on all data of FROM_IMAGENET
             lines.append([*line, ", ".join(dict.fromkeys(pairs))])
     return "\n".join(grid(["", "plain, %", "DCP, minus plain", "p", "DCL, minus plain", "p", "seeds"], lines, words=1))

@@ -152,7 +152,7 @@ FAULTS = [
           result("result._replace(labels=(result.labels + 1) % arguments[0].z.shape[1])"), "loss_* dcp*"),
     Fault("smoothing not read", "loss.cross_entropy:read", begin("form = form._replace(smoothing=0.0)"), "loss_*"),
     Fault("last scale not kept", "loss.reader:LossReader._loss_of",
-          replace("self._scale is None", "True"), "loss_reader"),
+          replace("last.to(reading.scale)", "torch.ones_like(last)"), "loss_reader"),
     Fault("classes always along dimension 1", "loss.reader:LossReader.dim_of", begin("return 1"), "loss_reader"),
     Fault("every step waits for the device", "_sync:may_sync", begin("return True"), "overhead device_kernels"),
     # the companion

@@ -55,7 +55,7 @@ DCL_ONLY = [
     ({"num_classes": 5}, TypeError, r"unexpected keyword argument 'num_classes'"),
 ]
 DCP_ONLY = [
-    ({"num_classes": 0}, ValueError, r"num_classes=0 must be at least 1"),
+    ({"num_classes": 0}, ValueError, r"num_classes=0 must be at least 2"),
     ({"num_classes": 2.5}, TypeError, r"num_classes=2.5 must be an integer, got float"),
     ({"num_classes": "3"}, TypeError, r"num_classes='3' must be an integer, got str"),
     ({"num_classes": True}, TypeError, r"num_classes=True must be an integer, got bool"),
@@ -167,9 +167,10 @@ def test_a_distance_that_does_not_give_one_value_a_row(kind, distance):
 def test_integers_of_other_libraries_are_integers(make):
     model = mlp()
     x, y = one()
-    with DCPOptimizer(sgd(model), model, num_classes=make(CLASSES)) as dcp:
-        z = model(x)
-        dcp.penalty(z, y, ignore_index=make(2)).backward()
-        dcp.step()
-        assert dcp.prototypes.any(1).tolist() == [True, True, False, True, True]
+    dcp = DCPOptimizer(sgd(model), model, num_classes=make(CLASSES))
+    z = model(x)
+    dcp.penalty(z, y, ignore_index=make(2)).backward()
+    dcp.step()
+    assert dcp.prototypes.any(1).tolist() == [True, True, False, True, True]
+    dcp.detach()
     train(model, DCLOptimizer(sgd(model), model, companion_every=make(2)), batches(2))

@@ -39,13 +39,14 @@ def _parameters_keep_their_identity() -> Iterator[None]:
 @pytest.mark.usefixtures("_parameters_keep_their_identity")
 def test_a_copy_goes_with_the_model_and_its_optimizer_with_it() -> None:
     model = batch_norm_net()
-    with wrap(model) as optimizer:
-        assert optimizer.companion is not None
-        model.to(META)
-        model(torch.zeros(4, FEATURES, dtype=torch.float64, device=META))
-        tensors = [*optimizer.companion.parameters(), *optimizer.companion.buffers()]
-        tensors += optimizer.companion_optimizer.param_groups[0]["params"]
-        assert {tensor.device for tensor in tensors} == {META}
+    optimizer = wrap(model)
+    assert optimizer.companion is not None
+    model.to(META)
+    model(torch.zeros(4, FEATURES, dtype=torch.float64, device=META))
+    tensors = [*optimizer.companion.parameters(), *optimizer.companion.buffers()]
+    tensors += optimizer.companion_optimizer.param_groups[0]["params"]
+    assert {tensor.device for tensor in tensors} == {META}
+    optimizer.detach()
 
 
 def test_a_copy_takes_the_models_dtype_and_its_optimizers_state_is_loaded_anew_only_then(
@@ -293,8 +294,10 @@ class MoCo(nn.Module):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_frozen_parameters_that_the_forward_writes_to_are_named_and_refused(in_place: bool) -> None:
     model = MoCo(in_place)
-    with wrap(model), pytest.raises(RuntimeError, match=r"its parameters \['keys.0.weight', .*pass companion="):
+    optimizer = wrap(model)
+    with pytest.raises(RuntimeError, match=r"its parameters \['keys.0.weight', .*pass companion="):
         model(one()[0])
+    optimizer.detach()
 
 
 def test_a_model_whose_parameters_are_another_list_trains() -> None:

@@ -163,19 +163,6 @@ def test_wrapping_again_adds_the_penalty_once():
     assert first.logs()["step"] == 0
 
 
-def test_as_a_context_manager_it_leaves_the_model_as_it_was():
-    model = mlp()
-    before = hooks(model)
-    with wrap(model) as optimizer:
-        assert isinstance(optimizer, DCLOptimizer)
-        train(model, optimizer, batches(2))
-        assert hooks(model) != before
-    assert hooks(model) == before
-    with pytest.raises(ZeroDivisionError), wrap(model):
-        raise ZeroDivisionError
-    assert hooks(model) == before
-
-
 def test_a_shallow_copy_is_the_same_optimizer_under_a_second_name():
     model, expected = mlp(), mlp()
     optimizer = wrap(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import io
 import json
@@ -172,15 +171,10 @@ def test_ctrl_c_before_the_first_seed_is_finished(
         ["--lr", "0"],
         ["--epochs", "two"],
         ["--out", __file__],
-        ["--csv", "."],
-        ["--csv", "no folder/accuracies.csv"],
         ["--device", "gpu7"],
         ["--device", "cuda:99"],
         ["--device", "meta"],
         ["--quick", "--seeds", "0"],
-        ["--from", "nowhere/results.json"],
-        ["--from", __file__, "--lr", "1"],
-        ["--from", __file__, "--quick"],
         ["--preset", "paper"],
         ["--unknown"],
         ["--epoch", "1"],
@@ -197,7 +191,6 @@ def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_pat
     assert line.count("\n") == 1
     assert len(line) < 200
     assert "http" not in line  # of a driver, cut in its middle
-    assert not Path("nowhere").exists()
 
 
 def test_without_an_optional_package(
@@ -241,12 +234,9 @@ def test_gains_are_what_a_t_test_says(seeds: int, critical: float):
 
 def test_a_quick_run_says_nothing_of_the_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path, "--quick", "--epochs", "1")
-    for said in (
-        capsys.readouterr().out,
-        (demo.main(["--from", str(tmp_path / "results.json")]), capsys.readouterr().out)[1],
-    ):
-        assert "--quick checks the installation only" in said
-        assert "noise" not in said
+    said = capsys.readouterr().out
+    assert "--quick checks the installation only" in said
+    assert "noise" not in said
 
 
 def test_the_first_line_comes_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -378,8 +368,6 @@ def test_divergence_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "0.00 points" not in printed
     assert "noise" not in printed
     assert {row["minus_plain"] for row in results["table"]} == {None}
-    assert demo.main(["--from", str(tmp_path / "results.json")]) == 0
-    assert "diverged in 2 of 2 seeds" in capsys.readouterr().out
 
 
 def test_a_reader_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -388,101 +376,16 @@ def test_a_reader_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert demo.main([*TINY, "--out", str(tmp_path), "--csv", str(tmp_path / "a.csv")]) == 141
+        assert demo.main([*TINY, "--out", str(tmp_path)]) == 141
         monkeypatch.undo()
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "curves.png", "a.csv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "curves.png"}
 
 
-def test_a_saved_run_is_shown_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    first, second = tmp_path / "first", tmp_path / "second"
-    run(first, "--validation", "--weight", "0.2", "--csv", str(tmp_path / "first.csv"))
-    printed, saved = capsys.readouterr().out, (first / "results.json").read_bytes()
-    curves = (first / "curves.png").read_bytes()
-    (first / "curves.png").unlink()
-
-    monkeypatch.delattr(training.Run, "epoch")
-    assert demo.main(["--from", str(first / "results.json")]) == 0
-    said = capsys.readouterr().out
-    assert said.rpartition("\nWrote ")[0] == printed.rpartition("\nWrote ")[0]
-    assert said.endswith(f"Wrote {first / 'curves.png'}.\n")
-    assert (first / "curves.png").read_bytes() == curves
-    assert (first / "results.json").read_bytes() == saved
-
-    again = ["--from", str(first / "results.json"), "--out", str(second), "--csv", str(tmp_path / "second.csv")]
-    assert demo.main(again) == 0
-    assert [path.name for path in second.iterdir()] == ["curves.png"]
-    assert (tmp_path / "second.csv").read_bytes() == (tmp_path / "first.csv").read_bytes()
-
-
-def test_the_committed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_committed_table_follows_from_its_runs():
     docs = Path(__file__).parent.parent / "docs"
-    assert demo.main(["--from", str(docs / "results" / "demo.json"), "--out", str(tmp_path)]) == 0
-    table = capsys.readouterr().out.split("\n\n")[1]
-    assert table.startswith("method   test accuracy   minus plain")
-    assert table.count("\n") == 4
+    runs = read(docs / "results" / "demo.json")["histories"]
+    table = report.format_table(report.summarise({method: runs[method] for method in training.METHODS}), "test")
     assert f"\n{table}\n" in (docs / "results" / "ablations.md").read_text(encoding="utf-8")
-
-
-ONE = {
-    "seed": 0,
-    "accuracy": [0.5],
-    "seconds": [1.0],
-    "diverged": False,
-    "parameters_added": 0,
-    "bytes_added": 0,
-}
-SAVED = {
-    "arguments": {"epochs": 1, "train_size": 64, "validation": False, "weight": None, "alpha": None},
-    "histories": {"plain": [ONE], "DCL": [ONE]},
-}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\x89PNG\r\n\xff",
-        b"",
-        b"[1, 2]",
-        b"{}",
-        json.dumps(SAVED | {"arguments": []}).encode(),
-        json.dumps(SAVED | {"arguments": {}}).encode(),
-        json.dumps(SAVED | {"histories": {}}).encode(),
-        json.dumps(SAVED | {"histories": {"DCL": [ONE]}}).encode(),
-        *(
-            json.dumps(SAVED | {"histories": {"plain": [ONE], "DCL": runs}}).encode()
-            for runs in (
-                [],
-                [ONE, ONE],
-                [{"accuracy": [0.5]}],
-                *([{key: value for key, value in ONE.items() if key != name}] for name in ("seed", "diverged")),
-                [ONE | {"accuracy": []}],
-                [ONE | {"accuracy": ["high"]}],
-                [ONE | {"seconds": 1}],
-            )
-        ),
-    ],
-)
-def test_a_bad_file_to_show(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(SAVED))
-    assert demo.main(["--from", str(path), "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    path.write_bytes(content)
-    with pytest.raises(SystemExit) as stopped:
-        demo.main(["--from", str(path)])
-    assert stopped.value.code == 2
-    line = capsys.readouterr().err.rpartition("dcl-demo: error: ")[2]
-    assert line.startswith(f"argument --from: {path} is no results.json of this demo: ")
-    assert line.count("\n") == 1
-    assert not (tmp_path / "curves.png").exists()
-
-
-def test_a_folder_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        demo.main(["--from", str(tmp_path)])
-    assert f"argument --from: cannot read {tmp_path}: Is a directory\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -497,19 +400,6 @@ def test_a_folder_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_quick(flags: list[str], epochs: int, seeds: int, tmp_path: Path):
     args = arguments.parse([*flags, "--out", str(tmp_path)])
     assert (args.epochs, args.seeds) == (epochs, seeds)
-
-
-def test_the_csv_file_has_the_final_accuracies(tmp_path: Path):
-    path = tmp_path / "accuracies.csv"
-    results = run(tmp_path, "--csv", str(path))
-    with path.open(newline="") as file:
-        head, *rows = csv.reader(file)
-    assert head == ["method", "seed", "accuracy", "diverged"]
-    assert [row[:2] for row in rows] == [[method, seed] for method in training.METHODS for seed in ("0", "1")]
-    final = [history["accuracy"][-1] for runs in results["histories"].values() for history in runs]
-    assert [float(row[2]) for row in rows] == final
-    assert {row[3] for row in rows} == {"False"}
-    assert b"\r" not in path.read_bytes()
 
 
 def test_model_and_images_are_on_the_device(monkeypatch: pytest.MonkeyPatch):
@@ -560,7 +450,7 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit, match=r"^0$"):
         demo.main(["--help"])
     text = capsys.readouterr().out
-    flags = "--epochs --seeds --train-size --alpha --weight --validation --quick --device --out --csv --from"
+    flags = "--epochs --seeds --train-size --alpha --weight --validation --quick --device --out"
     for flag in flags.split():
         assert flag in text
     assert "default: 40" in text

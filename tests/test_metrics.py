@@ -92,6 +92,14 @@ def test_label_dtypes(dtype: torch.dtype):
     assert torch.equal(metrics.non_target_distribution(logits, labels.to(dtype)), expected)
 
 
+def test_counts_of_batches_add_up():
+    counts = sum(metrics.top_non_target_counts(LOGITS[rows], LABELS[rows]) for rows in (slice(2), slice(2, None)))
+    shares = counts / counts.sum(1, keepdim=True)
+    present = torch.tensor([True, True, False])
+    assert torch.equal(shares[present], metrics.non_target_distribution(LOGITS, LABELS)[present])
+    assert shares[~present].isnan().all()
+
+
 def test_half_precision_is_counted_exactly():
     logits = torch.zeros(5000, 3, dtype=torch.float16)
     logits[0, 2] = 1.0
@@ -104,6 +112,14 @@ def test_no_graph_is_kept():
     logits = LOGITS.clone().requires_grad_()
     assert not any(measure(logits, LABELS).requires_grad for measure in MEASURES)
     assert not metrics.logit_drift(logits, logits + 1).requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("measure", MEASURES)
+def test_on_a_gpu(measure):
+    measured = measure(LOGITS.cuda(), LABELS.cuda())
+    assert measured.is_cuda
+    torch.testing.assert_close(measured.cpu(), measure(LOGITS, LABELS), equal_nan=True)
 
 
 def test_drift():

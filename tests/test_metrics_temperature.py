@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from dcl_optim.metrics import fit_temperature
 
 
-def test_by_hand():
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_by_hand(dtype):
     """Logits (d, 0), right in 4 of 5 rows: the softmax is to give 4/5, that is d/T = log 4."""
     logits = torch.tensor([[3.0, 0.0]] * 5)
-    assert fit_temperature(logits, torch.tensor([0, 0, 0, 0, 1])) == pytest.approx(3.0 / math.log(4.0), rel=1e-9)
+    labels = torch.tensor([0, 0, 0, 0, 1], dtype=dtype)
+    assert fit_temperature(logits, labels) == pytest.approx(3.0 / math.log(4.0), rel=1e-9)
 
 
 @given(st.integers(0, 10**6), st.integers(2, 7), st.floats(1e-3, 1e3))

@@ -58,23 +58,6 @@ dcl_optim.metrics.non_target_perplexity(logits, labels)
 dcl_optim.metrics.top_non_target(logits, labels)
 dcl_optim.metrics.top_non_target_consistency(logits, labels)
 dcl_optim.metrics.top_non_target_counts(logits, labels)
-dcl_optim.metrics.streaming.TopNonTargetConsistency(num_classes, average='macro', **kwargs)
-    .compute(self)
-    .full_state_update = False
-    .higher_is_better = True
-    .is_differentiable = False
-    .update(self, logits, labels)
-dcl_optim.metrics.streaming.NonTargetPerplexity(num_classes, average='macro', **kwargs)
-    .compute(self)
-    .full_state_update = False
-    .higher_is_better = False
-    .is_differentiable = False
-    .update(self, logits, labels)
-dcl_optim.metrics.streaming.LogitDrift(**kwargs)
-    .compute(self)
-    .full_state_update = False
-    .is_differentiable = False
-    .update(self, logits_before, logits_after)
 dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
 dcl_optim.demo.main(argv=None)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, *, weight, alpha, logits=None, strict=True)

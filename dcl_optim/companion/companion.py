@@ -272,10 +272,8 @@ class Companion(Forecaster):
         return Pull(pull.rows, number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0))
 
     def skip(self, forward: Forward, alpha: float) -> None:
-        prediction: Prediction = forward.prediction
-        prediction.logits = prediction.logits.detach()
         if self._group.size > 1:  # the others wait for this one's share in the mean
-            self._num_observed += prediction.learns
+            self._num_observed += forward.prediction.learns
 
     def _run_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""

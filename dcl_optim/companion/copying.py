@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -40,9 +40,8 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
 
 def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
     """Copy a model. The copy shares what the base optimizer does not train, and has no hooks of the script."""
-    memo = _not_copied(model, base)
     try:
-        copied = copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, _not_copied(model, base))
     except Exception as error:
         what = "the companion could not be made as a copy of the model"
         raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
@@ -51,7 +50,6 @@ def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
         for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
             if is_ours(hook) or not _is_copied(hook, copies):
                 remove_hook(module, table, key)
-        _rebuild_functions(module, memo)
     return copied
 
 
@@ -95,33 +93,6 @@ def _computed(modules: list[nn.Module]) -> list[Tensor]:
     """The tensors with a graph that an earlier forward has left in attributes, of which torch allows no deep copy."""
     attributes = [value for module in modules for name, value in vars(module).items() if name != "_parameters"]
     return [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
-
-
-def _rebuild_functions(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Rebuild the functions in a module's attributes over what was copied of what they hold, which deepcopy keeps."""
-    for name, value in list(vars(module).items()):
-        cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
-        contents = [_content_of(cell) for cell in cells]
-        if any(_copied(held, memo) is not held for content in contents for held in content):
-            closure = tuple(CellType(*(_copied(held, memo) for held in content)) for content in contents)
-            rebuilt = FunctionType(value.__code__, value.__globals__, name, value.__defaults__, closure)
-            rebuilt.__kwdefaults__ = value.__kwdefaults__
-            vars(module)[name] = rebuilt
-
-
-def _content_of(cell: CellType) -> list[Any]:
-    """What a variable of a function holds: nothing before it is assigned."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:
-        return []
-
-
-def _copied(held: Any, memo: dict[int, Any]) -> Any:
-    """What a function of the copy holds in place of what was copied of the model, or of a method of that."""
-    if isinstance(held, MethodType) and id(held.__self__) in memo:
-        return MethodType(held.__func__, memo[id(held.__self__)])
-    return memo.get(id(held), held)
 
 
 # ---- the first prediction --------------------------------------------------------------------------------------------
@@ -203,7 +174,7 @@ def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
 class Follower:
     """Brings the companion, at each forward pass, to where the model is: mode, device, dtype, a patched forward.
 
-    A companion that is no copy follows the mode only.
+    A companion that is no copy follows the mode only. All ranks get the first one's companion.
 
     Args:
         model: the user's own module.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from dcl_optim.demo.arguments import make_folder, parse, plan
-from dcl_optim.demo.results import announce, load, present, save
+from dcl_optim.demo.results import announce, present, save
 from dcl_optim.demo.training import METHODS, Histories, train_seeds
 
 __all__ = ["main"]
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line's arguments. Default: those of the process.
 
     Raises:
-        SystemExit: an argument or the file of ``--from`` is wrong (code 2), or a package of the extra is missing.
+        SystemExit: an argument is wrong (code 2), or a package of the extra is missing.
 
     Examples:
         >>> import tempfile
@@ -37,16 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     args = parse(argv)
-    if args.saved is None:
-        print(plan(args), end="", file=sys.stderr, flush=True)
+    print(plan(args), end="", file=sys.stderr, flush=True)
     make_folder(args)
     print("dcl-demo: loading scikit-learn and matplotlib ...", file=sys.stderr)  # which takes seconds
     _require_extra()
-    if args.saved is not None:
-        saved, histories = load(args)
-        announce(saved, len(histories["plain"]))
-        return present(saved, histories)
-    announce(args, args.seeds)
+    announce(args)
     histories, interrupted = _train(args)
     code = present(args, histories) if histories["plain"] else 0
     if interrupted:

@@ -15,7 +15,10 @@ from dcl_optim import __version__
 from dcl_optim.demo.digits import CLASSES, POOL_SIZE
 
 # Chosen with --validation, before any test image was used.
-EPOCHS, SEEDS, TRAIN_SIZE, LEARNING_RATE = 40, 10, 200, 0.05
+EPOCHS = 40
+SEEDS = 10
+TRAIN_SIZE = 200
+LEARNING_RATE = 0.05
 QUICK = {"epochs": 10, "seeds": 3}
 OUT = Path("demo-out")
 
@@ -52,12 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--quick", action="store_true", help=quick_help)
     add("--device", type=_device, default="cpu", help="cpu, cuda, cuda:1, mps, ... (default: %(default)s)")
-    out_help = f"for the results (default: {OUT}, or where the file of --from is)"
-    add("--out", type=_path, metavar="FOLDER", help=out_help)
-    csv_help = "also write the final accuracies (0 to 1), a row for each method and seed"
-    add("--csv", type=_path, metavar="FILE", help=csv_help)
-    from_help = "train nothing: print and draw again what a run left in its results.json; allows --out and --csv only"
-    add("--from", type=_path, dest="saved", metavar="FILE", help=from_help)
+    add("--out", type=_path, default=OUT, metavar="FOLDER", help="for the results (default: %(default)s)")
     add("--version", action="version", version=f"dcl-optim {__version__}")
     return parser
 
@@ -83,7 +81,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; nothing is written.
 
     Raises:
-        SystemExit: a value is out of its range, or the file of ``--from`` is not there; with code 2 and a message.
+        SystemExit: a value is out of its range; with code 2 and a message.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -101,29 +99,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, value, good, allowed in checks:
         if not good:
             parser.error(f"argument {flag}: must be {allowed}, got {value}")
-    if args.saved is not None:
-        _check_saved(parser, args)
-    if args.out is None:
-        args.out = OUT if args.saved is None else args.saved.parent
     return args
 
 
 def make_folder(args: argparse.Namespace) -> None:
-    """Make the output folder and the file of ``--csv``.
+    """Make the output folder.
 
     Raises:
-        SystemExit: they cannot be made; with code 2 and a message.
+        SystemExit: it cannot be made; with code 2 and a message.
     """
-    parser = make_parser()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"argument --out: cannot make the folder {args.out}: {error.strerror}")
-    if args.csv is not None:
-        try:
-            args.csv.open("a").close()
-        except OSError as error:
-            parser.error(f"argument --csv: cannot write {args.csv}: {error.strerror}")
+        make_parser().error(f"argument --out: cannot make the folder {args.out}: {error.strerror}")
 
 
 def plan(args: argparse.Namespace) -> str:
@@ -131,22 +119,12 @@ def plan(args: argparse.Namespace) -> str:
     runs = f"{args.seeds} seeds of {args.epochs} epochs"
     share = args.seeds * args.epochs * (200 + args.train_size) / (SEEDS * EPOCHS * (200 + TRAIN_SIZE))
     minutes = f"{round(share)} to {round(2 * share)} minutes" if share > 0.75 else "a minute or less"
-    files = "results.json and curves.png" + (f", and {args.csv}" if args.csv is not None else "")
     older = " (over older ones)" if (args.out / "results.json").exists() else ""
     return (
         f"dcl-demo: trains plain SGD, DCP and DCL on {args.train_size} of scikit-learn's 8x8 digits\n"
         f"dcl-demo: {runs}, which takes {minutes} on a CPU\n"
-        f"dcl-demo: writes {files} to {args.out}{older}\n"
+        f"dcl-demo: writes results.json and curves.png to {args.out}{older}\n"
     )
-
-
-def _check_saved(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    if without := sorted(given - {"saved", "out", "csv"}):
-        flag = without[0].replace("_", "-")
-        parser.error(f"argument --from: shows a saved run; leave --{flag} out")
-    if not args.saved.exists():
-        parser.error(f"argument --from: there is no file {args.saved}")
 
 
 def penalty_options(args: argparse.Namespace) -> dict[str, float]:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 CLASSES = 10
-TEST_SIZE, VALIDATION_SIZE, POOL_SIZE = 597, 400, 800
+TEST_SIZE = 597
+VALIDATION_SIZE = 400
+POOL_SIZE = 800
 
 Images = tuple[Tensor, Tensor]
 

@@ -33,10 +33,13 @@ class Run:
 
     def __init__(self, method: str, seed: int, train: Images, evaluation: Images, args: argparse.Namespace) -> None:
         torch.manual_seed(seed)
-        self.model, self.criterion, self.seed = make_model().to(args.device), nn.CrossEntropyLoss(), seed
+        self.seed = seed
+        self.model = make_model().to(args.device)
+        self.criterion = nn.CrossEntropyLoss()
         self.optimizer = self._wrap(method, args)
         self.scheduler = CosineAnnealingLR(self.optimizer, args.epochs)
-        self.train, self.evaluation = train, evaluation
+        self.train = train
+        self.evaluation = evaluation
         self.history: History = {"seed": seed, "accuracy": [], "seconds": []}
 
     def _wrap(self, method: str, args: argparse.Namespace) -> Optimizer:
@@ -130,7 +133,10 @@ class Lines:
     """The progress as a line a minute, where tqdm draws no bar."""
 
     def __init__(self, total: int) -> None:
-        self._total, self._done, self._text, self._due = total, 0, "", monotonic() + LINE_EVERY
+        self._total = total
+        self._done = 0
+        self._text = ""
+        self._due = monotonic() + LINE_EVERY
 
     def set_postfix_str(self, text: str) -> None:
         """Note what to print behind the number of epochs."""

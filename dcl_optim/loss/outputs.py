@@ -46,10 +46,7 @@ class LogitsFinder:
         else:
             found = output if isinstance(output, Tensor) else _inside(output)
         if not isinstance(found, Tensor):
-            raise TypeError(
-                f"no logits found in the model's output of type {type(output).__name__}; pass logits=<function of the "
-                "output that returns the logits tensor>"
-            )
+            raise TypeError(_not_found(output))
         if not found.is_floating_point() or not found.ndim:
             raise TypeError(
                 f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
@@ -82,6 +79,18 @@ class LogitsFinder:
         if not self._warned:
             self._warned = True
             warn(choice)
+
+
+def _not_found(output: Any) -> str:
+    kind = type(output).__name__
+    example = "output[...]"
+    if isinstance(output, Mapping) and output:
+        kind += f" with keys {', '.join(map(repr, output))}"
+        example = f"output[{next(iter(output))!r}]"
+    return (
+        f"no logits found in the model's output of type {kind}.\n"
+        f"  Fix: give the wrapper a function that returns the logits tensor, as in logits=lambda output: {example}"
+    )
 
 
 def _inside(output: Any) -> Any:

@@ -44,13 +44,13 @@ class Loss(NamedTuple):
     Attributes:
         scale: s, what the loss was multiplied by.
         labels: the labels, if they are needed and were read.
-        shown: s as this gradient shows it, not finite if the gradient is not; None if it was not read.
+        fits: whether the gradient has the form that was read, a scalar; None if none was.
         is_finite: False if the gradient is known not to be finite.
     """
 
     scale: Scale
     labels: Labels | None = None
-    shown: Tensor | None = None
+    fits: Tensor | None = None
     is_finite: bool = True
 
 
@@ -73,8 +73,7 @@ class LossReader:
         """What a resumed run has to know, in types that ``torch.load(weights_only=True)`` reads. Synchronizes."""
         form = None if self._form is None else f"{self._form.kind} {self._form.smoothing!r}"
         scale = None if self._scale is None else float(self._scale)
-        undecided = [self._num_silent, self._may_be_hard, self._single_row_scale, self._was_refused]
-        return {"form": form, "scale": scale, "class_dim": self.class_dim, "undecided": undecided}
+        return {"form": form, "scale": scale, "class_dim": self.class_dim, "num_silent": self._num_silent}
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError if a state does not fit, before anything is changed."""
@@ -86,8 +85,7 @@ class LossReader:
             fits = fits and (scale is None or (is_number(scale) and math.isfinite(scale)))
             dim = state["class_dim"]
             fits = fits and (dim is None or (is_number(dim) and dim == abs(int(dim))))
-            num_silent, _, single_row_scale, _ = state["undecided"]
-            fits = fits and is_number(num_silent) and (single_row_scale is None or is_number(single_row_scale))
+            fits = fits and is_number(state["num_silent"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -99,15 +97,14 @@ class LossReader:
         self._form = Form(kind, float(smoothing)) if kind else None  # type: ignore[arg-type]
         self._scale: Scale | None = state.get("scale")  # the last one that was read
         self.class_dim: int | None = state.get("class_dim")
-        self._wait_anew(*state.get("undecided", ()))
+        self._num_silent: int = state.get("num_silent", 0)  # batches so far that told no form
 
-    def read(self, forward: Forward, gradient: Tensor, is_first: bool) -> Loss:
+    def read(self, forward: Forward, gradient: Tensor) -> Loss:
         """Read the gradient of the logits, and lay them out as rows.
 
         Args:
             forward: the forward pass.
             gradient: of its logits.
-            is_first: whether this is the first backward pass of the step.
         """
         if not gradient.numel():  # a batch without rows says nothing
             return Loss(self._last_scale())
@@ -121,14 +118,11 @@ class LossReader:
             forward.lay_out(dim)
             seen = _gradient_rows(forward.rows, to_rows(gradient, dim), self._form)
             reading = cross_entropy.read(self._form, seen, self.reads_labels)
-            chooses = may_read and not bool(reading.fits)
-        else:
-            chooses = may_read and self._tries_again(forward.step)
-        if chooses:
+        if may_read and (reading is None or not bool(reading.fits)):
             reading, is_finite = self._choose(forward, gradient)
-        if self.reads_labels and not forward.observed:
+        if not forward.observed:
             self._note_whether_read(reading, may_read)
-        return self._loss_of(reading, is_finite, gradient, is_first)
+        return self._loss_of(reading, is_finite)
 
     def dim_of(self, logits: Tensor) -> int | None:
         """The dimension of the classes; None while it is not known."""
@@ -141,38 +135,25 @@ class LossReader:
             )
         return self.class_dim
 
-    def _tries_again(self, step: int) -> bool:
-        """Whether a gradient whose form is not known is examined; a loss that is no cross-entropy mostly stays so."""
-        return not self._was_refused or step % _sync.SYNC_INTERVAL == 0
-
     def _note_whether_read(self, reading: Reading | None, may_read: bool) -> None:
         if reading is None or may_read:  # then it fits, since another form was looked for
             self.skipped.add(reading is not None)
         else:
             self.skipped.add(reading.fits)
 
-    def _loss_of(self, reading: Reading | None, is_finite: bool, gradient: Tensor, is_first: bool) -> Loss:
+    def _loss_of(self, reading: Reading | None, is_finite: bool) -> Loss:
         last = self._last_scale()
         if reading is None:
-            if not self.reads_labels and is_finite and self._scale is None:
-                self._require_a_scale(gradient, is_first)
             return Loss(last, None, None, is_finite)
         if not isinstance(last, Tensor):
             last = torch.full_like(reading.scale, last)
         self._scale = scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
         if self.reads_labels:
-            return Loss(scale, Labels(reading.labels, reading.num_live), reading.scale)
-        return Loss(
-            scale * (reading.num_live > 0), None, reading.scale
-        )  # a gradient of zero: the loss has the factor 0
+            return Loss(scale, Labels(reading.labels, reading.num_live), reading.fits)
+        return Loss(scale * reading.fits, None, reading.fits)
 
     def _last_scale(self) -> Scale:
         return 1.0 if self._scale is None else self._scale
-
-    def _require_a_scale(self, gradient: Tensor, is_first: bool) -> None:
-        """Refuse to take 1 for a scale that is likely another one: a gradient scaler's, or that of accumulation."""
-        if self._was_refused and (gradient.dtype == torch.float16 or not is_first):
-            raise RuntimeError(unread.UNREADABLE_SCALE.format(name=self._name))
 
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, bool]:
         """Choose form and class dimension, and read; say also whether the gradient is finite."""
@@ -194,9 +175,10 @@ class LossReader:
                     warn_once(self._said, unread.SOFTMAX_TWICE)
                 self._take(form, dim, forward)
                 return reading, True
-        if all(evidence.says for evidence in found):  # else the one that says nothing yet may be that of the classes
-            return self._refuse(layouts[0], forward)
-        return self._wait(forward, dims, layouts[0], found[0])
+        tells_a_form = all(evidence.says for evidence in found)  # else one that says nothing may be that of the classes
+        if tells_a_form or self._form is not None or self._num_silent >= PATIENCE:
+            self._refuse(unread.seen_in(layouts[0]) if tells_a_form else unread.NOTHING, layouts[0], forward)
+        return None, True
 
     def _possible_dims(self, gradient: Tensor) -> list[int]:
         known = self.dim_of(gradient)
@@ -204,85 +186,30 @@ class LossReader:
             return [known]
         return [dim for dim in range(1, gradient.ndim) if gradient.shape[dim] > 1] or [1]
 
-    def _wait_anew(
-        self,
-        num_silent: int = 0,
-        may_be_hard: bool = True,
-        single_row_scale: float | None = None,
-        was_refused: bool = False,
-    ) -> None:
-        """What batches have shown as long as the form is not known.
-
-        Args:
-            num_silent: their number.
-            may_be_hard: whether each of them fits hard labels.
-            single_row_scale: what the first of them with a single row would have.
-            was_refused: whether a gradient that said something had no known form.
-        """
-        self._num_silent = num_silent
-        self._may_be_hard = may_be_hard
-        self._single_row_scale = single_row_scale
-        self._was_refused = was_refused
-
     def _take(self, form: Form, dim: int, forward: Forward) -> None:
         self._form = form
-        self._wait_anew()
+        self._num_silent = 0
         if forward.logits.ndim > 2:
             self.class_dim = dim
         forward.lay_out(dim)
 
     def _no_gradient(self, total: float, layout: Gradient, knows_dim: bool) -> tuple[Reading | None, bool]:
-        """A gradient of zero says that the loss has the factor 0; one that is not finite says nothing."""
+        """A gradient of zero says that this batch has the factor 0; one that is not finite says nothing."""
         if total != 0:
             return None, False
         if self.reads_labels and not knows_dim:  # the number of classes is not known either
             return None, True
         zero = torch.zeros((), device=layout.g.device)
         none = torch.full((len(layout.g),), layout.g.shape[1], device=layout.g.device)
-        return Reading(none, zero, zero == 0, zero == 0, layout.num_live), True
+        return Reading(none, zero, zero != 0, zero != 0, layout.num_live), True
 
-    def _wait(
-        self, forward: Forward, dims: list[int], layout: Gradient, evidence: Evidence
-    ) -> tuple[Reading | None, bool]:
-        """A batch tells no form: one row of two classes, or a model that is certain of all rows.
-
-        If hard labels fit each of the first such batches, they are taken; what does not fit is refused.
-        """
-        if self._form is not None:
-            return self._refuse(layout, forward)
-        reading = cross_entropy.read(Form("hard"), layout, self.reads_labels)
-        fits = len(dims) == 1 and bool(evidence.is_hard) and not evidence.is_mixed
-        self._may_be_hard = self._may_be_hard and fits and self._has_one_scale(reading, layout.tolerance)
-        is_over = self._num_silent >= PATIENCE
-        if not self._may_be_hard:
-            self._scale = None  # that of hard labels, which do not fit
-            return self._refuse(layout, forward) if is_over else (None, True)
-        if is_over:
-            self._take(Form("hard"), dims[0], forward)
-        elif self.reads_labels:
-            return None, True
-        # Before it is over: the scale that hard labels would have is likelier than 1.
-        return reading, True
-
-    def _has_one_scale(self, reading: Reading, tolerance: float) -> bool:
-        """Whether the batches of a single row show one scale: of two classes hard labels fit any such row."""
-        num_live, tells_scale, scale = torch.stack([reading.num_live, reading.tells_scale, reading.scale]).tolist()
-        if num_live != 1 or not tells_scale:
-            return True
-        if self._single_row_scale is None:
-            self._single_row_scale = scale
-        return abs(scale - self._single_row_scale) <= 5.0 * tolerance * self._single_row_scale
-
-    def _refuse(self, layout: Gradient, forward: Forward) -> tuple[None, bool]:
-        """A gradient that says something has no known form: an error where labels are needed, later a warning."""
-        self._was_refused = self._form is None
-        if self.reads_labels:
-            message = unread.unreadable_labels(self._name, layout.g)
-            if self._form is None:
-                raise RuntimeError(message)
-            if not forward.observed:  # else these logits have their penalty from another loss
-                warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
-        return None, True
+    def _refuse(self, seen: str, layout: Gradient, forward: Forward) -> None:
+        """A gradient has no known form: an error, or a warning once a form is known."""
+        message = unread.unreadable(self._name, seen, layout, self.reads_labels)
+        if self._form is None:
+            raise RuntimeError(message)
+        if not forward.observed:  # else these logits have their penalty from another loss
+            warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
 
     def questions(self) -> list[_sync.Question]:
         """What is asked together in a step that may read values: how many of the last batches were skipped."""
@@ -291,7 +218,8 @@ class LossReader:
     def _warn_of_many(self) -> None:
         number, window = self.skipped.recent()
         if window == unread.WINDOW and 2 * number > window:
-            message = unread.MANY_SKIPPED.format(name=self._name, number=number, window=window)
+            term = unread.term_of(self.reads_labels)
+            message = unread.MANY_SKIPPED.format(name=self._name, number=number, window=window, term=term)
             warn_once(self._said, message, "many batches")
 
 

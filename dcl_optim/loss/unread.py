@@ -8,25 +8,22 @@ import torch
 from torch import Tensor
 
 from dcl_optim._sync import Question
+from dcl_optim.loss.cross_entropy import Gradient, are_probabilities
 
 WINDOW = 100  # batches, of which a warning says how many were skipped
 
 TERM = "loss + optimizer.penalty(logits)"  # as DCLOptimizer writes it
 TERM_WITH_LABELS = "loss + optimizer.penalty(logits, labels)"
-UNREADABLE_LABELS = (
-    "{name} cannot read the labels from this loss's gradient, which is not that of a softmax cross-entropy over the "
+UNREADABLE = (
+    "{name} cannot read {what} from its gradient, which is not that of a softmax cross-entropy over the "
     "model's logits.\n  Seen: {seen}.\n  Fix: {fix}. See docs/losses.md"
 )
-ADD_THE_TERM = f"add the penalty to the loss, {TERM_WITH_LABELS}; rows without one class each need DCLOptimizer"
+NOTHING = "batches that show no form: single rows of two classes, or a model that is certain of every row"
+NEEDS_LOGITS = "return logits or log_softmax from the model, or pass logits=, and use F.cross_entropy or F.nll_loss"
 NEEDS_CLASSES = "give the model one output for each class, or use DCLOptimizer (no gain was measured)"
-UNREADABLE_SCALE = (
-    "{name} cannot read what this loss is multiplied by (gradient scaler, accumulation, weights) from its gradient, "
-    "which is not that of a softmax cross-entropy over the model's logits.\n"
-    f"  Fix: add the penalty to the loss, {TERM}. See docs/losses.md"
-)
 MANY_SKIPPED = (
-    "{number} of the last {window} batches got no penalty: {name} cannot read their labels from the loss's gradient.\n"
-    f"  Fix: add the penalty to the loss, {TERM_WITH_LABELS}. See docs/losses.md"
+    "{number} of the last {window} batches got no penalty: {name} cannot read the gradient of their loss.\n"
+    "  Fix: add the penalty to the loss, {term}. See docs/losses.md"
 )
 SOFTMAX_TWICE = (
     "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
@@ -39,14 +36,26 @@ def term_of(reads_labels: bool) -> str:
     return TERM_WITH_LABELS if reads_labels else TERM
 
 
-def unreadable_labels(name: str, g: Tensor) -> str:
-    """The message about a gradient, rows (N, K), from which an optimizer cannot read labels. Synchronizes."""
-    fix = NEEDS_CLASSES if g.shape[1] == 1 else ADD_THE_TERM
-    return UNREADABLE_LABELS.format(name=name, seen=_seen_in(g), fix=fix)
+def unreadable(name: str, seen: str, gradient: Gradient, reads_labels: bool) -> str:
+    """The message about a gradient that an optimizer cannot read. Synchronizes."""
+    what = "the labels" if reads_labels else "the factor of the loss"
+    return UNREADABLE.format(name=name, what=what, seen=seen, fix=_fix_of(gradient, reads_labels))
 
 
-def _seen_in(g: Tensor) -> str:
-    """Say in a line what a gradient, rows (N, K), shows."""
+def _fix_of(gradient: Gradient, reads_labels: bool) -> str:
+    if are_probabilities(gradient.z, gradient.tolerance):
+        return NEEDS_LOGITS
+    if reads_labels and gradient.g.shape[1] == 1:
+        return NEEDS_CLASSES
+    fix = f"add the penalty to the loss, {term_of(reads_labels)}"
+    return f"{fix}; rows without one class each need DCLOptimizer" if reads_labels else fix
+
+
+def seen_in(gradient: Gradient) -> str:
+    """Say in a line what a gradient shows."""
+    if are_probabilities(gradient.z, gradient.tolerance):
+        return "the rows of the model's output are probabilities"
+    g = gradient.g
     if g.shape[1] == 1:
         return "one logit a row, as of binary classification or regression, which has no classes, or no batch dimension"
     g = g[g.abs().amax(1) > 0].float()

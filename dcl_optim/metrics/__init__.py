@@ -8,8 +8,8 @@ Notation: N samples, K classes, c a sample's class, :math:`N_c` its number of sa
 whose top non-target is k. *Absent* classes are those without a sample; their value is nan, which ``Tensor.nanmean``
 leaves out of an average.
 
-The functions take all samples at once. For samples that arrive in batches, :mod:`dcl_optim.metrics.streaming` has the
-same measures as ``torchmetrics.Metric`` classes.
+The functions take all samples at once. For samples in batches, add up :func:`top_non_target_counts` and divide each row
+by its sum: this is :math:`p(k|c)`, from which the formulas give consistency and perplexity.
 """
 
 from dcl_optim.metrics.drift import logit_drift

@@ -58,7 +58,8 @@ def top_non_target_counts(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: the counts in Section 3.4's p(k|c).
     """
-    best, classes = top_non_target(logits, labels), logits.shape[1]
+    best = top_non_target(logits, labels)
+    classes = logits.shape[1]
     return torch.bincount(labels.long() * classes + best, minlength=classes * classes).reshape(classes, classes)
 
 
@@ -87,7 +88,9 @@ def non_target_distribution(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Section 3.4 and Figure 3.
     """
-    return shares_from_counts(top_non_target_counts(logits, labels), logits.dtype)
+    counts = top_non_target_counts(logits, labels)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return counts.to(wide) / counts.sum(1, keepdim=True).clamp(min=1).to(wide)
 
 
 def top_non_target_consistency(logits: Tensor, labels: Tensor) -> Tensor:
@@ -116,7 +119,8 @@ def top_non_target_consistency(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Section 3.4 and Figure 2.
     """
-    return consistency_from_counts(top_non_target_counts(logits, labels), logits.dtype)
+    shares = non_target_distribution(logits, labels)
+    return _absent_as_nan(shares.amax(1), shares)
 
 
 def non_target_perplexity(logits: Tensor, labels: Tensor) -> Tensor:
@@ -143,30 +147,12 @@ def non_target_perplexity(logits: Tensor, labels: Tensor) -> Tensor:
 
     Source: Section 3.4 and Figure 3.
     """
-    return perplexity_from_counts(top_non_target_counts(logits, labels), logits.dtype)
+    shares = non_target_distribution(logits, labels)
+    return _absent_as_nan(torch.special.entr(shares).sum(1).exp(), shares)
 
 
-# ---- from counts, which batches can be added up to -------------------------------------------------------------------
-
-
-def shares_from_counts(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide each row of counts (K, K) by its sum, in at least float32."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return counts.to(wide) / counts.sum(1, keepdim=True).clamp(min=1).to(wide)
-
-
-def consistency_from_counts(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute :func:`top_non_target_consistency` from the counts (K, K)."""
-    return _absent_as_nan(shares_from_counts(counts, dtype).amax(1), counts)
-
-
-def perplexity_from_counts(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute :func:`non_target_perplexity` from the counts (K, K)."""
-    return _absent_as_nan(torch.special.entr(shares_from_counts(counts, dtype)).sum(1).exp(), counts)
-
-
-def _absent_as_nan(values: Tensor, counts: Tensor) -> Tensor:
-    return values.masked_fill(counts.sum(1) == 0, float("nan"))
+def _absent_as_nan(values: Tensor, shares: Tensor) -> Tensor:
+    return values.masked_fill(shares.sum(1) == 0, float("nan"))
 
 
 def _check(logits: Tensor, labels: Tensor) -> None:

@@ -33,18 +33,10 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
     Source: C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
     """
-    if logits.ndim != 2 or logits.shape[1] < 2 or labels.shape != logits.shape[:1] or not len(labels):
-        shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
-        raise ValueError(f"logits and labels have shapes {shapes}; they must be (N, K) and (N,), N >= 1 and K >= 2")
-    if (
-        labels.is_floating_point()
-        or labels.dtype == torch.bool
-        or not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]
-    ):
-        raise ValueError(f"labels must be class indices from 0 to {logits.shape[1] - 1}; leave ignored rows out")
+    _check(logits, labels)
     z = logits.detach().double()
     z = z - z.amax(1, keepdim=True)
-    own = z.gather(1, labels[:, None].to(z.device))[:, 0]
+    own = z.gather(1, labels[:, None].long().to(z.device))[:, 0]
     if not own.isfinite().all():
         raise ValueError("logits must be finite, and minus infinity at no label")
     finite = z.masked_fill(z == -torch.inf, 0.0)
@@ -59,15 +51,33 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         raise ValueError("every prediction is right, so that no temperature is best; take more or harder data")
     if float((finite.sum(1) / (z > -torch.inf).sum(1) - own).mean()) >= 0:
         raise ValueError("the logits say no more of the labels than chance does, so that no temperature is best")
-    low, high = 0.0, 1.0 / max(float(-z[z > -torch.inf].min()), 1e-300)
+    low = 0.0
+    high = 1.0 / max(float(-z[z > -torch.inf].min()), 1e-300)
     while derivatives(high)[0] < 0:
-        low, high = high, 2.0 * high
+        low = high
+        high = 2.0 * high
     b = 0.5 * (low + high)
     while high - low > TOLERANCE * high:
         slope, curvature = derivatives(b)
-        low, high = (b, high) if slope < 0 else (low, b)
+        if slope < 0:
+            low = b
+        else:
+            high = b
         step = b - slope / curvature if curvature > 0 else low
         if abs(step - b) <= TOLERANCE * b:
             break
         b = step if low < step < high else 0.5 * (low + high)
     return 1.0 / b
+
+
+def _check(logits: Tensor, labels: Tensor) -> None:
+    """Raise ValueError unless logits and labels have the right shapes and the labels are classes."""
+    if logits.ndim != 2 or logits.shape[1] < 2 or labels.shape != logits.shape[:1] or not len(labels):
+        shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"logits and labels have shapes {shapes}; they must be (N, K) and (N,), N >= 1 and K >= 2")
+    if (
+        labels.is_floating_point()
+        or labels.dtype == torch.bool
+        or not 0 <= int(labels.min()) <= int(labels.max()) < logits.shape[1]
+    ):
+        raise ValueError(f"labels must be class indices from 0 to {logits.shape[1] - 1}; leave ignored rows out")

@@ -20,7 +20,7 @@ from examples.helpers.extras import explain
 from examples.paper import records
 from examples.paper.datasets.splits import PARTS
 from examples.paper.records import Record
-from examples.paper.table import probability_cell
+from examples.paper.table import probability, probability_cell
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def table(application: Application, found: Sequence[Record]) -> str:
         differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
         shown = plus_minus(*mean_and_error(differences), sign="+") if differences else ""
         seconds = statistics.median(r["seconds"] for r in found if r["label"] == label)
-        cells = (label, plus_minus(*mean_and_error(list(ours.values()))), shown, probability_cell(differences))
+        mean = plus_minus(*mean_and_error(list(ours.values())))
+        cells = (label, mean, shown, probability_cell(probability(differences)))
         lines.append(f"| {' | '.join(cells)} | {seconds:.0f} | {len(ours)} |")
     return "\n".join(lines)
 

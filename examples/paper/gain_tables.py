@@ -8,6 +8,7 @@ from benchmarks.table import grid
 from dcl_optim.demo.report import mean_and_error, plus_minus
 from examples.paper.gains import CE, Gain, Row, gain, gain_in_all, holm, values
 from examples.paper.records import Record
+from examples.paper.table import probability_cell
 
 ACCURACY = "accuracy, %"
 
@@ -37,7 +38,7 @@ def by_experiment(
     for head, experiments in (together or {}).items():
         gains = {name: gain_in_all(experiments, row, CE) for name, row in rows.items()}
         p = holm({name: one.p for name, one in gains.items() if one and one.p is not None})
-        cells = [["", ""], ["", ""], *([_cell(one), _probability(p.get(name))] for name, one in gains.items())]
+        cells = [["", ""], ["", ""], *([_cell(one), probability_cell(p.get(name))] for name, one in gains.items())]
         lines = [[*line, *added] for line, added in zip(lines, cells, strict=True)]
         heads += [head, "p"]
     return "\n".join(grid(heads, lines, words=1))
@@ -61,7 +62,7 @@ def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]
             if bold:
                 cells.append(f"**{cell}**" if probability is not None and probability < 0.05 else cell)
             else:
-                cells += [cell, _probability(probability)]
+                cells += [cell, probability_cell(probability)]
         lines.append([*cells, str(len(values(found, CE, ACCURACY)))])
     head = ["", "CE, %", *(part for name in rows for part in (f"{name}, minus CE", "p")[: 1 if bold else 2]), "seeds"]
     return "\n".join(grid(head, lines, words=1))
@@ -90,7 +91,3 @@ def _mean(found: Sequence[Record], measure: str, places: int = 2) -> str:
 
 def _cell(found: Gain | None, places: int = 2) -> str:
     return "" if found is None else plus_minus(found.mean, found.error, sign="+", places=places)
-
-
-def _probability(p: float | None) -> str:
-    return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"

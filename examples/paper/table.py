@@ -54,10 +54,11 @@ def probability(differences: Sequence[float]) -> float | None:
     return float(ttest_1samp(differences, 0.0).pvalue)
 
 
-def probability_cell(differences: Sequence[float]) -> str:
-    """Format :func:`probability`; empty for None."""
-    p = probability(differences)
-    return "" if p is None else f"{p:.3f}"
+def probability_cell(p: float | None) -> str:
+    """Format a p value; empty for None."""
+    if p is None:
+        return ""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> str:
@@ -77,7 +78,7 @@ def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> st
         label,
         plus_minus(mean, error),
         difference,
-        probability_cell(differences),
+        probability_cell(probability(differences)),
         more,
         f"{consistency:.3f}",
         f"{perplexity:.2f}",

@@ -40,9 +40,9 @@ def plain_loop(path: Path) -> dict[str, float]:
     optimizer.detach()
     checkpoint = torch.load(path, weights_only=True)
     model.load_state_dict(checkpoint["model"])
-    with DCLOptimizer(base, model) as resumed:
-        resumed.load_state_dict(checkpoint["optimizer"])
-        return resumed.logs()
+    resumed = DCLOptimizer(base, model)
+    resumed.load_state_dict(checkpoint["optimizer"])
+    return resumed.logs()
 
 
 def closure_loop() -> float:
