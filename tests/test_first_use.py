@@ -233,6 +233,11 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str
     "sigmoid": (binary, [], NOT_0),
     "one logit": (lambda z, y: F.mse_loss(z[:, 0], y.double()), [nn.Linear(5, 1).double()], "one logit a row"),
     "nll": (F.nll_loss, [], NOT_0),
+    "nll of a softmax layer": (
+        lambda p, y: F.nll_loss(p.log(), y),
+        [nn.Softmax(1)],
+        "rows of the model's output are probabilities",
+    ),
     "temperature": (lambda z, y: F.cross_entropy(z / 2, y), [], IS_0),
     "class weights with smoothing": (with_weights, [], IS_0),
     "three classes, mixed": (mixed, [nn.Linear(5, 3).double()], IS_0),
@@ -251,6 +256,8 @@ def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(
     fix = r"loss \+ optimizer\.penalty\(logits, labels\); rows without one class each need DCLOptimizer"
     if name == "one logit":  # for which the term has no classes either
         fix = r"one output for each class, or use DCLOptimizer \(no gain was measured\)"
+    if name == "nll of a softmax layer":  # with probabilities the term would have hardly any effect
+        fix = r"return logits or log_softmax from the model, or pass logits=, and use F\.cross_entropy or F\.nll_loss"
     message = rf"cannot read the labels.*\n  Seen: .*{seen}.*\n  Fix: .*{fix}\. See docs/losses\.md"
     with pytest.raises(RuntimeError, match=message) as caught:
         value.backward()
