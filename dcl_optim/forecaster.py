@@ -158,7 +158,7 @@ class Forecaster(ABC):
         """
 
     def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
-        """Note a forward pass that is not observed: it is not finite, or its labels are not known.
+        """Note a forward pass that is not observed: it is not finite, or its loss was not read.
 
         Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then.
         """

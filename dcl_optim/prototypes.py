@@ -73,6 +73,7 @@ class Prototypes(Forecaster):
         self._group = group
         self._measures_accuracy = False
         self._may_be_in_batch = num_classes is None  # so far each row's label was its place
+        self._ranks_agree = num_classes is not None  # on K
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -256,9 +257,11 @@ class Prototypes(Forecaster):
         return self._sums
 
     def step(self) -> None:
-        counts = self._counts
-        if counts is None:
+        if self._counts is None:
             return
+        if self._group.size > 1 and not self._ranks_agree:
+            self._agree_on_classes()
+        counts = self._counts_of_step()
         if self._group.size > 1:
             self._group.all_reduce_sum(self._sum_by_class())
             self._reduce_counts(counts)
@@ -270,6 +273,16 @@ class Prototypes(Forecaster):
         for classes, apart in self._pending:
             self._rows.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)[:, None]))
         self.forget()
+
+    def _agree_on_classes(self) -> None:
+        """Create the prototypes also on a rank that has read no batch of the first step. Synchronizes there."""
+        known = torch.tensor([self.num_classes, self.num_classes > 0], device=self._rows.device)
+        self._group.all_reduce_sum(known)
+        total, num_ranks = known.tolist()
+        self._ranks_agree = num_ranks > 0
+        if self._ranks_agree and not self.num_classes:
+            self.forget()
+            self._create(total // num_ranks, self._rows)
 
     def _reduce_counts(self, counts: Tensor) -> None:
         """Sum over the ranks, in one reduction, the rows of each class, and those that the accuracy is of."""

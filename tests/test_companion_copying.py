@@ -333,6 +333,26 @@ def test_a_layer_that_is_not_the_copys_own_is_refused_by_name_at_the_first_predi
     torch.compiler.reset()
 
 
+class Normalizing(Network):
+    """A function holds its batch norm, which has no parameters: the copy would write to the model's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = norm = nn.BatchNorm1d(12, affine=False).double()
+        self.function = lambda x: torch.tanh(norm(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.function(self.body(x)))
+
+
+def test_a_layer_without_parameters_that_is_not_the_copys_own_is_refused_too() -> None:
+    model = Normalizing()
+    optimizer = wrap(model)
+    with pytest.raises(RuntimeError, match=r"(?s)writes to the model's buffers.*pass it as companion="):
+        model(one()[0])
+    optimizer.detach()
+
+
 def test_a_companion_of_the_scripts_own_works_where_a_copy_is_refused() -> None:
     model, companion, expected = Network(), Network(), Network()
     hold_it_in_a_function(model)

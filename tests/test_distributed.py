@@ -63,6 +63,7 @@ def worker(rank: int, folder: Path) -> None:
     for case in CASES:
         torch.save(trained_on_rank(rank, *case), folder / f"{case} {rank}.pt")
     torch.save(branch_trained_on_rank(rank), folder / f"branch {rank}.pt")
+    torch.save(trained_after_an_empty_batch_on_rank_1(rank), folder / f"empty {rank}.pt")
     train_in_groups(rank, folder)
 
 
@@ -125,6 +126,25 @@ def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
     for rank in (0, 1):
         trained = torch.load(ranks / f"branch {rank}.pt", weights_only=True)
         assert_same(trained, snapshot(model, optimizer), **CLOSE)
+
+
+def trained_after_an_empty_batch_on_rank_1(rank: int):
+    """Rank 1 reads nothing in the first step, so it does not know the number of classes by itself."""
+    model = mlp()
+    parallel = DistributedDataParallel(model)
+    optimizer = wrap("dcp", parallel)
+    for step, (x, y) in enumerate(batches(STEPS)):
+        number = 0 if step == 0 and rank == 1 else len(x)
+        optimizer.zero_grad()
+        F.cross_entropy(parallel(x[:number]), y[:number], reduction="sum").div(len(x)).backward()
+        optimizer.step()
+    return snapshot(model, optimizer)
+
+
+def test_a_rank_that_reads_no_label_in_the_first_step_learns_the_number_of_classes(ranks: Path):
+    first, second = (torch.load(ranks / f"empty {rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first, second)
+    assert first["forecaster"]["values"].shape == (CLASSES, CLASSES)
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------

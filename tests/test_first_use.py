@@ -253,9 +253,9 @@ def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(
     optimizer = DCPOptimizer(sgd(model), model)
     x, y = one()
     value = loss(model(x), y % min(3, model(x).shape[1]))
-    fix = r"loss \+ optimizer\.penalty\(logits, labels\); rows without one class each need DCLOptimizer"
+    fix = r"loss \+ optimizer\.penalty\(logits, labels\); rows without one class each need DCLOptimizer and its term"
     if name == "one logit":  # for which the term has no classes either
-        fix = r"one output for each class, or use DCLOptimizer \(no gain was measured\)"
+        fix = r"one output for each class, or use DCLOptimizer with loss \+ optimizer\.penalty\(logits\) \(no gain.*\)"
     if name == "nll of a softmax layer":  # with probabilities the term would have hardly any effect
         fix = r"return logits or log_softmax from the model, or pass logits=, and use F\.cross_entropy or F\.nll_loss"
     message = rf"cannot read the labels.*\n  Seen: .*{seen}.*\n  Fix: .*{fix}\. See docs/losses\.md"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -365,28 +366,42 @@ def test_of_two_losses_of_the_same_logits_the_one_that_is_read_counts():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_gradient_of_zero_has_the_scale_zero_and_no_penalty(variant):
-    """Also the very first, and one after others."""
+def test_nothing_learns_from_a_gradient_of_zero(variant):
+    """Also if it is the very first."""
     model, bare = mlp(), mlp()
     optimizer, base = make(variant, model), sgd(bare)
     x, y = one()
 
-    def nothing(z: Tensor) -> Tensor:
+    def nothing(z: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(z, torch.full_like(y, -100), reduction="sum")
 
-    for _ in range(2):
-        assert scale_of(optimizer, nothing(model(x))) == (0.0 if variant == "dcl" else 1.0)
-        assert_same(model, bare)
+    train(model, optimizer, [(x, y)] * 2, nothing)
+    assert_same(model, bare)
     train(model, optimizer, vectors(3))
     bare.load_state_dict(model.state_dict())
     base.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
     before = copy.deepcopy(learned(optimizer))
-    last = optimizer.logs()["loss_scale"]
-    assert scale_of(optimizer, nothing(model(x))) == (0.0 if variant == "dcl" else last)
-    train(bare, base, [(x, y)], lambda z, y: nothing(z))
+    train(model, optimizer, [(x, y)], nothing)
+    train(bare, base, [(x, y)], nothing)
     assert_same(model, bare)
-    if variant == "dcp":
-        assert_same(optimizer.prototypes, before)
+    assert_same(learned(optimizer), before)
+    assert math.isnan(optimizer.logs()["penalty"])
+    assert optimizer.logs()["skipped"] == 3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_that_are_zero_or_not_finite_are_not_among_the_batches_that_tell_nothing(variant):
+    torch.manual_seed(0)
+    model, data = one_row_of_two_classes()
+    optimizer = (DCLOptimizer if variant == "dcl" else DCPOptimizer)(sgd(model, lr=0.0), model)
+    for factor in (0.0, torch.inf):
+        for x, y in data:
+            optimizer.zero_grad()
+            (factor * F.cross_entropy(model(x), y)).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, data[:19])
+    with pytest.raises(RuntimeError, match="batches that show no form"):
+        train(model, optimizer, data[19:20])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -830,10 +845,52 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
         results.append((model.state_dict(), learned(optimizer)))
     first, second = results[:9], results[9:]
     assert math.isnan(first[5]) is (batch != "other factor")
-    if batch == "unreadable" and variant == "dcl":  # the companion's momentum moves on where the step did not wait
+    if batch != "other factor" and variant == "dcl":  # the companion's momentum moves on where the step did not wait
         first, second = first[:6], second[:6]
     assert first[:8] == pytest.approx(second[:8], rel=1e-9, nan_ok=True)
     assert_same(first[8:], second[8:], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:a batch gets no penalty")
+def test_an_unreadable_batch_does_not_count_in_the_training_accuracy():
+    """The automatic weight follows it."""
+    found = []
+    for silent in (False, True):
+        model = mlp()
+        optimizer = DCPOptimizer(sgd(model), model)
+        train(model, optimizer, batches(2))
+        before = optimizer.logs()["train_accuracy"]
+        (train_silently if silent else train)(model, optimizer, batches(2), squares)
+        found.append(optimizer.logs()["train_accuracy"])
+    assert found == pytest.approx([before, before])
+
+
+@pytest.mark.filterwarnings("ignore:a batch gets no penalty")
+def test_the_companions_graph_of_an_unreadable_batch_is_freed_in_the_step():
+    nodes = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            nodes.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Noting.apply(x)
+
+    model = mlp().insert(1, Layer())
+    optimizer = DCLOptimizer(sgd(model), model)
+    train(model, optimizer, batches(2))
+    x, y = one()
+    z = model(x)
+    squares(z, y).backward(retain_graph=True)
+    optimizer.step()
+    assert [node() is not None for node in nodes[-2:]] == [True, False]  # the model's graph lives as long as z
 
 
 # ---- a head of zeros -------------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ WEIGHTS_LOADED = (
     "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
 COPIED_AGAIN = "the base optimizer trains other parameters than before: the companion is copied from the model again"
+WRITES_TO_THE_MODEL = (
+    "the companion's forward pass writes to the model's buffers: a function, a list or a global variable holds that "
+    f"layer, of which no copy is made.\n  Fix: {copying.PASS_A_MODULE}"
+)
 DIVERGED = "the companion's weights are not finite (a batch that was not, or too high a learning rate): {}"
 
 
@@ -124,6 +128,7 @@ class Companion(Forecaster):
         self._replay = Replay()
         self._generator = torch.Generator().manual_seed(0)  # which rows the companion learns from, with a fraction
         self._said: set[str] = set()
+        self._skipped: list[Prediction] = []
         self._start()
         if options.companion is not None:
             self._make()
@@ -132,6 +137,9 @@ class Companion(Forecaster):
         """Begin with nothing to learn."""
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._num_observed = 0
+        for prediction in self._skipped:
+            prediction.logits = prediction.logits.detach()  # frees the graph
+        self._skipped = []
         self._total_scale: Scale | None = None  # the sum of |s|
         self._half_factor: Tensor | None = None  # of gradients in float16
 
@@ -210,8 +218,12 @@ class Companion(Forecaster):
             network.follower.require_unwritten(network.shared_versions)
         shows_its_leaves = self._learns and not network.has_shown_its_leaves
         given = copying.leaves_of(tensors_of(arguments)) if shows_its_leaves else []  # before the forward edits them
+        buffers = [] if network.has_predicted else list(unwrapped(self._model).buffers())
+        versions = list(map(version_of, buffers))
         with torch.set_grad_enabled(self._learns), noting(IN_COMPANION.format("forward")):
             output = self._replay.call(network.module, *arguments)
+        if list(map(version_of, buffers)) != versions:
+            raise RuntimeError(WRITES_TO_THE_MODEL)
         logits = self._find_logits(output)
         if logits.shape != forward.logits.shape:
             raise ValueError(
@@ -272,8 +284,10 @@ class Companion(Forecaster):
         return Pull(pull.rows, number, torch.zeros_like(slope[:, 0]).index_fill_(0, drawn, 1.0))
 
     def skip(self, forward: Forward, alpha: float) -> None:
+        prediction: Prediction = forward.prediction
+        self._skipped.append(prediction)  # another loss of these logits may be read
         if self._group.size > 1:  # the others wait for this one's share in the mean
-            self._num_observed += forward.prediction.learns
+            self._num_observed += prediction.learns
 
     def _run_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
@@ -404,7 +418,7 @@ class Companion(Forecaster):
 
     def __getstate__(self) -> dict[str, Any]:
         self._run_backward()  # graphs cannot be copied
-        return self.__dict__ | {"_generator": self._generator.get_state()}
+        return self.__dict__ | {"_generator": self._generator.get_state(), "_skipped": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -295,7 +295,6 @@ class Evidence(NamedTuple):
         smoothing: the label smoothing, if the labels are hard.
         mixed_smoothing: the label smoothing, if the labels are soft.
         is_mixed: whether hard labels, which may fit too, would mostly be classes that the model thinks unlikely.
-        is_hard: whether hard labels without smoothing fit.
         is_weighted: whether the weighted form fits.
         every_row: whether it gives every row a label.
         differs: whether then s is another than that of hard labels.
@@ -307,7 +306,6 @@ class Evidence(NamedTuple):
     smoothing: Any
     mixed_smoothing: Any
     is_mixed: Any
-    is_hard: Any
     is_weighted: Any
     every_row: Any
     differs: Any
@@ -342,7 +340,6 @@ def examine(gradient: Gradient) -> Tensor:
         smoothing=_fit_smoothing(p, told_g, live, 1),
         mixed_smoothing=_fit_smoothing(p, told_g, live, min(2, num_classes)),
         is_mixed=unlikely.sum() > 0.5 * num_told,
-        is_hard=hard.fits,
         is_weighted=by_row.fits,
         every_row=((by_row.labels < num_classes) | ~live).all(),
         differs=differs,

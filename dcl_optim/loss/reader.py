@@ -97,7 +97,7 @@ class LossReader:
         self._form = Form(kind, float(smoothing)) if kind else None  # type: ignore[arg-type]
         self._scale: Scale | None = state.get("scale")  # the last one that was read
         self.class_dim: int | None = state.get("class_dim")
-        self._num_silent: int = state.get("num_silent", 0)  # batches so far that told no form
+        self._num_silent: int = state.get("num_silent", 0)  # batches with a gradient that told no form
 
     def read(self, forward: Forward, gradient: Tensor) -> Loss:
         """Read the gradient of the logits, and lay them out as rows.
@@ -108,13 +108,12 @@ class LossReader:
         """
         if not gradient.numel():  # a batch without rows says nothing
             return Loss(self._last_scale())
-        may_read = _sync.may_sync(forward.step, gradient)
         dim = self.dim_of(gradient)
-        if self._form is None:
-            self._num_silent += 1
         reading: Reading | None = None
         is_finite = True
+        may_read = True  # until the form is known
         if self._form is not None and dim is not None:
+            may_read = _sync.may_sync(forward.step, gradient)
             forward.lay_out(dim)
             seen = _gradient_rows(forward.rows, to_rows(gradient, dim), self._form)
             reading = cross_entropy.read(self._form, seen, self.reads_labels)
@@ -149,7 +148,7 @@ class LossReader:
             last = torch.full_like(reading.scale, last)
         self._scale = scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
         if self.reads_labels:
-            return Loss(scale, Labels(reading.labels, reading.num_live), reading.fits)
+            return Loss(scale, Labels(reading.labels, reading.num_live * reading.fits), reading.fits)
         return Loss(scale * reading.fits, None, reading.fits)
 
     def _last_scale(self) -> Scale:
@@ -162,7 +161,7 @@ class LossReader:
         vectors = [cross_entropy.examine(layout) for layout in layouts]
         found = [Evidence(*numbers) for numbers in torch.stack(vectors).tolist()]  # one wait for all
         if not 0 < found[0].total < math.inf:
-            return self._no_gradient(found[0].total, layouts[0], self.dim_of(gradient) is not None)
+            return None, found[0].total == 0  # one of zero says that this batch has the factor 0
         trials = [
             (rank, form, dim, layout, evidence)
             for dim, layout, evidence in zip(dims, layouts, found, strict=True)
@@ -176,8 +175,9 @@ class LossReader:
                 self._take(form, dim, forward)
                 return reading, True
         tells_a_form = all(evidence.says for evidence in found)  # else one that says nothing may be that of the classes
+        self._num_silent += 1
         if tells_a_form or self._form is not None or self._num_silent >= PATIENCE:
-            self._refuse(unread.seen_in(layouts[0]) if tells_a_form else unread.NOTHING, layouts[0], forward)
+            self._refuse(layouts, tells_a_form, forward)
         return None, True
 
     def _possible_dims(self, gradient: Tensor) -> list[int]:
@@ -193,19 +193,9 @@ class LossReader:
             self.class_dim = dim
         forward.lay_out(dim)
 
-    def _no_gradient(self, total: float, layout: Gradient, knows_dim: bool) -> tuple[Reading | None, bool]:
-        """A gradient of zero says that this batch has the factor 0; one that is not finite says nothing."""
-        if total != 0:
-            return None, False
-        if self.reads_labels and not knows_dim:  # the number of classes is not known either
-            return None, True
-        zero = torch.zeros((), device=layout.g.device)
-        none = torch.full((len(layout.g),), layout.g.shape[1], device=layout.g.device)
-        return Reading(none, zero, zero != 0, zero != 0, layout.num_live), True
-
-    def _refuse(self, seen: str, layout: Gradient, forward: Forward) -> None:
+    def _refuse(self, layouts: list[Gradient], tells_a_form: bool, forward: Forward) -> None:
         """A gradient has no known form: an error, or a warning once a form is known."""
-        message = unread.unreadable(self._name, seen, layout, self.reads_labels)
+        message = unread.unreadable(self._name, layouts, tells_a_form, self.reads_labels)
         if self._form is None:
             raise RuntimeError(message)
         if not forward.observed:  # else these logits have their penalty from another loss

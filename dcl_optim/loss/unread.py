@@ -15,12 +15,12 @@ WINDOW = 100  # batches, of which a warning says how many were skipped
 TERM = "loss + optimizer.penalty(logits)"  # as DCLOptimizer writes it
 TERM_WITH_LABELS = "loss + optimizer.penalty(logits, labels)"
 UNREADABLE = (
-    "{name} cannot read {what} from its gradient, which is not that of a softmax cross-entropy over the "
+    "{name} cannot read {what} from the loss's gradient, which is not that of a softmax cross-entropy over the "
     "model's logits.\n  Seen: {seen}.\n  Fix: {fix}. See docs/losses.md"
 )
 NOTHING = "batches that show no form: single rows of two classes, or a model that is certain of every row"
 NEEDS_LOGITS = "return logits or log_softmax from the model, or pass logits=, and use F.cross_entropy or F.nll_loss"
-NEEDS_CLASSES = "give the model one output for each class, or use DCLOptimizer (no gain was measured)"
+NEEDS_CLASSES = f"give the model one output for each class, or use DCLOptimizer with {TERM} (no gain was measured)"
 MANY_SKIPPED = (
     "{number} of the last {window} batches got no penalty: {name} cannot read the gradient of their loss.\n"
     "  Fix: add the penalty to the loss, {term}. See docs/losses.md"
@@ -36,9 +36,18 @@ def term_of(reads_labels: bool) -> str:
     return TERM_WITH_LABELS if reads_labels else TERM
 
 
-def unreadable(name: str, seen: str, gradient: Gradient, reads_labels: bool) -> str:
-    """The message about a gradient that an optimizer cannot read. Synchronizes."""
-    what = "the labels" if reads_labels else "the factor of the loss"
+def unreadable(name: str, layouts: list[Gradient], tells_a_form: bool, reads_labels: bool) -> str:
+    """The message about a gradient that an optimizer cannot read. Synchronizes.
+
+    Args:
+        name: of the optimizer.
+        layouts: the gradient as rows, along each dimension that may be that of the classes.
+        tells_a_form: whether it says something.
+        reads_labels: whether the optimizer needs labels.
+    """
+    what = "the labels" if reads_labels else "the factor"
+    gradient = min(layouts, key=lambda layout: float(layout.g.float().sum(1).abs().sum()))
+    seen = _seen_in(gradient) if tells_a_form else NOTHING
     return UNREADABLE.format(name=name, what=what, seen=seen, fix=_fix_of(gradient, reads_labels))
 
 
@@ -48,10 +57,10 @@ def _fix_of(gradient: Gradient, reads_labels: bool) -> str:
     if reads_labels and gradient.g.shape[1] == 1:
         return NEEDS_CLASSES
     fix = f"add the penalty to the loss, {term_of(reads_labels)}"
-    return f"{fix}; rows without one class each need DCLOptimizer" if reads_labels else fix
+    return f"{fix}; rows without one class each need DCLOptimizer and its term" if reads_labels else fix
 
 
-def seen_in(gradient: Gradient) -> str:
+def _seen_in(gradient: Gradient) -> str:
     """Say in a line what a gradient shows."""
     if are_probabilities(gradient.z, gradient.tolerance):
         return "the rows of the model's output are probabilities"

@@ -287,8 +287,8 @@ def _train(case: Case, dcp: bool, counts: Counter[str]) -> None:
             scale, told = optimizer.logs()["loss_scale"], kind.tells_scale(batch, g, meant)
             right = abs(scale - float(factor) * case.factor) <= 0.02 * abs(float(factor) * case.factor)
             ever = ever or (told and (right or scale != 1.0))  # which it is before any was read
-            # In a step that may not read values, the last s stays if a batch shows another form.
-            stale = scale == last and not case.reads and not _sync.is_sync_step(number // case.parts + 1 + dcp)
+            # In a step that may not read values, the last s stays if a batch shows another form, or it is 0.
+            stale = scale in (last, 0.0) and not case.reads and not _sync.is_sync_step(number // case.parts + 1 + dcp)
             last = scale
             counts["scales"] += told
             counts["off"] += told and ever and not (right or stale)
