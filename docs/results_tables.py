@@ -39,13 +39,13 @@ def demo(name: str = "demo") -> str:
 OVERVIEW = {  # what people train, at most six rows: one or more experiments, or settings of FROM_IMAGENET
     "few images: ResNet-10, 150 Japanese characters, 5 of each": ("size-few-m",),
     "wrong labels: the same, a fifth wrong": ("size-noise-m",),
-    "pretrained, few images: EfficientNet-Lite0, 372 icons, 5 of each": "icons",
+    "pretrained, 2 of each: EfficientNet-Lite0, the same characters": "kanji, 2 of each",
+    "pretrained, 5 of each: EfficientNet-Lite0, 372 icons": "icons",
     "fits its data: ResNet-10, untuned, 100 writing systems": (
         "size-scripts-m",
         "size-scripts-m-again",
         "size-scripts-m-others",
     ),
-    "does not fit: small CNN, 100 writing systems": ("length-scripts-4k",),
     "plenty of clean data: Fashion-MNIST, 50,000 images": ("pays-fashion-50k",),
 }
 # The labels of its columns, in experiments and in fine-tuning.
@@ -279,6 +279,7 @@ def gains_of_peers(cost: str, *measures: str) -> str:
 _LITE: dict[str, Any] = {"network": "efficientnet-lite0", "batch_size": 24, "full_lr": 0.03}
 FROM_IMAGENET: dict[str, dict[str, Any]] = {
     "icons": _LITE | {"data": "icons", "shots": 5, "epochs": 8},
+    "icons, 2 of each": _LITE | {"data": "icons", "shots": 2, "epochs": 20},
     "kanji": _LITE | {"data": "kanji-fonts", "shots": 5, "epochs": 16},
     "kanji, 2 of each": _LITE | {"data": "kanji-fonts", "shots": 2, "epochs": 40},
     "kanji, 20 of each": _LITE | {"data": "kanji-fonts", "shots": 20, "epochs": 4},

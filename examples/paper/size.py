@@ -154,18 +154,19 @@ def _few() -> dict[str, Experiment]:
         tried = {f"{lr:g}": replace(plain, lr=lr) for lr in LRS_OF_FEW}
         title = f"learning rate with {plain.network}: {TITLES['kanji']}, 800 images"
         found[f"size-tuning-few-{size}"] = Experiment(title, "validation", 1, "0.1", tried)
-        found[f"size-few-{size}"] = _smoothed("800 images", replace(plain, lr=LR_OF_FEW))
     plain = replace(few, lr=LR_OF_FEW)
-    found["size-noise-m"] = _smoothed("800 images, 20 % wrong labels", replace(plain, label_noise=0.2))
-    found["size-fewest-m"] = _smoothed("480 images", replace(plain, train_size=480, epochs=267))
+    cheap = ("CE", "DCP", "label smoothing 0.1")
+    found["size-few-m"] = _on_kanji("800 images", plain, (*cheap, "DCL"))
+    found["size-few-l"] = _on_kanji("800 images", replace(plain, network=NETWORKS["l"]), cheap)
+    found["size-noise-m"] = _on_kanji("800 images, 20 % wrong labels", replace(plain, label_noise=0.2), (*cheap, "DCL"))
+    found["size-fewest-m"] = _on_kanji("480 images", replace(plain, train_size=480, epochs=267), (*cheap, "DCL"))
     return found
 
 
-def _smoothed(images: str, plain: Configuration) -> Experiment:
-    """The defaults and label smoothing, on kanji."""
-    title = f"CE, DCL, DCP, label smoothing with {plain.network}: {TITLES['kanji']}, {images}"
-    label = "label smoothing 0.1"
-    return Experiment(title, "test", 5, "CE", compared(plain) | {label: others(plain)[label]})
+def _on_kanji(images: str, plain: Configuration, labels: tuple[str, ...]) -> Experiment:
+    known = compared(plain) | others(plain)
+    title = f"{', '.join(labels)} with {plain.network}: {TITLES['kanji']}, {images}"
+    return Experiment(title, "test", 5, "CE", {label: known[label] for label in labels})
 
 
 def _primary(size: str) -> dict[str, Experiment]:
