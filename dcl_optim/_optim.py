@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+# Without a line of Python for each parameter: a step may ask about all of them.
+_gradient = attrgetter("grad")
+_requires_grad = attrgetter("requires_grad")
+_exists = functools.partial(is_not, None)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -18,17 +25,17 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def trained_by(optimizer: Optimizer) -> list[list[Tensor]]:
     """The parameters that an optimizer trains now, group by group: those that require a gradient."""
-    return [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    return [list(filter(_requires_grad, group["params"])) for group in optimizer.param_groups]
 
 
 def trains_any(optimizer: Optimizer) -> bool:
     """Whether an optimizer trains a parameter now."""
-    return any(parameter.requires_grad for parameter in parameters_of(optimizer))
+    return any(map(_requires_grad, parameters_of(optimizer)))
 
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """The gradients of the parameters that have one."""
-    return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
+    return filter(_exists, map(_gradient, parameters_of(optimizer)))
 
 
 def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:

@@ -76,6 +76,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The versions of several tensors."""
+    return list(map(version_of, tensors))
+
+
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 

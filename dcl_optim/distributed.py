@@ -108,8 +108,7 @@ def _group_of_model(model: nn.Module) -> Any:
         group = _group_of(module)
         if group is not None:
             return group
-    is_any_sharded = any(is_sharded(tensor) for tensor in (*model.parameters(), *model.buffers()))
-    return dist.group.WORLD if is_any_sharded else None
+    return dist.group.WORLD if _any_sharded([*model.parameters(), *model.buffers()]) else None
 
 
 def _group_of(module: nn.Module | None) -> Any:
@@ -118,8 +117,14 @@ def _group_of(module: nn.Module | None) -> Any:
     return getattr(module, "process_group", None) if is_wrapper else None
 
 
+def _any_sharded(tensors: list[Tensor]) -> bool:
+    """Whether some are, with no work in Python that grows with their number."""
+    return any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values()))
+
+
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if not is_sharded(tensor)]
+    tensors = list(tensors)
+    return [tensor for tensor in tensors if not is_sharded(tensor)] if _any_sharded(tensors) else tensors
 
 
 def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -194,8 +194,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "way", "step"), CELLS)
-def test_a_step_equals_the_one_by_hand(variant: str, way: str, step: Callable[..., None]) -> None:
+def assert_equals_the_step_by_hand(variant: str, way: str, step: Callable[..., None]) -> None:
     build = STEPS_OF[step][0]
     model, theirs = build(), build()
     named = variant == "dcl" or way == "line"  # the term of DCP names its logits itself
@@ -211,10 +210,15 @@ def test_a_step_equals_the_one_by_hand(variant: str, way: str, step: Callable[..
     assert_same_training(optimizer, hand, **CLOSE)
 
 
+@pytest.mark.parametrize(("variant", "way", "step"), CELLS)
+def test_a_step_equals_the_one_by_hand(variant: str, way: str, step: Callable[..., None]) -> None:
+    assert_equals_the_step_by_hand(variant, way, step)
+
+
 def test_values_tell_which_forward_pass_it_was_also_in_a_step_that_should_not_wait(monkeypatch) -> None:
     """DistributedDataParallel may return another tensor than the model did. Only two of one shape are compared."""
     monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
-    test_a_step_equals_the_one_by_hand("dcl", "term", siamese)
+    assert_equals_the_step_by_hand("dcl", "term", siamese)
 
 
 def test_prototypes_do_not_ask_for_the_models_mode() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import all_or_nothing, gradients_of, parameters_of
-from dcl_optim._torch import call_after_backward, current_backward, version_of, warn_once
+from dcl_optim._torch import call_after_backward, current_backward, versions_of, warn_once
 from dcl_optim._tree import tensors_of
 from dcl_optim._validation import check_tensors
 from dcl_optim.companion import copying
@@ -37,10 +37,7 @@ WEIGHTS_LOADED = (
     "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
 COPIED_AGAIN = "the base optimizer trains other parameters than before: the companion is copied from the model again"
-WRITES_TO_THE_MODEL = (
-    "the companion's forward pass writes to the model's buffers: a function, a list or a global variable holds that "
-    f"layer, of which no copy is made.\n  Fix: {copying.PASS_A_MODULE}"
-)
+WRITES_TO_THE_MODEL = f"the companion's forward pass writes to the model's buffers: {copying.NOT_COPIED}"
 DIVERGED = "the companion's weights are not finite (a batch that was not, or too high a learning rate): {}"
 
 
@@ -154,7 +151,7 @@ class Companion(Forecaster):
             groups = self._groups(model, module)
             optimizer = CompanionOptimizer(self._base, groups, options.make_optimizer, options.lr_scale)
         follower = Follower(model, module, self._base, is_copy, self._group)
-        versions = list(map(version_of, parameters_of(optimizer.optimizer)))
+        versions = versions_of(parameters_of(optimizer.optimizer))
         self._network = Network(module, optimizer, follower, starts_equal=is_copy, versions=versions)
         if self._mode is not None:
             self.switch(self._mode)
@@ -205,7 +202,7 @@ class Companion(Forecaster):
         network.follower.follow(network.optimizer.optimizer)
         if not network.has_predicted:
             network.shared_versions = network.follower.versions()
-            if list(map(version_of, parameters_of(network.optimizer.optimizer))) != network.versions:
+            if versions_of(parameters_of(network.optimizer.optimizer)) != network.versions:
                 network.starts_equal = False  # the script has put other weights into it
         self._learns = step % self._options.every == 0
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
@@ -219,10 +216,10 @@ class Companion(Forecaster):
         shows_its_leaves = self._learns and not network.has_shown_its_leaves
         given = copying.leaves_of(tensors_of(arguments)) if shows_its_leaves else []  # before the forward edits them
         buffers = [] if network.has_predicted else list(unwrapped(self._model).buffers())
-        versions = list(map(version_of, buffers))
+        versions = versions_of(buffers)
         with torch.set_grad_enabled(self._learns), noting(IN_COMPANION.format("forward")):
             output = self._replay.call(network.module, *arguments)
-        if list(map(version_of, buffers)) != versions:
+        if versions_of(buffers) != versions:
             raise RuntimeError(WRITES_TO_THE_MODEL)
         logits = self._find_logits(output)
         if logits.shape != forward.logits.shape:

@@ -25,6 +25,11 @@ PASS_A_MODULE = (
     "build a second model (shard it in the same way), load the first one's state_dict into it and pass it as companion="
 )
 
+# Why a copy is refused: what deepcopy does not follow.
+NOT_COPIED = (
+    f"a function, a list or a global variable holds that layer, of which no copy is made.\n  Fix: {PASS_A_MODULE}"
+)
+
 
 def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Module:
     """Give the companion that the user asked for: a copy of the model, or a module."""
@@ -113,10 +118,7 @@ def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor]) -> N
     for leaf in leaves_of([logits]):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in allowed:
             what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
-            raise RuntimeError(
-                f"the companion would train {what}, which is not its own: a function, a list or a global variable "
-                f"holds that layer, of which no copy is made.\n  Fix: {PASS_A_MODULE}"
-            )
+            raise RuntimeError(f"the companion would train {what}, which is not its own: {NOT_COPIED}")
     if not logits.requires_grad:
         raise RuntimeError(
             "the companion's logits do not depend on its parameters: was the model's forward replaced by a function "

@@ -343,12 +343,12 @@ def examine(gradient: Gradient) -> Tensor:
         is_weighted=by_row.fits,
         every_row=((by_row.labels < num_classes) | ~live).all(),
         differs=differs,
-        is_softmax=are_probabilities(wide(z), tolerance),
+        is_softmax=_are_probabilities(wide(z), tolerance),
     )
     return torch.stack([value.double() for value in evidence])
 
 
-def are_probabilities(z: Tensor, tolerance: float) -> Tensor:
+def _are_probabilities(z: Tensor, tolerance: float) -> Tensor:
     """Whether all rows are distributions, as a softmax layer gives them."""
     allowed = 0.02 if tolerance == HALF_TOLERANCE else 1e-4
     return (z.amin() > 0) & ((z.sum(1) - 1).abs().amax() <= allowed)

@@ -177,7 +177,7 @@ class LossReader:
         tells_a_form = all(evidence.says for evidence in found)  # else one that says nothing may be that of the classes
         self._num_silent += 1
         if tells_a_form or self._form is not None or self._num_silent >= PATIENCE:
-            self._refuse(layouts, tells_a_form, forward)
+            self._refuse(list(zip(layouts, found, strict=True)), forward)
         return None, True
 
     def _possible_dims(self, gradient: Tensor) -> list[int]:
@@ -193,9 +193,9 @@ class LossReader:
             self.class_dim = dim
         forward.lay_out(dim)
 
-    def _refuse(self, layouts: list[Gradient], tells_a_form: bool, forward: Forward) -> None:
+    def _refuse(self, seen: list[tuple[Gradient, Evidence]], forward: Forward) -> None:
         """A gradient has no known form: an error, or a warning once a form is known."""
-        message = unread.unreadable(self._name, layouts, tells_a_form, self.reads_labels)
+        message = unread.unreadable(self._name, seen, self.reads_labels)
         if self._form is None:
             raise RuntimeError(message)
         if not forward.observed:  # else these logits have their penalty from another loss

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim._sync import Question
-from dcl_optim.loss.cross_entropy import Gradient, are_probabilities
+from dcl_optim.loss.cross_entropy import Evidence, Gradient
 
 WINDOW = 100  # batches, of which a warning says how many were skipped
 
@@ -36,23 +36,22 @@ def term_of(reads_labels: bool) -> str:
     return TERM_WITH_LABELS if reads_labels else TERM
 
 
-def unreadable(name: str, layouts: list[Gradient], tells_a_form: bool, reads_labels: bool) -> str:
+def unreadable(name: str, seen: list[tuple[Gradient, Evidence]], reads_labels: bool) -> str:
     """The message about a gradient that an optimizer cannot read. Synchronizes.
 
     Args:
         name: of the optimizer.
-        layouts: the gradient as rows, along each dimension that may be that of the classes.
-        tells_a_form: whether it says something.
+        seen: the gradient as rows and what it says, along each dimension that may be that of the classes.
         reads_labels: whether the optimizer needs labels.
     """
     what = "the labels" if reads_labels else "the factor"
-    gradient = min(layouts, key=lambda layout: float(layout.g.float().sum(1).abs().sum()))
-    seen = _seen_in(gradient) if tells_a_form else NOTHING
-    return UNREADABLE.format(name=name, what=what, seen=seen, fix=_fix_of(gradient, reads_labels))
+    gradient, evidence = min(seen, key=lambda one: float(one[0].g.float().sum(1).abs().sum()))
+    found = _seen_in(gradient, evidence) if all(one.says for _, one in seen) else NOTHING
+    return UNREADABLE.format(name=name, what=what, seen=found, fix=_fix_of(gradient, evidence, reads_labels))
 
 
-def _fix_of(gradient: Gradient, reads_labels: bool) -> str:
-    if are_probabilities(gradient.z, gradient.tolerance):
+def _fix_of(gradient: Gradient, evidence: Evidence, reads_labels: bool) -> str:
+    if evidence.is_softmax:
         return NEEDS_LOGITS
     if reads_labels and gradient.g.shape[1] == 1:
         return NEEDS_CLASSES
@@ -60,9 +59,9 @@ def _fix_of(gradient: Gradient, reads_labels: bool) -> str:
     return f"{fix}; rows without one class each need DCLOptimizer and its term" if reads_labels else fix
 
 
-def _seen_in(gradient: Gradient) -> str:
+def _seen_in(gradient: Gradient, evidence: Evidence) -> str:
     """Say in a line what a gradient shows."""
-    if are_probabilities(gradient.z, gradient.tolerance):
+    if evidence.is_softmax:
         return "the rows of the model's output are probabilities"
     g = gradient.g
     if g.shape[1] == 1:

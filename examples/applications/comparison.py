@@ -20,7 +20,7 @@ from examples.helpers.extras import explain
 from examples.paper import records
 from examples.paper.datasets.splits import PARTS
 from examples.paper.records import Record
-from examples.paper.table import probability, probability_cell
+from examples.paper.table import by_seed, probability, probability_cell
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def table(application: Application, found: Sequence[Record]) -> str:
         if not scores[label]:
             continue
         ours, theirs = scores[label], scores.get(row.against or "", {})
-        differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        differences = by_seed(ours, theirs)
         shown = plus_minus(*mean_and_error(differences), sign="+") if differences else ""
         seconds = statistics.median(r["seconds"] for r in found if r["label"] == label)
         mean = plus_minus(*mean_and_error(list(ours.values())))

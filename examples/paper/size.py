@@ -156,10 +156,11 @@ def _few() -> dict[str, Experiment]:
         found[f"size-tuning-few-{size}"] = Experiment(title, "validation", 1, "0.1", tried)
     plain = replace(few, lr=LR_OF_FEW)
     cheap = ("CE", "DCP", "label smoothing 0.1")
-    found["size-few-m"] = _on_kanji("800 images", plain, (*cheap, "DCL"))
+    every = (*cheap, "DCL")
+    found["size-few-m"] = _on_kanji("800 images", plain, every)
     found["size-few-l"] = _on_kanji("800 images", replace(plain, network=NETWORKS["l"]), cheap)
-    found["size-noise-m"] = _on_kanji("800 images, 20 % wrong labels", replace(plain, label_noise=0.2), (*cheap, "DCL"))
-    found["size-fewest-m"] = _on_kanji("480 images", replace(plain, train_size=480, epochs=267), (*cheap, "DCL"))
+    found["size-noise-m"] = _on_kanji("800 images, 20 % wrong labels", replace(plain, label_noise=0.2), every)
+    found["size-fewest-m"] = _on_kanji("480 images", replace(plain, train_size=480, epochs=267), every)
     return found
 
 
