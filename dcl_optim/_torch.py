@@ -64,12 +64,6 @@ def is_recorded() -> bool:
 
 REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes of its module in each forward pass
 
-# The hooks on saved tensors that are active in this thread, as those of a non-reentrant checkpoint; None without any.
-# torch 2.6 has no way to ask.
-top_saved_tensors_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: "perhaps some"
-)
-
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to in place; 0 for an inference tensor, which does not count."""

@@ -186,6 +186,14 @@ def gains_by_size() -> str:
     return gain_tables.by_experiment(columns, size.DRAWN, together)
 
 
+def other_gains_by_size() -> str:
+    """What else gains over plain training by the size of the network, a column for each."""
+    from examples.paper import gain_tables, size
+
+    columns = {_parameters(name): _records(size.others_of(name)) for name in size.NETWORKS}
+    return gain_tables.by_experiment(columns, size.OTHERS)
+
+
 def gains_on_all_kanji() -> str:
     """The gains over plain training with all images of kanji, where the two largest networks make hardly an error."""
     from examples.paper import gain_tables, size

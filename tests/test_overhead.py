@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
@@ -281,16 +283,25 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(wrapper, loop):
     assert kept[2:] == kept[2:3] * 6
 
 
+def detaching() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("hooks", [nullcontext, detaching])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_batch_takes_its_memory_along_with_the_scripts_variables(wrapper):
+def test_a_batch_takes_its_memory_along_with_the_scripts_variables(wrapper, hooks):
+    """Also under hooks on saved tensors, as those of a checkpoint."""
     model = Small(torch.float64)
     optimizer = WRAPPERS[wrapper](model)
     small, large = (next(batches(1, size=size)) for size in (16, 48))
     with no_collector(), Storages() as storages:
         for _ in range(3):
             plain(optimizer, *small)
+        with hooks():
+            model(large[0])  # follows what is saved of the script's own, such as the batch
         before = storages.live()
-        output = model(large[0])  # no backward: the forecast and its graph wait for none
+        with hooks():
+            output = model(large[0])  # no backward: the forecast and its graph wait for none
         during = storages.live()
         del output
         after_forward = storages.live()

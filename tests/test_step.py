@@ -291,7 +291,10 @@ class Script:
         return self
 
     def snapshot(self):
-        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+        found = copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+        loss = found["optimizer"][self.optimizer._key]["loss"]
+        loss["scale"] = round(loss["scale"], 9)  # an attempt reads it anew, and rounds it as the machine does
+        return found
 
 
 def in_model(place):

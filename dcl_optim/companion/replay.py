@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import top_saved_tensors_hooks, version_of
+from dcl_optim._torch import version_of
 from dcl_optim._tree import map_tensors, tensors_of
 
 CPU = torch.device("cpu")
@@ -78,8 +78,10 @@ class Replay:
         rng_state = self._rng_state
         self._forget()
         hooks: AbstractContextManager[Any] = nullcontext()
-        if top_saved_tensors_hooks(False) is not None:  # a checkpoint's recomputation does not run the network again
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        if _are_saved_tensors_hooked():
+            # A checkpoint's recomputation does not run this network again. Detached, a saved output does not hold the
+            # graph that holds it.
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         with replayed(rng_state), hooks:
             return network(*args, **kwargs)
 
@@ -87,6 +89,15 @@ class Replay:
         copied = Replay()
         copied._writes = self._writes
         return copied.__dict__
+
+
+def _are_saved_tensors_hooked() -> bool:
+    """Whether hooks on saved tensors are active in this thread, as those of a non-reentrant checkpoint."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none are to be active"):  # which raises if some are
+            return False
+    except RuntimeError:
+        return True
 
 
 def _detach(tensor: Tensor) -> Tensor:
