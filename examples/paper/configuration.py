@@ -37,6 +37,8 @@ class Configuration:
         averages: decays for one step of moving averages of the weights: predictors of their own beside the model.
         label_noise: the share of the training labels that are replaced by another class.
         precision: "float32", or "bfloat16" for autocast in the network's forward pass, also when it is measured.
+        shots: train on so many images of each class, drawn by the run's seed, as the wrong labels then are too; None:
+            the training images and wrong labels are the same for every seed.
     """
 
     data: str
@@ -53,10 +55,14 @@ class Configuration:
     averages: tuple[float, ...] = ()
     label_noise: float = 0.0
     precision: str = "float32"
+    shots: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration in types that JSON knows."""
-        return asdict(self) | {"averages": list(self.averages)}
+        found = asdict(self) | {"averages": list(self.averages)}
+        if self.shots is None:
+            del found["shots"]  # as in the records that are older
+        return found
 
     def key(self, seed: int) -> str:
         """A name for the run: it differs where anything differs."""

@@ -83,7 +83,7 @@ class Run:
             if not 0 <= decay < 1:
                 raise ValueError(f"averages={configuration.averages!r} are decays in [0, 1), which {decay!r} is not")
         self.configuration, self.seed, self.device = configuration, seed, device
-        self.data = data or load_data(configuration)
+        self.data = data or load_data(configuration, seed)
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         self.method = methods.make(configuration.method, self._setting(), **self._options())
@@ -198,16 +198,20 @@ class Run:
         self.averages.load_state_dict(state["averages"])
 
 
-def load_data(configuration: Configuration) -> Data:
-    """The data set of a configuration, the same one for every seed, label noise included."""
+def load_data(configuration: Configuration, seed: int) -> Data:
+    """The data set of a configuration with its wrong labels, the same for every seed unless ``shots`` are drawn."""
     chosen = configuration
     if not 0 <= chosen.label_noise <= 1:
         raise ValueError(f"label_noise={chosen.label_noise!r} must be in [0, 1]")
     data = datasets.load(chosen.data, train_size=chosen.train_size, augmentation=chosen.augmentation)
-    if chosen.label_noise:
-        if not isinstance(data, InMemory):
-            raise ValueError(f"label_noise={chosen.label_noise} is for data sets in memory, not {chosen.data}")
-        data.relabel(chosen.label_noise, torch.Generator().manual_seed(0))
+    if not chosen.label_noise and chosen.shots is None:
+        return data
+    if not isinstance(data, InMemory):
+        given = f"label_noise={chosen.label_noise}, shots={chosen.shots}"
+        raise ValueError(f"{given} are for data sets in memory, not {chosen.data}")
+    if chosen.shots is not None:
+        data.limit(chosen.shots, seed)
+    data.relabel(chosen.label_noise, torch.Generator().manual_seed(0 if chosen.shots is None else seed))
     return data
 
 

@@ -207,9 +207,23 @@ def test_label_noise_is_the_same_for_every_seed_and_of_the_training_part_alone()
         assert_same(list(clean.data.fixed(part)), list(noisy[0].data.fixed(part)))
 
 
+def test_shots_and_their_wrong_labels_are_drawn_by_the_seed():
+    drawn = replace(TINY, train_size=None, shots=3, label_noise=0.4)
+    first, again, other = (Run(drawn, seed, CPU).data for seed in (0, 0, 1))
+    (x, y), (_, same), (others, _) = (next(iter(data.fixed("train"))) for data in (first, again, other))
+    assert first.train_size() == 3 * 10
+    assert torch.equal(y, same)
+    assert not torch.equal(x, others)
+    right = torch.arange(10).repeat_interleave(3)
+    wrong = [(next(iter(data.fixed("train")))[1] != right).nonzero().flatten().tolist() for data in (first, other)]
+    assert len(wrong[0]) == len(wrong[1]) == 12
+    assert wrong[0] != wrong[1]
+    assert torch.equal(*(next(iter(data.fixed("test")))[0] for data in (first, other)))
+
+
 def test_label_noise_needs_a_data_set_in_memory(monkeypatch):
     monkeypatch.setattr(datasets, "load", lambda *arguments, **options: object())
-    with pytest.raises(ValueError, match=r"label_noise=0.1 is for data sets in memory, not digits"):
+    with pytest.raises(ValueError, match=r"label_noise=0.1, shots=None are for data sets in memory, not digits"):
         Run(replace(TINY, label_noise=0.1), 0, CPU)
 
 
