@@ -11,6 +11,7 @@ from examples.paper.records import Record
 from examples.paper.table import probability_cell
 
 ACCURACY = "accuracy, %"
+SHOWN = 0.01  # the corrected p below which a gain counts as shown
 
 
 def by_experiment(
@@ -50,7 +51,7 @@ def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]
     Args:
         settings: the records of each, by its name.
         rows: what is compared with CE, by its name in the table.
-        bold: print gains with a corrected p below 0.05 in bold, in place of the columns of p.
+        bold: print gains with a corrected p below ``SHOWN`` in bold, in place of the columns of p.
     """
     gains = {(title, name): gain(found, row, CE) for title, found in settings.items() for name, row in rows.items()}
     p = holm({f"{title}\n{name}": one.p for (title, name), one in gains.items() if one and one.p is not None})
@@ -60,7 +61,7 @@ def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]
         for name in rows:
             cell, probability = _cell(gains[title, name]), p.get(f"{title}\n{name}")
             if bold:
-                cells.append(f"**{cell}**" if probability is not None and probability < 0.05 else cell)
+                cells.append(f"**{cell}**" if probability is not None and probability < SHOWN else cell)
             else:
                 cells += [cell, probability_cell(probability)]
         lines.append([*cells, str(len(values(found, CE, ACCURACY)))])

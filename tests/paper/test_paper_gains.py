@@ -149,7 +149,7 @@ def test_the_p_values_of_a_table_are_corrected_for_all_of_it():
         assert line == [title, "82.00 ± 1.15", "+1.00 ± 0.58", f"{p:.3f}", "+1.00 ± 0.00", "", "3"]
 
 
-def test_bold_gains_have_a_corrected_p_below_a_twentieth():
+def test_bold_gains_count_as_shown():
     better = [record("DCP", seed, 0.01 * seed + 0.9) for seed in range(3)] + [
         record("CE", seed, 0.01 * seed + 0.0001 * seed**2) for seed in range(3)
     ]
