@@ -209,8 +209,10 @@ def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
     from examples.paper import gain_tables
     from examples.paper.gains import Row
 
-    rows = {label: Row(label) for label in ("DCP", "label smoothing 0.1", "DCL")}
-    return gain_tables.by_setting({title: _records(name) for title, name in experiments.items()}, rows)
+    found = {title: _records(name) for title, name in experiments.items()}
+    made = {record["label"] for some in found.values() for record in some}
+    rows = {label: Row(label) for label in ("DCP", "label smoothing 0.1", "DCL") if label in made}
+    return gain_tables.by_setting(found, rows)
 
 
 def tuning_by_size() -> str:
@@ -447,6 +449,7 @@ MADE: dict[str, tuple[str, ...]] = {
     "[Probabilities](../results.md#probabilities)": ("probabilities-kanji",),
     "[Logits](gains.md#size-and-shape-of-the-logits)": ("data-kanji-480",),
     "[Controls](gains.md#controls)": ("controls-kanji",),
+    "[Other images](gains.md#other-images-in-every-seed)": ("draws-kanji-5", "draws-kanji-3", "draws-kanji-5-noise-20"),
     "[Defaults](ablations.md#the-defaults)": tuple(
         f"defaults-{data}-{length}" for data in ("digits", "fashion", "scripts") for length in ("short", "long")
     ),

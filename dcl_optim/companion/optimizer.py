@@ -94,7 +94,10 @@ class CompanionOptimizer:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError if a saved state is not of this optimizer's groups."""
-        expected = [len(group["params"]) for group in self.optimizer.param_groups]
+        own = self.optimizer.state_dict()
+        if "param_groups" not in own:  # it wraps another optimizer, whose groups are somewhere inside
+            return
+        expected = [len(group["params"]) for group in own["param_groups"]]
         found = [len(group["params"]) for group in state.get("param_groups", [])]
         if found != expected:
             raise ValueError(

@@ -85,7 +85,8 @@ class LossReader:
             fits = fits and (scale is None or (is_number(scale) and math.isfinite(scale)))
             dim = state["class_dim"]
             fits = fits and (dim is None or (is_number(dim) and dim == abs(int(dim))))
-            fits = fits and is_number(state["num_silent"])
+            number = state["num_silent"]
+            fits = fits and is_number(number) and number == abs(int(number))
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             fits = False
         if not fits:

@@ -143,11 +143,11 @@ def draw(experiments: Mapping[str, Experiment], results: Path, images: Path) -> 
     of_size = {
         size.parameters("scripts", name): found
         for name in size.NETWORKS
-        if (found := [record for experiment in size.runs_of(name) for record in read(experiment)])
+        if (found := [record for run in (*size.runs_of(name), size.others_of(name)) for record in read(run)])
     }
     if of_size:
         title = f"Gain over plain training by size of ResNet-10,\nuntuned: {evidence.TITLES['scripts']}"
-        figures["size-scripts"] = size_curves(of_size, size.DRAWN, title)
+        figures["size-scripts"] = size_curves(of_size, size.CURVES, title)
     settings = {pays.PAYS[name]: found for name in pays.DRAWN if (found := read(name))}
     if settings:
         figures["pays"] = forest(settings, pays.FOREST, "Gain over plain training")

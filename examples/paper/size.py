@@ -72,12 +72,16 @@ SETTINGS = {
 }
 CLASSES = {"scripts": 100, "kanji": 150}
 
-# What the tables and the figure show, by its name there.
+# What the tables show, by its name there.
 DRAWN = {label: Row(label) for label in ("DCP", "DCL")}
 FASTER = "DCL, λ = 1, faster companion"  # tried with m alone
 OTHERS = {
     label: Row(label) for label in ("label smoothing 0.1", "DCP, λ = 1", "DCL, λ = 1", FASTER, "CE, twice the epochs")
 } | {"voting, 2 networks": Row("voting, 2 networks", "ensemble")}
+# The lines of the figure.
+CURVES = DRAWN | {
+    label: OTHERS[label] for label in ("DCP, λ = 1", "DCL, λ = 1", "label smoothing 0.1", "CE, twice the epochs")
+}
 PRIMARY = ("m", "l")  # the networks of the primary comparison
 # Learning rates and weight decays that were tried.
 TRIED = ((0.1, 5e-4), (0.1, 2e-3), (0.1, 5e-3), (0.03, 5e-4), (0.3, 5e-4), (0.3, 2e-3))

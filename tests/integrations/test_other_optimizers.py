@@ -48,6 +48,7 @@ REPRESENTATIVES = (
     "kron",  # draws
     "adashift",  # divides by its first gradient, and has a queue in its state
     "fadam",  # in float32 only
+    "magma",  # wraps another one in its state
 )
 
 SETTINGS: dict[str, Any] = {"weight": 0.3, "alpha": 0.6}
@@ -107,7 +108,7 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> No
     assert name in LEFT_BEHIND or is_moved(optimizer.companion)
 
 
-@pytest.mark.filterwarnings("ignore:the companion's logits were not finite")  # of DIVERGES
+@pytest.mark.filterwarnings("ignore:the companion's weights are not finite")  # of DIVERGES
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_a_layer_that_is_frozen_at_first_joins_both_optimizers_when_it_trains(name: str) -> None:
     model = mlp(dtype=torch.float32)
