@@ -61,7 +61,7 @@ def _curves(
     found: Mapping[int, Sequence[Record]], rows: Mapping[str, Row], ticks: Mapping[int, str], across: str, title: str
 ) -> Figure:
     """Draw gains over CE by a number, on a logarithmic scale."""
-    figure = new_figure(5.2, 3.8)  # so narrow that its text can be read on a phone
+    figure = new_figure(5.2, 3.2 + 0.3 * len(rows))  # so narrow that its text can be read on a phone
     axes = figure.subplots()
     for number, ((name, row), style) in enumerate(zip(rows.items(), styles(rows).values(), strict=True)):
         gains = [gain(some, row, CE) for some in found.values()]
