@@ -440,6 +440,7 @@ MADE: dict[str, tuple[str, ...]] = {
         *("length-scripts-1k", "length-scripts-4k"),
     ),
     "[Wrong labels](gains.md#wrong-labels)": (
+        "epochs-noise",
         *("length-kanji-4k", "noise-kanji-20", "noise-kanji-40", "noise-fashion-500"),
     ),
     "[Few images](gains.md#few-training-images-and-many)": (
