@@ -215,6 +215,21 @@ def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
     return gain_tables.by_setting(found, rows)
 
 
+def accuracy_by_epochs(experiments: Mapping[str, str]) -> str:
+    """Plain training's accuracy with fewer epochs, in per cent, by the title of an experiment."""
+    from benchmarks.table import grid
+    from examples.paper import evidence
+    from examples.paper.experiments import EXPERIMENTS
+
+    lines = []
+    for title, name in experiments.items():
+        found = _of_experiments([name])
+        labels = [*(f"CE, {epochs} epochs" for epochs in evidence.EPOCHS), "CE"]
+        lines.append([title, *(f"{fmean(found[label].values()):.1f}" for label in labels)])
+    longest = {EXPERIMENTS[name].runs["CE"].epochs for name in experiments.values()}
+    return "\n".join(grid(["epochs", *map(str, (*evidence.EPOCHS, *longest))], lines, words=1))
+
+
 def tuning_by_size() -> str:
     """Plain training's accuracy on validation images by learning rate and weight decay, with the largest networks."""
     from benchmarks.table import grid
