@@ -167,7 +167,8 @@ def test_the_count_sees_a_loop_over_parameters():
     def work(layers: int) -> int:
         optimizer = dcl(Deep(layers))
         with WrappersWork() as work:
-            optimizer.state_dict()
+            for _ in range(2):  # how many lines a comprehension has depends on the version of Python
+                optimizer.state_dict()
         return work.places.total()
 
     assert work(20) - work(2) > LINES * 2 * 18

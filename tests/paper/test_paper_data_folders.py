@@ -102,6 +102,7 @@ def test_an_epoch_tells_which_sample_is_which(cifar):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on one core
 @pytest.mark.parametrize("augmentation", ["basic", "authors"])
 def test_workers_change_nothing(cifar, augmentation):
     epochs = []
