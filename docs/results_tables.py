@@ -406,19 +406,23 @@ def planned_comparisons() -> str:
     from examples.paper.gains import holm
     from examples.paper.table import probability, probability_cell
 
-    lines: dict[str, list[str]] = {}
-    p: dict[str, float] = {}
+    gains = {}
     for data, row, seeds, changed in PLANNED:
         scores = _of_application("fine_tuning", FROM_IMAGENET[data] | changed)
-        gains = [scores[f"{row}, DCP"][seed] - scores[row][seed] for seed in seeds]
         weights = "all weights" if row == "full" else row
         title = f"{data}, {weights}, seeds {seeds[0]} to {seeds[-1]}"
-        found = probability(gains)
-        assert found is not None
-        p[title] = found
-        lines[title] = [title, plus_minus(*mean_and_error(gains), sign="+"), probability_cell(found)]
+        gains[title] = [scores[f"{row}, DCP"][seed] - scores[row][seed] for seed in seeds]
+    p = {title: probability(found) for title, found in gains.items()}
     corrected = holm(p)
-    cells = [[*line, probability_cell(corrected[title])] for title, line in lines.items()]
+    cells = [
+        [
+            title,
+            plus_minus(*mean_and_error(found), sign="+"),
+            probability_cell(p[title]),
+            probability_cell(corrected[title]),
+        ]
+        for title, found in gains.items()
+    ]
     return "\n".join(grid(["", "DCP, minus plain", "p", "p, corrected"], cells, words=1))
 
 

@@ -165,11 +165,16 @@ def test_a_step_of_several_processes_does_little_python_for_more_layers():
 
 def test_the_count_sees_a_loop_over_parameters():
     def work(layers: int) -> int:
-        optimizer = dcl(Deep(layers))
-        with WrappersWork() as work:
-            for _ in range(2):  # how many lines a comprehension has depends on the version of Python
-                optimizer.state_dict()
-        return work.places.total()
+        model = Deep(layers)
+
+        def logits(output: Tensor) -> Tensor:
+            shapes = []
+            for parameter in model.parameters():
+                shape = parameter.shape
+                shapes.append(shape)
+            return output
+
+        return work_of_a_step(dcl(model, logits=logits), plain).total()
 
     assert work(20) - work(2) > LINES * 2 * 18
 

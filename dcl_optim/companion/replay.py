@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import version_of
+from dcl_optim._torch import versions_of
 from dcl_optim._tree import map_tensors, tensors_of
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Replay:
         self._arguments = (args, kwargs)
         is_plain = not kwargs and {Tensor}.issuperset(map(type, args))
         self._tensors = args if is_plain else tensors_of(self._given)
-        self._versions = list(map(version_of, self._tensors))
+        self._versions = versions_of(self._tensors)
         self._clones = None if self._writes is False else map_tensors(_clone, self._given)
         if any(map(_requires_grad, self._tensors)) or not PLAIN.issuperset(map(type, chain(args, kwargs.values()))):
             self._arguments = map_tensors(_detach, self._given)
@@ -64,7 +64,7 @@ class Replay:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
         if self._given is None or self._given[0] is not args or self._given[1] is not kwargs:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
-        writes = list(map(version_of, self._tensors)) != self._versions
+        writes = versions_of(self._tensors) != self._versions
         if writes and self._clones is None:
             raise RuntimeError(
                 "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "

@@ -84,9 +84,8 @@ class LossReader:
             scale = state["scale"]
             fits = fits and (scale is None or (is_number(scale) and math.isfinite(scale)))
             dim = state["class_dim"]
-            fits = fits and (dim is None or (is_number(dim) and dim == abs(int(dim))))
-            number = state["num_silent"]
-            fits = fits and is_number(number) and number == abs(int(number))
+            fits = fits and (dim is None or _is_count(dim))
+            fits = fits and _is_count(state["num_silent"])
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -212,6 +211,10 @@ class LossReader:
             term = unread.term_of(self.reads_labels)
             message = unread.MANY_SKIPPED.format(name=self._name, number=number, window=window, term=term)
             warn_once(self._said, message, "many batches")
+
+
+def _is_count(value: Any) -> bool:
+    return is_number(value) and value == abs(int(value))
 
 
 def _gradient_rows(z: Tensor, g: Tensor, form: Form | None) -> Gradient:
