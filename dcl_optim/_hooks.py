@@ -69,7 +69,7 @@ class ModuleHooks:
         self._handles: list[Any] = []
         if not self.attached or not vars(self._model):  # empty in the copy of a model that holds its optimizer
             return
-        _replace_others(self._model)
+        _replace_other(self._own, self._listener)
         self._handles = [
             self._model.register_forward_pre_hook(Hook(self._listener, "before_forward"), with_kwargs=True),
             self._model.register_forward_hook(Hook(self._listener, "after_forward"), with_kwargs=True),
@@ -99,14 +99,12 @@ def is_ours(hook: Any) -> bool:
     return isinstance(hook, Hook) or hook is _do_nothing
 
 
-def _replace_others(model: nn.Module) -> None:
-    """Call ``replaced`` of the optimizers that have hooks on the model or on a module inside it."""
-    for module in model.modules():
-        for table, key, hook in list(_torch.hooks_of(module, _torch.OUR_HOOKS)):
-            if not is_ours(hook):
-                continue
-            listener = hook.listener() if isinstance(hook, Hook) else None
-            if listener is not None:
-                listener.replaced()
-            elif key in table:  # the module is a copy
-                _torch.remove_hook(module, table, key)
+_listeners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def _replace_other(own: nn.Module, listener: weakref.ref[Any]) -> None:
+    """Call ``replaced`` of the optimizer that wrapped a user's own module before."""
+    before = _listeners.get(own, lambda: None)()
+    if before is not None:
+        before.replaced()
+    _listeners[own] = listener

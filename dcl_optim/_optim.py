@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 # Without a line of Python for each parameter: a step may ask about all of them.
 _gradient = attrgetter("grad")
-_requires_grad = attrgetter("requires_grad")
+requires_grad = attrgetter("requires_grad")
 _exists = functools.partial(is_not, None)
 
 
@@ -23,14 +23,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def trained_by(optimizer: Optimizer) -> list[list[Tensor]]:
-    """The parameters that an optimizer trains now, group by group: those that require a gradient."""
-    return [list(filter(_requires_grad, group["params"])) for group in optimizer.param_groups]
-
-
 def trains_any(optimizer: Optimizer) -> bool:
     """Whether an optimizer trains a parameter now."""
-    return any(map(_requires_grad, parameters_of(optimizer)))
+    return any(map(requires_grad, parameters_of(optimizer)))
 
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -46,8 +41,8 @@ def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:
 
 
 def without_gradient(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that have no gradient."""
-    return [parameter for parameter in parameters_of(optimizer) if parameter.grad is None]
+    """The parameters that require a gradient and have none."""
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad and parameter.grad is None]
 
 
 def inner_of(base: Optimizer) -> Optimizer:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch._utils
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -75,6 +76,16 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(version_of, tensors))
 
 
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply a function to every tensor in nested containers; one that torch's pytree does not know is handed on."""
+    return pytree.tree_map_only(Tensor, function, tree)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 
@@ -130,11 +141,6 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
         module._forward_hooks_always_called,
     ):
         notes.pop(key, None)
-
-
-def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Convert each tensor of a module by a function; as in ``to``, recurrent layers lay out their weights anew."""
-    module._apply(function)
 
 
 def running_ddp() -> nn.Module | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,26 +83,53 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
 
 
-def check_tensors(found: dict[str, Any], expected: dict[str, Any], owner: str) -> None:
-    """Raise ValueError unless a saved state has the names, shapes and kinds of dtype of the one that it replaces.
+class Range(NamedTuple):
+    """What a number of a saved state may be: at least ``lowest``, less than ``end``, finite; None if ``optional``."""
+
+    lowest: float
+    end: float
+    optional: bool = False
+    kind: type = float
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is such a number."""
+        if value is None:
+            return self.optional
+        if not is_number(value) or not math.isfinite(value) or (self.kind is int and value != int(value)):
+            return False
+        return bool(self.lowest <= value < self.end)
+
+
+def check_state(found: Any, expected: dict[str, Any], owner: str) -> None:
+    """Raise ValueError unless a saved state has the names, shapes, kinds of dtype and ranges of an expected one.
 
     Args:
-        found, expected, owner: both states by name, and whose they are. An extra state may be anything.
+        found: the saved state.
+        expected: by name a tensor of the same shape, a :class:`Range`, a type, or None for anything.
+        owner: whose state it is, for the error.
 
     Examples:
-        >>> check_tensors({"weight": torch.zeros(2)}, {"weight": torch.zeros(3)}, owner="teacher")
+        >>> check_state({"weight": torch.zeros(2)}, {"weight": torch.zeros(3)}, owner="teacher")
         Traceback (most recent call last):
         ...
         ValueError: the state of the teacher has shape (2,) for 'weight', expected (3,)
     """
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing or extra:
+    names = set(found) if isinstance(found, dict) else set()
+    if names != set(expected):
+        missing = sorted(expected.keys() - names)
+        extra = sorted(map(str, names - expected.keys()))
         raise ValueError(f"the state of the {owner} does not fit: missing {missing[:5]}, unexpected {extra[:5]}")
-    for name, tensor in expected.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        if not isinstance(found[name], Tensor) or found[name].shape != tensor.shape:
-            shape = tuple(getattr(found[name], "shape", ()))
-            raise ValueError(f"the state of the {owner} has shape {shape} for {name!r}, expected {tuple(tensor.shape)}")
-        if not torch.can_cast(found[name].dtype, tensor.dtype):
-            raise ValueError(f"the state of the {owner} has {found[name].dtype} for {name!r}, expected {tensor.dtype}")
+    for name, wanted in expected.items():
+        value = found[name]
+        if isinstance(wanted, Range) and not wanted.holds(value):
+            raise ValueError(f"the state of the {owner} has {value!r} for {name!r}")
+        if isinstance(wanted, type) and not isinstance(value, wanted):
+            raise ValueError(f"the state of the {owner} has a {type(value).__name__} for {name!r}")
+        if isinstance(wanted, Tensor):
+            if not isinstance(value, Tensor) or value.shape != wanted.shape:
+                shape = tuple(getattr(value, "shape", ()))
+                raise ValueError(
+                    f"the state of the {owner} has shape {shape} for {name!r}, expected {tuple(wanted.shape)}"
+                )
+            if not torch.can_cast(value.dtype, wanted.dtype):
+                raise ValueError(f"the state of the {owner} has {value.dtype} for {name!r}, expected {wanted.dtype}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -35,7 +34,6 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
     _name: ClassVar[str]
-    _elsewhere: ClassVar[Mapping[str, str]] = {}  # names of other classes, with a hint
 
     def __init__(self, base: Optimizer) -> None:
         if not isinstance(base, Optimizer):
@@ -70,21 +68,13 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
     def _missing(self, name: str) -> Any:
         """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
         base = self.__dict__.get("base")
-        if name in ("train", "eval") and hasattr(base, name):
+        has_it = base is not None and not name.startswith("_") and hasattr(base, name)
+        if has_it and name in ("train", "eval"):
             return functools.partial(self._switch, name)
-        hint = "" if base is None or name.startswith("_") else self._hint(name, base)
+        hint = f"; its base has, as optimizer.base.{name}" if has_it else ""
+        if has_it and name.endswith("_step"):
+            hint = ": closure(); optimizer.step(closure) takes all steps of SAM"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
-
-    def _hint(self, name: str, base: Any) -> str:
-        if name in self._elsewhere:
-            return f": {self._elsewhere[name]}"
-        if hasattr(base, name):
-            hint = f"; its base has: use .base.{name} if that neither steps nor clears gradients, else step()"
-            return hint + (", for SAM: closure(); optimizer.step(closure)" if name.endswith("_step") else "")
-        if any(name in group for group in self.param_groups):
-            return f"; use optimizer.param_groups[0][{name!r}]"
-        close = difflib.get_close_matches(name, [known for known in dir(type(self)) if not known.startswith("_")], 1)
-        return f"; did you mean {close[0]!r}?" if close else ""
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass
         train: Callable[[], None]

@@ -12,20 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import have_gradients, trains_any
-from dcl_optim._torch import current_backward, is_recorded, reaches_parameters, version_of, warn_once
+from dcl_optim._optim import have_gradients, parameters_of, requires_grad, trains_any
+from dcl_optim._torch import (
+    call_after_backward,
+    current_backward,
+    is_recorded,
+    reaches_parameters,
+    version_of,
+    warn_once,
+)
 from dcl_optim._validation import refuse_replica
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, Labels, Pull, Scale
-from dcl_optim.loss.outputs import LogitsFinder, conversion_source
+from dcl_optim.forecaster import Forecaster, Labels
+from dcl_optim.loss.outputs import conversion_source, find_logits
 from dcl_optim.loss.reader import LossReader
+from dcl_optim.pull import Pull, Scale
 from dcl_optim.schedules import Checked
-from dcl_optim.step import Forward, Step
+from dcl_optim.step import Forward, Part, State, Step
 from dcl_optim.weights import FollowingFit
 
 NOT_FINITE = (
@@ -33,7 +40,8 @@ NOT_FINITE = (
     "companion nor the prototypes learn from it"
 )
 BYPASSED = (
-    "{name} wraps the optimizer, but the base {base} was stepped twice: prototypes and companion learn nothing.\n"
+    "{name} wraps the optimizer, but the base {base} was stepped twice, or another method changed the weights: "
+    "prototypes and companion learn nothing.\n"
     "  Fix: call step() of the wrapper, optimizer = {name}(optimizer, model), also in trainers and schedulers. "
     "strict=False allows such steps. See docs/get-started.md"
 )
@@ -46,9 +54,17 @@ TOO_LATE = (
     "{}.penalty was called after a backward pass through the same logits, in which they got their penalty.\n"
     "  Fix: call it before the first backward pass. See docs/losses.md"
 )
-EDITED = (
-    "the logits that {}.penalty got were edited in place between its call and the backward pass, so it would learn "
-    "from other values.\n  Fix: edit a copy, logits.detach().clone()"
+ONCE = (
+    "{}.penalty is differentiable once, and this backward pass keeps a graph of the gradient (create_graph=True): its "
+    "second derivative would be missing.\n  Fix: take that gradient of the loss without the penalty"
+)
+STALE = (
+    "a backward pass came through what {}.penalty returned before the last step, which is the penalty of other "
+    "weights.\n  Fix: call penalty in each step"
+)
+NO_TERM = (
+    "the loaded state is of a script that adds {}.penalty to its loss, and no penalty was called in the first step: "
+    "without it there is none.\n  Fix: add it, or wrap the optimizer and load the state of the base alone"
 )
 
 
@@ -67,7 +83,7 @@ class Algorithm:
         *,
         weight: Checked | FollowingFit,
         alpha: Checked,
-        find_logits: LogitsFinder,
+        logits: Callable[[Any], Tensor] | None,
         strict: bool,
         name: str,
     ) -> None:
@@ -82,10 +98,15 @@ class Algorithm:
         self.superseded = False
         self.is_stepping = False  # whether the wrapper steps the base optimizer
         self._base = base
-        self._find_logits = find_logits
+        self._logits = logits
         self._name = name
         self._is_training_forward = False  # whether the forward pass that runs is one
+        self._is_strict = strict
         self._num_bypassed = 0
+        self._last_begun = -1  # the last backward pass whose end is waited for
+        self._version: int | None = None  # of a trained parameter in the last training forward pass
+        self.uses_term = False  # whether the script has called penalty: then the line is off
+        self._has_loaded_term = False  # whether that is known from a loaded state alone
         self._said: set[str] = set()
         self.hooks = ModuleHooks(self, model, unwrapped(model), base if strict else None)
 
@@ -97,9 +118,9 @@ class Algorithm:
         if not self._is_training_forward:
             return
         refuse_replica(module)
-        if self._are_gradients_gone():
+        self._refuse_other_steps()
+        if self.step.are_gradients_gone():
             self.forget()
-        self.step.is_cleared = False
         self.forecaster.before_forward(args, kwargs, self.step.number)
 
     def _is_training(self, module: nn.Module) -> bool:
@@ -115,14 +136,16 @@ class Algorithm:
         if not self._is_training_forward:
             return
         self._is_training_forward = False
-        z = self._find_logits(output)
+        z = find_logits(output, self._logits)
+        self.step.num_forwards += 1
         if not z.requires_grad:
+            self.forecaster.drop_forward()
             return
         forward = Forward(z, self.step.number, self.reader.dim_of(z) or 1)
         self.forecaster.predict(forward, args, kwargs)
         listener = weakref.ref(self)  # logits that the script keeps must not keep the hooks on the model
         if output is not z:
-            forward.choice = self._find_logits.choice_of(output, z)
+            forward.is_one_of_several = self._logits is None and isinstance(output, (tuple, list))
             source = conversion_source(z)
             if source is not None:  # the loss may be that of the logits before they were converted
                 node, index = source
@@ -135,114 +158,123 @@ class Algorithm:
 
     def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
-        if gradient is None or not self._begin_batch(forward) or self.step.num_terms:
+        part = Part.IGNORE if gradient is None else self._begin(forward)
+        if gradient is None or part is Part.IGNORE or self.uses_term:
             return None
-        if forward.choice is not None:
-            self._find_logits.warn_of_choice(forward.choice)
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
         loss = self.reader.read(forward, gradient)
-        is_read = loss.fits is not None
-        if not is_read and loss.is_finite and forward.observed:  # a further loss of logits that have their penalty
-            return None
+        if loss.fits is None and loss.is_finite and forward.state is State.LEARNED:
+            return None  # a further loss of logits that have their penalty
         self.last = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "fits": loss.fits}
-        if not is_read:
-            self._skip(forward, alpha, loss.is_finite)
+        if loss.fits is None:
+            self._miss(forward, part, alpha, loss.is_finite)
             return None
         pull = self.forecaster.pull(forward, loss.labels)
-        self.last["penalty"] = pull.without_slope()
+        self.last["penalty"] = pull.value
         regularized = None
         if self.weight.constant != 0:
             regularized = pull.added_to(gradient, forward.class_dim, loss.scale, weight)
-        self._observe(forward, pull, loss.labels, loss.scale, alpha)
+        self._learn(forward, part, pull, loss.labels, loss.scale, alpha)
         return regularized
 
     def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         gradient = self.on_gradient(forward, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
 
-    def _begin_batch(self, forward: Forward) -> bool:
-        """Count the backward pass that runs; return whether it brings these logits' gradient to trained parameters."""
-        step = self.step
+    def _begin(self, forward: Forward) -> Part:
+        """Note the backward pass that runs, and say what it is to a forward pass."""
         backward = current_backward()
         if not self.hooks.attached or (forward.last_backward == backward and backward != -1):
-            return False
+            return Part.IGNORE
         if not reaches_parameters(forward.nodes, self._base):  # as an attack asks for the gradient of its inputs
-            step.last_backward = backward
-            return False
-        step.num_backwards += 1
-        if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
-            return False
-        if not forward.observed and self._are_gradients_gone(backward):
+            self.step.last_backward = backward
+            return Part.IGNORE
+        if forward.state is not State.LEARNED and self.step.are_gradients_gone(backward):
             self.forget()
-            step = self.step
-        forward.last_backward = backward
-        step.last_backward = backward
-        step.num_batches += 1
-        step.is_cleared = False
-        return True
+        if backward not in (-1, self._last_begun):
+            self._last_begun = backward
+            call_after_backward(self._end_backward)
+        return self.step.begin(forward, backward)
+
+    def _end_backward(self) -> None:
+        """Called when a backward pass has ended, and the model's activations are freed."""
+        self.forecaster.end_backward()
+        self.step.trained = next((p for p in parameters_of(self._base) if p.grad is not None), None)
 
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
     def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
         """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""
-        if self.step.has_term_of(z):
+        if forward.has_term:
             fix = MIXED_LABELS if self.forecaster.reads_labels else ""
             raise ValueError(GIVEN_TWICE.format(self._name, fix))
-        by_the_line = self.step.forward_of(z)
-        if forward.observed or (by_the_line is not None and by_the_line.observed):
+        if forward.state is State.LEARNED:
             raise ValueError(TOO_LATE.format(self._name))
+        self.uses_term = True
+        self._has_loaded_term = False
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
         has_weight = self.weight.constant != 0
         forecaster = self.forecaster
         first_pull = forecaster.pull(forward, labels)
-        self.step.add_term(z)
+        forward.has_term = True
+        self.step.add(forward)
+        self.step.num_terms += 1
         shape = z.shape
         dtype = z.dtype
+        name = self._name
         listener = weakref.ref(self)  # nor must a loss that the script keeps
+        was_used = False
 
         def backward(s: Tensor) -> Tensor | None:
+            nonlocal was_used
+            algorithm = listener()
+            if torch.is_grad_enabled():
+                raise RuntimeError(ONCE.format(name))
+            if algorithm is not None and algorithm.step.number != forward.step:
+                raise RuntimeError(STALE.format(name))
             # What has learned from the first pull may have overwritten it.
-            pull = forecaster.pull(forward, labels) if forward.observed else first_pull
+            pull = forecaster.pull(forward, labels) if was_used else first_pull
             gradient = None
             if has_weight:
                 gradient = pull.gradient(shape, dtype, forward.class_dim, s, weight)
-            algorithm = listener()
             if algorithm is not None:
-                algorithm._learn_from_term(forward, pull, labels, s, alpha, weight)
+                figures = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.value}
+                algorithm._learn_from_term(forward, pull, labels, s, figures, is_first=not was_used)
+            was_used = True
             return gradient
 
-        value = first_pull.value * weight if has_weight else first_pull.value.new_zeros(())
-        term: Tensor = _Term.apply(z, value, backward)
+        value = first_pull.value() * weight if has_weight else first_pull.value().new_zeros(())
+        term: Tensor = _Term.apply(z, _Written(value, backward))
         return term
 
     def _learn_from_term(
-        self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float, weight: Scale
+        self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, figures: dict[str, Any], is_first: bool
     ) -> None:
-        if version_of(forward.logits) != forward.logits_version:
-            raise RuntimeError(EDITED.format(self._name))
-        is_first_use = forward.last_backward == -1
-        if not self._begin_batch(forward):
+        part = self._begin(forward)
+        if part is Part.IGNORE:
             return
-        self.step.num_terms_used += is_first_use
-        self.last = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.without_slope()}
+        self.step.num_terms_used += is_first
+        self.last = figures
         if _sync.may_sync(forward.step, s) and not bool((forward.logits < torch.inf).all() & (s.abs() < torch.inf)):
-            self._skip(forward, alpha, is_finite=False)
+            self._miss(forward, part, figures["alpha"], is_finite=False)
         else:
-            self._observe(forward, pull, labels, s, alpha)
+            self._learn(forward, part, pull, labels, s, figures["alpha"])
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
-    def _observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
-        if self.step.is_observing and not forward.observed:
-            forward.observed = True
+    def _learn(
+        self, forward: Forward, part: Part, pull: Pull, labels: Labels | None, scale: Scale, alpha: float
+    ) -> None:
+        if part is Part.LEARN:
+            forward.state = State.LEARNED
             self.forecaster.observe(forward, pull, labels, scale, alpha)
 
-    def _skip(self, forward: Forward, alpha: float, is_finite: bool) -> None:
+    def _miss(self, forward: Forward, part: Part, alpha: float, is_finite: bool) -> None:
         self.step.not_finite = self.step.not_finite or not is_finite
-        if self.step.is_observing and not forward.observed:
-            forward.observed = not is_finite  # else another loss of these logits may be read
+        if part is Part.LEARN and forward.state is State.OPEN:
+            forward.state = State.MISSED
             self.forecaster.skip(forward, alpha)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -252,50 +284,38 @@ class Algorithm:
         self.is_stepping = True
         self._num_bypassed = 0
 
-    def end_step(self) -> None:
-        """Both networks have stepped."""
-        not_finite = self.step.not_finite
-        if _sync.is_sync_step(self.step.number):
-            _sync.read_together([*self.reader.questions(), *self.forecaster.questions()])
-        self.num_steps += 1
-        self.step = Step(self.num_steps + 1)
-        if not_finite:
-            warn_once(self._said, NOT_FINITE)
-
     def leave_step(self) -> None:
         """The base optimizer has stepped, or its step has raised: then the step goes on as before."""
         self.is_stepping = False
         self.step.is_observing = True
 
-    def observe_no_more(self) -> None:
-        """Further evaluations of a closure are elsewhere, or were observed already."""
-        self.step.is_observing = False
-
-    def note_zero_grad(self) -> None:
-        """The script clears the gradients."""
-        self.step.is_cleared = True
-
-    def _are_gradients_gone(self, backward: int = -1) -> bool:
-        """Whether ``zero_grad`` cleared gradients without a step, as where a gradient scaler skips it.
-
-        That no parameter has a gradient is no sign: FSDP2 has none before it communicates, nor has a backward pass that
-        ends at detached logits.
-
-        Args:
-            backward: the backward pass that runs; batches that it has brought have no gradients yet.
-        """
+    def end_step(self) -> None:
+        """Both networks have stepped."""
         step = self.step
-        return step.is_cleared and step.num_batches > 0 and step.is_observing and step.last_backward != backward
+        if _sync.is_sync_step(step.number):
+            self.reader.num_skipped()
+            self.forecaster.check_values()
+        self.num_steps += 1
+        self.step = Step(self.num_steps + 1)
+        self._version = None
+        if step.not_finite:
+            warn_once(self._said, NOT_FINITE)
+        if self._has_loaded_term:
+            self._has_loaded_term = False
+            warn_once(self._said, NO_TERM.format(self._name))
+
+    def note_zero_grad(self, set_to_none: bool) -> None:
+        """The script clears the gradients. A term that no backward pass has come through is forgotten."""
+        self.step.is_zeroed = not set_to_none
+        self.step.num_terms = self.step.num_terms_used
 
     def forget_cleared(self) -> bool:
         """Before a step: forget the batches whose gradients are gone; say whether they are.
 
-        Gradients that are there after ``zero_grad`` the script has put there, as gradient surgery does.
+        Gradients that are there after they were cleared the script has put there, as gradient surgery does.
         """
         step = self.step
-        if not step.num_batches:
-            return False
-        if have_gradients(self._base, other_than_zero=step.is_cleared):
+        if not step.num_batches or have_gradients(self._base, other_than_zero=step.is_zeroed):
             return False
         self.forget()
         return True
@@ -314,10 +334,22 @@ class Algorithm:
 
     def refuse_bypass(self) -> None:
         """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
-        if self.is_stepping:
+        if self.is_stepping or not self.step.num_batches:
             return
-        if self.step.num_batches:
-            self._num_bypassed += 1
+        self._version = None
+        self._count_bypass()
+
+    def _refuse_other_steps(self) -> None:
+        """Raise if the weights were changed twice without a step of the wrapper, by whatever method (SAM's)."""
+        parameter = next(filter(requires_grad, parameters_of(self._base)))
+        version = version_of(parameter)
+        has_changed = self._version not in (None, version)
+        self._version = version
+        if has_changed and self._is_strict and not self.is_stepping and self.step.num_batches:
+            self._count_bypass()
+
+    def _count_bypass(self) -> None:
+        self._num_bypassed += 1
         if self._num_bypassed > 1:
             raise RuntimeError(BYPASSED.format(name=self._name, base=type(self._base).__name__))
 
@@ -338,10 +370,12 @@ class Algorithm:
         self.forget()
         self.superseded = True
 
-    def load_state(self, num_steps: int, loss: dict[str, Any]) -> None:
+    def load_state(self, num_steps: int, uses_term: bool, loss: dict[str, Any]) -> None:
         """Go on from a number of steps, as after loading a state."""
         self.reader.load_state(loss)
         self.num_steps = num_steps
+        self.uses_term = self._has_loaded_term = uses_term
+        self._version = None
         self.step = Step(num_steps + 1)
         self.last = {}
 
@@ -349,15 +383,22 @@ class Algorithm:
         return self.__dict__ | {"last": {}, "step": self.step.without_forwards()}
 
 
+class _Written:
+    """A value and the function that its gradient is written out in."""
+
+    def __init__(self, value: Tensor, backward: Callable[[Tensor], Tensor | None]) -> None:
+        self.value = value
+        self.backward = backward
+
+
 class _Term(torch.autograd.Function):
     """A value whose gradient is written out."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, value: Tensor, backward: Callable[[Tensor], Tensor | None]) -> Tensor:
-        ctx.of_z = backward
-        return value
+    def forward(ctx: Any, z: Tensor, written: _Written) -> Tensor:
+        ctx.written = written
+        return written.value
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, s: Tensor) -> Any:
-        return ctx.of_z(s), None, None
+        return ctx.written.backward(s), None

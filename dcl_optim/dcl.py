@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +14,6 @@ from dcl_optim.companion import Companion
 from dcl_optim.companion.companion import CompanionOptions
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
-from dcl_optim.loss.outputs import LogitsFinder
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.schedules import Schedule
 from dcl_optim.step import Forward
@@ -93,9 +92,6 @@ class DCLOptimizer(ForecastOptimizer):
     """
 
     _name = "DCLOptimizer"
-    _elsewhere: ClassVar[dict[str, str]] = {
-        "prototypes": "DCPOptimizer has prototypes, DCLOptimizer has a companion; use optimizer.companion",
-    }
     forecaster: Companion
 
     def __init__(
@@ -131,14 +127,14 @@ class DCLOptimizer(ForecastOptimizer):
         super().__init__(
             base_optimizer,
             model,
-            lambda: Companion(model, base_optimizer, chosen, LogitsFinder(logits), options),
+            lambda: Companion(model, base_optimizer, chosen, logits, options),
             weight=weight,
             alpha=alpha,
             logits=logits,
             strict=strict,
         )
 
-    def penalty(self, logits: Tensor) -> Tensor:
+    def penalty(self, logits: Tensor, *labels: Tensor) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss.
 
         Autograd carries every factor of the loss. After its first call in a step the hooks add nothing. The companion
@@ -169,13 +165,19 @@ class DCLOptimizer(ForecastOptimizer):
         Source: Equation 2.
         """
 
+        if labels:
+            raise TypeError("DCLOptimizer.penalty takes the logits alone: the companion needs no labels")
+
         def make() -> tuple[Forward, None]:
             step = self._algorithm.step
             forward = step.forward_of(logits)
             if forward is None:
                 forward = step.forward_like(logits, _sync.may_sync(step.number, logits))
             if forward is None:
-                fix = "pass the tensor that the model returned, called as model(x)"
+                fix = (
+                    "pass the tensor that the model returned, called as model(x); of several tensors say which are the "
+                    "logits, as in logits=lambda output: output[1]"
+                )
                 if not self.model.training:
                     fix = "call model.train(), since in eval mode the companion does not run"
                 raise ValueError(

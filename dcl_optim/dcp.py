@@ -90,10 +90,6 @@ class DCPOptimizer(ForecastOptimizer):
     """
 
     _name = "DCPOptimizer"
-    _elsewhere = dict.fromkeys(
-        ("companion", "companion_optimizer", "reset_companion"),
-        "DCLOptimizer has a companion, DCPOptimizer has prototypes; use optimizer.prototypes",
-    )
     _prototypes = Prototypes
     forecaster: Prototypes
 
@@ -150,9 +146,9 @@ class DCPOptimizer(ForecastOptimizer):
 
         Raises:
             TypeError, ValueError: logits or labels are of another kind or shape, or labels are out of range;
-                or it was called with these logits before, or after a backward pass through them.
-            RuntimeError: another optimizer has wrapped the model since; or in backward, the logits were edited in place
-                since.
+                or it was called with these logits before, or after a backward pass in which they got their penalty.
+            RuntimeError: another optimizer has wrapped the model since; or in backward, with create_graph=True or after
+                the step.
 
         Examples:
             >>> import torch
@@ -168,8 +164,11 @@ class DCPOptimizer(ForecastOptimizer):
         ignored = check_integer("ignore_index", ignore_index)
 
         def make() -> tuple[Forward, Labels]:
-            step = self._algorithm.step.number
-            return Forward(logits, step, copies=False), labels_of(labels, logits, step, ignored)
+            step = self._algorithm.step
+            forward = step.forward_of(logits)
+            if forward is None or forward.class_dim != 1:
+                forward = Forward(logits, step.number)
+            return forward, labels_of(labels, logits, step.number, ignored)
 
         return self._term(logits, make)
 

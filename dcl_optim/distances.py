@@ -1,4 +1,4 @@
-"""Distances between logits, one value a row, with their gradients; and the companion's target.
+"""Distances between logits, one value a row; and the companion's target.
 
 Letters: z are the model's logits, c the prediction that it is compared with (the companion's logits or a class
 prototype), N the number of rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token. An
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dcl_optim.layout import blocks, wide
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "squared", "l1", "kl", "infonce"]
@@ -39,7 +41,7 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
         tensor([ 1.0000, 13.1421])
     """
     norms = torch.linalg.vector_norm(difference(z, c), dim=1)
-    return _huber(norms, radius_of(z.shape[1])) * (2.0 / max(z.shape[1], 1))
+    return huber(norms, radius_of(mse, z.shape[1])) * (2.0 / max(z.shape[1], 1))
 
 
 def squared(z: Tensor, c: Tensor) -> Tensor:
@@ -158,93 +160,12 @@ def name_of(distance: Distance) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-class Rows(NamedTuple):
-    r"""The distances of N rows, and their gradients with respect to the first argument.
-
-    The gradient of row i is ``slope[i] * factor / lengths[i]``.
-
-    Attributes:
-        values: called without arguments, it gives the distances, (N,): only logs and the penalty term ask for them.
-        slope: (N, K), in float32 or wider.
-        factor: a number.
-        lengths: (N,); None for 1.
-        norms: of the rows of slope, (N,), where slope is z - c; else None.
-    """
-
-    values: Callable[[], Tensor]
-    slope: Tensor
-    factor: float = 1.0
-    lengths: Tensor | None = None
-    norms: Tensor | None = None
+def radius_of(distance: Distance, num_classes: int) -> float:
+    """The distance of a row up to which ``mse`` is the square; ``squared`` is that everywhere."""
+    return RADIUS * num_classes if distance is mse and num_classes > 1 else math.inf
 
 
-def rows_of(distance: Distance, z: Tensor, c: Tensor) -> Rows:
-    """The distances of rows (N, K) and their gradients for z, with c held constant; no graph is used or kept.
-
-    Args:
-        distance: a function (z, c) that returns one value a row.
-        z, c: rows (N, K).
-
-    Examples:
-        >>> rows_of(squared, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).values()
-        tensor([2.5000])
-    """
-    if distance is mse or distance is squared:  # in every step by default, so written out
-        apart = difference(z, c)
-        norms = torch.linalg.vector_norm(apart, dim=1)
-        return _squared_rows(apart, norms, radius_of(z.shape[1]) if distance is mse else math.inf)
-    return _differentiated(distance, z, c)
-
-
-def rows_towards_target(distance: Distance, z: Tensor, c: Tensor, rows: Rows, alpha: float) -> Rows:
-    r"""The gradients of :math:`\delta(c, \alpha c + (1-\alpha) z)` for c; the values are not those of the target.
-
-    Args:
-        distance: a function (z, c) that returns one value a row.
-        z, c: rows (N, K).
-        rows: what :func:`rows_of` gave for z and c, whose slope may be used again.
-        alpha: the share of c in the target.
-    """
-    if rows.norms is None:
-        return _differentiated(distance, c, companion_target(z, c, alpha))
-    # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
-    share = 1.0 - alpha
-    radius = math.inf
-    if distance is mse and share > 0.0:
-        radius = radius_of(z.shape[1]) / share
-    towards = _squared_rows(rows.slope, rows.norms, radius)
-    return towards._replace(factor=-share * towards.factor)
-
-
-def _squared_rows(apart: Tensor, norms: Tensor, radius: float) -> Rows:
-    factor = 2.0 / max(apart.shape[1], 1)
-    if radius == math.inf:
-        return Rows(lambda: norms.square() * (0.5 * factor), apart, factor, None, norms)
-    lengths = norms.clamp(min=radius)
-    return Rows(lambda: _huber(norms, radius) * factor, apart, factor * radius, lengths, norms)
-
-
-def _differentiated(distance: Distance, z: Tensor, c: Tensor) -> Rows:
-    leaf = wide(z).detach().requires_grad_()
-    with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
-        values = distance(leaf, wide(c).detach())
-        if not isinstance(values, Tensor) or values.shape != leaf.shape[:1]:
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"distance={name_of(distance)} must return one value a row, of shape ({len(leaf)},), but returned "
-                f"{found}; leave out the mean over the batch, as in (z - c).square().mean(1)"
-            )
-        (slope,) = torch.autograd.grad(values.sum(), leaf)
-    slope = slope.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    return Rows(values.detach, slope)
-
-
-def radius_of(num_classes: int) -> float:
-    """The distance up to which :func:`mse` is the square."""
-    return RADIUS * num_classes if num_classes > 1 else math.inf
-
-
-def _huber(norms: Tensor, radius: float) -> Tensor:
+def huber(norms: Tensor, radius: float) -> Tensor:
     """Half of the square up to a radius, and its tangent beyond."""
     near = norms.clamp(max=radius)
     return near * torch.sub(norms, near, alpha=0.5)
@@ -257,7 +178,12 @@ def difference(z: Tensor, c: Tensor) -> Tensor:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
         tensor([-2.,  0.])
     """
-    subtracted = z - c if z.dtype.itemsize >= 4 else z.float().sub_(c)
+    if z.dtype.itemsize >= 4:
+        subtracted = z - c
+    else:
+        subtracted = z.float()
+        for block in blocks(subtracted):  # c in float32 too would be a second copy of all rows
+            subtracted[block].sub_(wide(c[block]))
     if subtracted.requires_grad:
         return subtracted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return subtracted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -278,52 +204,3 @@ def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
     z = wide(z)
     c = wide(c)
     return torch.where(z == c, c, torch.lerp(c, z, 1.0 - alpha))
-
-
-def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
-    """Flatten logits of any shape to rows, the classes last: (batch, K, ...) becomes (N, K).
-
-    Args:
-        tensor: logits; one dimension is N rows of a single value.
-        class_dim: the dimension that holds the classes. Default 1, as in ``F.cross_entropy``.
-
-    Examples:
-        >>> to_rows(torch.zeros(2, 10, 4, 4)).shape
-        torch.Size([32, 10])
-    """
-    if tensor.ndim == 2 and class_dim == 1:
-        return tensor
-    if tensor.ndim < 2:
-        return tensor.reshape(-1, 1)
-    return tensor.movedim(class_dim, -1).reshape(-1, tensor.shape[class_dim])
-
-
-def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tensor:
-    """Undo :func:`to_rows`.
-
-    Args:
-        rows, shape: (N, K), and the shape to give back.
-        class_dim: the dimension that holds the classes.
-
-    Examples:
-        >>> from_rows(torch.zeros(32, 10), (2, 10, 4, 4)).shape
-        torch.Size([2, 10, 4, 4])
-    """
-    if len(shape) == 2 and class_dim == 1:
-        return rows
-    if len(shape) < 2:
-        return rows.reshape(shape)
-    return rows.reshape(*shape[:class_dim], *shape[class_dim + 1 :], shape[class_dim]).movedim(-1, class_dim)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """A tensor in float32 or wider.
-
-    Args:
-        tensor: of floating point.
-
-    Examples:
-        >>> wide(torch.zeros(1, dtype=torch.bfloat16)).dtype
-        torch.float32
-    """
-    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()

@@ -12,14 +12,12 @@ from torch.optim import Optimizer
 
 from dcl_optim._optim import have_gradients
 from dcl_optim._torch import outside_compiled_graphs
-from dcl_optim._validation import check_arguments, check_flag
+from dcl_optim._validation import Range, check_arguments, check_flag, check_state
 from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.algorithm import Algorithm
 from dcl_optim.distances import name_of
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.loss.outputs import LogitsFinder
-from dcl_optim.loss.unread import term_of
 from dcl_optim.schedules import Checked, Schedule
 from dcl_optim.step import Forward
 from dcl_optim.weights import AutoWeight, Weight, resolve_weight
@@ -29,14 +27,14 @@ NOT_REGULARIZED = (
     "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
 )
 CALL_THE_MODEL = (
-    "call the model itself in training mode, the compiled one if it is compiled, before each step; or wrap the module "
-    "that the script calls"
+    "call the model itself in training mode before each step, as model(x); or wrap the module that is called"
 )
 NOT_CALLED = (
-    "no training forward pass of the model: model.forward, another method, a part or a copy was called, its class "
-    "overrides __call__, it was compiled and called before it was wrapped, torch.func was used, a state was loaded "
-    "after the backward pass, or the gradients are those of the last step"
+    "no training forward pass of the model: it is in eval mode, or another method, a part or a copy of it was called, "
+    "or it was compiled and called before it was wrapped"
 )
+NOT_THROUGH = "the gradient did not come through the logits that were found, or no backward pass ran"
+KEEPS_A_GRAPH = "a backward pass with create_graph=True, or one that ends before the parameters"
 NOT_ADDED = (
     "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
     "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(). To look at the value use "
@@ -94,7 +92,7 @@ class ForecastOptimizer(OptimizerWrapper):
             self.forecaster,
             weight=resolve_weight(weight, self.forecaster),
             alpha=checked_alpha,
-            find_logits=LogitsFinder(logits),
+            logits=logits,
             strict=strict,
             name=self._name,
         )
@@ -129,8 +127,8 @@ class ForecastOptimizer(OptimizerWrapper):
         r"""Step the base optimizer with the regularized gradient, then let the forecaster learn from the same batch.
 
         Args:
-            closure: a function that evaluates the loss again and returns it. If it does not call ``backward()``,
-                ``step`` does. With LBFGS add ``penalty(...)`` to the loss in it. Default: none.
+            closure: a function that evaluates the loss again, runs its backward pass and returns it, as in torch. With
+                LBFGS add ``penalty(...)`` to the loss in it. Default: none.
 
         Returns:
             The loss of the first evaluation; without a closure, what the base optimizer returns.
@@ -140,21 +138,28 @@ class ForecastOptimizer(OptimizerWrapper):
                 ``penalty`` was called, and took part in no backward pass; the base optimizer is LBFGS, and the loss in
                 the closure has no penalty term; or another optimizer has wrapped the model since.
         """
-        if closure is not None:
-            return self._step_with(closure)
         algorithm = self._algorithm
-        if not algorithm.forget_cleared() and not algorithm.step.num_batches:
-            self._refuse_superseded()
-            if self._is_state_initialization():
+        if closure is None:
+            is_cleared = algorithm.forget_cleared()
+            if not is_cleared and self._is_state_initialization():
                 self.forecaster.create_state()
                 return self._step_base()
-            self._require_batch()
-        self._require_terms()
-        self.forecaster.before_step()
-        result = self._step_base()  # θ, by the gradients of Equation 2
+            self._before_step(is_cleared)
+            result = self._step_base()  # θ, by the gradients of Equation 2
+        else:
+            result = self._step_with(closure)
         self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
         algorithm.end_step()
         return result
+
+    def _before_step(self, is_cleared: bool = False) -> None:
+        """Raise unless the gradients are those of Equation 2, or were cleared."""
+        if not is_cleared and not self._algorithm.step.num_batches:
+            self._refuse_superseded()
+            self._require_batch()
+        if self._algorithm.forget_lost_terms():
+            raise RuntimeError(NOT_ADDED.format(self._name))
+        self.forecaster.before_step()
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         self._algorithm.begin_step()
@@ -164,47 +169,26 @@ class ForecastOptimizer(OptimizerWrapper):
             self._algorithm.leave_step()
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
-        """Step a base optimizer that evaluates the loss itself, once or several times."""
+        """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
         if not callable(closure):
             raise TypeError(f"closure must be callable, got {type(closure).__name__}")
         self._refuse_superseded()
         algorithm = self._algorithm
         losses: list[Any] = []
-        was_observed = algorithm.step.num_batches > 0 and have_gradients(self.base)
+        was_learned = algorithm.step.num_batches > 0 and have_gradients(self.base)
 
         def evaluate() -> Any:
-            if was_observed and not have_gradients(self.base):  # the base has moved the model and cleared them: SAM
-                algorithm.observe_no_more()
-            loss = self._evaluate(closure)
-            if not losses:
-                self._require_batch()
-                self._require_terms()
+            if was_learned and not have_gradients(self.base):  # the base has moved the model and cleared them: SAM
+                algorithm.step.is_observing = False
+            losses.append(closure())
+            if len(losses) == 1:
                 self._require_value()
-                self.forecaster.before_step()
-                algorithm.observe_no_more()
-            losses.append(loss)
-            return loss
+                self._before_step()
+                algorithm.step.is_observing = False  # further evaluations are elsewhere
+            return losses[-1]
 
         self._step_base(evaluate)
-        self.forecaster.step()
-        algorithm.end_step()
         return losses[0] if losses else None
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure, and the backward pass that it left to us."""
-        algorithm = self._algorithm
-        before = algorithm.step
-        num_forwards = before.num_forwards
-        num_backwards = before.num_backwards
-        loss = closure()
-        step = algorithm.step  # another one if the closure has cleared gradients
-        if step is not before:
-            num_forwards = num_backwards = 0
-        left_to_us = step.num_forwards > num_forwards and step.num_backwards == num_backwards
-        if left_to_us and isinstance(loss, Tensor) and loss.requires_grad:
-            self.zero_grad()
-            loss.backward()
-        return loss
 
     def _refuse_superseded(self) -> None:
         if self._algorithm.superseded:
@@ -215,47 +199,32 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _is_state_initialization(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
-        if not self._algorithm.hooks.attached or not have_gradients(self.base):
+        algorithm = self._algorithm
+        if algorithm.step.num_batches or not algorithm.hooks.attached or not have_gradients(self.base):
             return False
         return not any(float(group.get("lr", 1.0)) for group in self.param_groups)
 
     def _require_batch(self) -> None:
         algorithm = self._algorithm
-        if algorithm.step.num_batches or not (self._strict and algorithm.hooks.attached):
+        step = algorithm.step
+        if not (self._strict and algorithm.hooks.attached) or not have_gradients(self.base):
             return
-        if have_gradients(self.base):
-            raise RuntimeError(NOT_REGULARIZED.format(self._name, *self._cause()))
-
-    def _cause(self) -> tuple[str, str]:
-        """What was seen in a step without a batch, and the fix."""
-        step = self._algorithm.step
-        term = term_of(self.forecaster.reads_labels)
+        term = algorithm.reader.term
         if step.num_backwards:
-            return "a backward pass with create_graph=True", "run a backward pass without it before the step"
-        if step.num_forwards:
-            return (
-                "the gradient did not come through the logits that were found, or no backward pass ran",
-                f"pass logits=<their function>, or add the penalty to the loss, {term}",
-            )
-        if not self.model.training:
+            seen, fix = KEEPS_A_GRAPH, "run a backward pass without it before the step"
+        elif step.num_forwards:
+            seen, fix = NOT_THROUGH, f"pass logits=<their function>, or add the penalty to the loss, {term}"
+        else:
+            seen = NOT_CALLED
+            fix = CALL_THE_MODEL
             if self.forecaster.reads_labels:
-                return "the model is in eval mode", f"call model.train(), or add the penalty to the loss, {term}"
-            return (
-                "the model is in eval mode, in which the companion does not run",
-                "call model.train(), and then eval() of the layers that are to stay as they are, such as batch norm",
-            )
-        if self.forecaster.reads_labels:
-            return NOT_CALLED, f"{CALL_THE_MODEL}, or add the penalty to the loss, {term}"
-        return NOT_CALLED, CALL_THE_MODEL
-
-    def _require_terms(self) -> None:
-        if self._algorithm.forget_lost_terms():
-            raise RuntimeError(NOT_ADDED.format(self._name))
+                fix += f"; or add the penalty to the loss, {term}"
+        raise RuntimeError(NOT_REGULARIZED.format(self._name, seen, fix))
 
     def _require_value(self) -> None:
         step = self._algorithm.step
         if isinstance(self.base, torch.optim.LBFGS) and step.num_batches and not step.num_terms:
-            raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, term_of(self.forecaster.reads_labels)))
+            raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, self._algorithm.reader.term))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters.
@@ -263,7 +232,7 @@ class ForecastOptimizer(OptimizerWrapper):
         Args:
             set_to_none: set them to None (default) instead of zero.
         """
-        self._algorithm.note_zero_grad()
+        self._algorithm.note_zero_grad(set_to_none)
         self.base.zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:
@@ -309,13 +278,13 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         last = algorithm.last
         figures: dict[str, Any] = {"step": algorithm.num_steps}
-        figures["penalty"] = last["penalty"].value if "penalty" in last else math.nan
+        figures["penalty"] = last["penalty"]() if "penalty" in last else math.nan
         for name in ("weight", "alpha", "loss_scale"):
             figures[name] = last.get(name, math.nan)
         fits = last.get("fits")
         if fits is not None and not fits:
             figures["penalty"] = math.nan  # the batch was not read, which the step did not wait for
-        figures["skipped"] = algorithm.reader.skipped.total()
+        figures["skipped"] = algorithm.reader.num_skipped()
         figures |= self.forecaster.figures()
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
@@ -334,17 +303,17 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         return {
             "steps": algorithm.num_steps,
+            "term": algorithm.uses_term,
             "loss": algorithm.reader.state(),
             "forecaster": self.forecaster.state_dict(),
         }
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
-        steps = state.get("steps")
-        if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"state_dict[{self._key!r}]['steps']={steps!r} must be a number of steps")
-        self._algorithm.reader.check_state(state.get("loss"))
-        self.forecaster.check_state(state.get("forecaster", {}))
+        expected = {"steps": Range(0, math.inf, kind=int), "term": bool, "loss": dict, "forecaster": dict}
+        check_state(state, expected, self._name)
+        self._algorithm.reader.check_state(state["loss"])
+        self.forecaster.check_state(state["forecaster"])
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.forecaster.load_state_dict(state["forecaster"])
-        self._algorithm.load_state(state["steps"], state["loss"])
+        self._algorithm.load_state(state["steps"], state["term"], state["loss"])

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from dcl_optim import _sync
 from dcl_optim._torch import constant
-from dcl_optim._validation import check_tensors
-from dcl_optim.distances import Distance, difference, rows_of, to_rows, wide
+from dcl_optim._validation import check_state
+from dcl_optim.distances import Distance, difference
 from dcl_optim.distributed import DataParallelGroup
-from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale
+from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale, pull_of
+from dcl_optim.layout import to_rows, wide
 
 UPDATES = ("rows", "batch")
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 MAX_BYTES = 2**30  # of the (K, K) prototypes
 DECAY = 0.98  # of the running mean of the training accuracy, a step
+FEWEST_IN_BATCH = 8  # rows; fewer lie in the order of their labels by chance
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
 IN_BATCH = (
     "the labels of this batch are its rows' places, 0, 1, 2, ... up to its last logit: scores against the rows of a "
@@ -56,7 +58,7 @@ class Prototypes(Forecaster):
     _num_pending: int  # rows
     _sums: Tensor | None  # of further differences, by class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,)
-    _fit_of_step: Tensor | None  # how many rows were predicted right, and how many had a label, (2,)
+    _num_right: Tensor | None  # rows that were predicted right
     _alpha: float
 
     def __init__(
@@ -71,9 +73,8 @@ class Prototypes(Forecaster):
         self._counts_rows = update == "rows"
         self.distance = distance
         self._group = group
-        self._measures_accuracy = False
+        self._measures_from = math.inf  # with more classes the accuracy is measured
         self._may_be_in_batch = num_classes is None  # so far each row's label was its place
-        self._ranks_agree = num_classes is not None  # on K
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -92,11 +93,7 @@ class Prototypes(Forecaster):
         self._no_rows = torch.zeros_like(self._numbers)  # of each class in an empty batch
         self._no_rows[num_classes:] = -math.inf  # so that no step gives row K a number
         self._fit = self._rows.new_tensor([0.0, TINY])  # decayed numbers of rows predicted right, and with a label
-
-    @property
-    def num_classes(self) -> int:
-        """K; 0 before it is known."""
-        return self._rows.shape[1]
+        self.num_classes = num_classes
 
     @property
     def seen(self) -> Tensor:
@@ -108,11 +105,11 @@ class Prototypes(Forecaster):
         """A copy of all prototypes, (K, K); zero for a class that no step has seen, (0, 0) before K is known."""
         return self._rows[:-1].clone()
 
-    def measure_accuracy(self) -> None:
-        self._measures_accuracy = True
+    def measure_accuracy(self, from_classes: float) -> None:
+        self._measures_from = from_classes
 
-    def train_accuracy(self) -> tuple[Tensor, int]:
-        return self._fit[0] / self._fit[1], self.num_classes
+    def train_accuracy(self) -> Tensor:
+        return self._fit[0] / self._fit[1]
 
     def figures(self) -> dict[str, Any]:
         """Mean norm, and root mean square margin: the logit of the own class less the mean of the others."""
@@ -124,8 +121,9 @@ class Prototypes(Forecaster):
             "prototype_norm": rows.norm(dim=1).sum() / number,
             "prototype_margin": (margins.square().sum() / number).sqrt(),
         }
-        if self._measures_accuracy:
-            figures["train_accuracy"] = self.train_accuracy()[0]
+        if self._measures_from < math.inf:
+            is_measured = self.num_classes > self._measures_from
+            figures["train_accuracy"] = self.train_accuracy() if is_measured else math.nan
         return figures
 
     def settings(self) -> dict[str, Any]:
@@ -140,21 +138,22 @@ class Prototypes(Forecaster):
         assert labels is not None
         z = self._prepare(forward)
         self._refuse_in_batch(forward, labels)
-        if labels.rows.ndim == 1:
-            classes = labels.rows
-            shares = None
-            c = self._rows.index_select(0, classes)
-            weights = self._numbers.index_select(0, classes).sign_()  # 1 for a class that was seen, else 0
-        else:
-            classes, shares = self._columns(forward, labels.rows.to(self._rows.dtype))
-            with torch.autocast(z.device.type, enabled=False):
-                c = shares @ self._rows.index_select(0, classes)
-            is_unknown = ((shares > 0) & (self._numbers.index_select(0, classes) == 0)).any(1)
-            weights = ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
-        rows = rows_of(self.distance, z, c)
-        forward.prediction = classes, shares, rows.slope if rows.norms is not None else None
+        is_hard = labels.rows.ndim == 1
+        c, weights = self._of_classes(labels.rows) if is_hard else self._of_shares(labels.rows.to(self._rows.dtype))
         number = labels.number
-        return Pull(rows, number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1), weights)
+        number = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
+        return pull_of(self.distance, z, c, weights / number)
+
+    def _of_classes(self, classes: Tensor) -> tuple[Tensor, Tensor]:
+        """The prototype of each row's class, and 1 for a class that was seen, else 0."""
+        return self._rows.index_select(0, classes), self._numbers.index_select(0, classes).sign_()
+
+    def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
+        with torch.autocast(shares.device.type, enabled=False):
+            c = shares @ self._rows[:-1]
+        is_unknown = ((shares > 0) & ~self.seen).any(1)
+        return c, ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
 
     def _prepare(self, forward: Forward) -> Tensor:
         """Follow the logits to their number, device and dtype; return them as rows."""
@@ -188,7 +187,7 @@ class Prototypes(Forecaster):
         number = len(labels.rows)
         if not self._may_be_in_batch or not _sync.may_sync(forward.step, labels.rows):
             return
-        self._may_be_in_batch = number == self.num_classes and number > 2
+        self._may_be_in_batch = number == self.num_classes and number >= FEWEST_IN_BATCH
         if not self._may_be_in_batch:
             return
         hard = self._hard(labels.rows).cpu()
@@ -203,42 +202,47 @@ class Prototypes(Forecaster):
             return labels
         return torch.where(labels.sum(1) > 0.5, labels.argmax(1), self.num_classes)
 
-    def _columns(self, forward: Forward, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """The classes of soft labels, (M,), and the shares in them, (N, M); all if values may not be read."""
-        if not _sync.may_sync(forward.step, shares):
-            return torch.arange(self.num_classes, device=shares.device), shares
-        classes = (shares != 0).any(0).nonzero().flatten()
-        return classes, shares.index_select(1, classes)
-
     # ---- learning: p^k ← p^k + 1/n_k Σ (z_i - p^k) -------------------------------------------------------------------
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         assert labels is not None
         self._alpha = alpha
-        classes, shares, apart = forward.prediction
-        forward.prediction = None
-        numbers = self._one.expand(len(classes))
-        if shares is not None:
-            numbers = shares.sum(0)
-            z = forward.rows.to(shares.dtype).nan_to_num(0.0, 0.0, 0.0)
-            with torch.autocast(z.device.type, enabled=False):
-                apart = difference(shares.T @ z, numbers[:, None] * self._rows[classes])
-        elif apart is None:
-            apart = difference(forward.rows, self._rows.index_select(0, classes))
-        self._counts_of_step().index_add_(0, classes, numbers)
-        self._pending.append((classes, apart))
-        self._num_pending += len(classes)
+        if labels.rows.ndim == 1:
+            self._add_rows(forward.rows, labels.rows, pull)
+        else:
+            self._add_shares(forward.rows, labels.rows.to(self._rows.dtype))
         if self._num_pending > self.num_classes or self._group.size > 1:
             self._sum_by_class()  # which takes less memory than the rows
-        if self._measures_accuracy:
+        if self.num_classes > self._measures_from:
             num_right = (forward.rows.argmax(1) == self._hard(labels.rows)).sum(dtype=self._fit.dtype)
-            number = labels.number if isinstance(labels.number, Tensor) else self._one * labels.number
-            fit = torch.stack((num_right, number.to(num_right.dtype)))
-            self._fit_of_step = fit if self._fit_of_step is None else self._fit_of_step + fit
+            self._num_right = num_right if self._num_right is None else self._num_right + num_right
+
+    def _add_rows(self, z: Tensor, classes: Tensor, pull: Pull) -> None:
+        self._counts_of_step().index_add_(0, classes, self._one.expand(len(classes)))
+        is_difference = pull.norms is not None
+        apart = pull.slope if is_difference else difference(z, self._rows.index_select(0, classes))
+        self._pending.append((classes, apart))
+        self._num_pending += len(classes)
+
+    def _add_shares(self, z: Tensor, shares: Tensor) -> None:
+        """A row counts for each class by its share. A class that is masked in a row (minus infinity) moves nothing."""
+        numbers = shares.sum(0)
+        self._counts_of_step()[:-1] += numbers
+        known = torch.isfinite(z)
+        z = z.to(shares.dtype).masked_fill(~known, 0.0)
+        with torch.autocast(z.device.type, enabled=False):
+            numbers_known = shares.T @ known.to(shares)
+            self._sum_by_class()[:-1] += shares.T @ z - numbers_known * self._rows[:-1]
 
     def skip(self, forward: Forward, alpha: float) -> None:
         self._alpha = alpha
         if self._group.size > 1:  # the others wait for this one's share in the sums
+            if not self.num_classes and forward.logits.ndim > 2:
+                raise RuntimeError(
+                    "the first batch of this rank shows no labels, so the number of classes is not known here.\n"
+                    "  Fix: pass num_classes="
+                )
+            self._prepare(forward)
             self._counts_of_step()
 
     def _counts_of_step(self) -> Tensor:
@@ -259,14 +263,13 @@ class Prototypes(Forecaster):
     def step(self) -> None:
         if self._counts is None:
             return
-        if self._group.size > 1 and not self._ranks_agree:
-            self._agree_on_classes()
-        counts = self._counts_of_step()
+        counts = self._counts
         if self._group.size > 1:
             self._group.all_reduce_sum(self._sum_by_class())
-            self._reduce_counts(counts)
-        if self._fit_of_step is not None:
-            self._fit = torch.add(self._fit_of_step, self._fit, alpha=DECAY)
+            counts = self._reduced(counts)
+        if self._num_right is not None:
+            fit = torch.stack((self._num_right, counts[:-1].sum()))
+            self._fit = torch.add(fit, self._fit, alpha=DECAY)
         divisors = self._divisors(counts)
         if self._sums is not None:
             self._rows.addcdiv_(self._sums, divisors[:, None])
@@ -274,23 +277,16 @@ class Prototypes(Forecaster):
             self._rows.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)[:, None]))
         self.forget()
 
-    def _agree_on_classes(self) -> None:
-        """Create the prototypes also on a rank that has read no batch of the first step. Synchronizes there."""
-        known = torch.tensor([self.num_classes, self.num_classes > 0], device=self._rows.device)
-        self._group.all_reduce_sum(known)
-        total, num_ranks = known.tolist()
-        self._ranks_agree = num_ranks > 0
-        if self._ranks_agree and not self.num_classes:
-            self.forget()
-            self._create(total // num_ranks, self._rows)
-
-    def _reduce_counts(self, counts: Tensor) -> None:
-        """Sum over the ranks, in one reduction, the rows of each class, and those that the accuracy is of."""
-        fit = torch.zeros_like(self._fit) if self._fit_of_step is None else self._fit_of_step
-        together = torch.cat((counts, fit))
-        self._group.all_reduce_sum(together)
-        counts.copy_(together[:-2])
-        self._fit_of_step = together[-2:]
+    def _reduced(self, counts: Tensor) -> Tensor:
+        """Sum over the ranks, in one reduction, the rows of each class, and those that were predicted right."""
+        if self.num_classes > self._measures_from:
+            num_right = self._one.new_zeros(()) if self._num_right is None else self._num_right
+            counts = torch.cat((counts, num_right[None]))
+        self._group.all_reduce_sum(counts)
+        if self.num_classes > self._measures_from:
+            self._num_right = counts[-1]
+            counts = counts[:-1]
+        return counts
 
     def _divisors(self, counts: Tensor) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
@@ -311,12 +307,12 @@ class Prototypes(Forecaster):
         self._num_pending = 0
         self._sums = None
         self._counts = None
-        self._fit_of_step = None
+        self._num_right = None
         self._alpha = 0.0
 
     def _convert(self, device: torch.device, dtype: torch.dtype) -> None:
         """Follow the model to another device, and to a wider dtype."""
-        for name in ("_rows", "_numbers", "_one", "_no_rows", "_fit", "_fit_of_step", "_counts", "_sums"):
+        for name in ("_rows", "_numbers", "_one", "_no_rows", "_fit", "_num_right", "_counts", "_sums"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.to(device, dtype))
@@ -328,13 +324,16 @@ class Prototypes(Forecaster):
         return {"values": self.values, "numbers": self._numbers[:-1].clone(), "fit": self._fit.clone()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        number = len(state.get("numbers", ())) if self._given is None else self._given
+        number = self._given
+        if number is None:
+            numbers = state.get("numbers") if isinstance(state, dict) else None
+            number = len(numbers) if isinstance(numbers, Tensor) and numbers.ndim else 0
         expected = {
             "values": torch.empty(number, number, device="meta"),
             "numbers": torch.empty(number, device="meta"),
             "fit": torch.empty(2, device="meta"),
         }
-        check_tensors(state, expected, "prototypes")
+        check_state(state, expected, "prototypes")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
@@ -344,7 +343,7 @@ class Prototypes(Forecaster):
         self._rows[:-1] = values
         self._numbers[:-1] = numbers.to(self._numbers)
         self._fit = state["fit"].to(self._fit)
-        self._may_be_in_batch = False
+        self._may_be_in_batch = self._given is None and not len(numbers)
 
 
 def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labels:
@@ -364,7 +363,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
     may_read = _sync.may_sync(step, logits) and labels.numel() > 0
     has_shape_of_logits = labels.shape == logits.shape
     if labels.dtype.is_floating_point and has_shape_of_logits:
-        shares = to_rows(labels.detach())
+        shares = wide(to_rows(labels.detach())).clone()  # the script may write to its own before the step
         if may_read:
             _check_shares(shares)
         return Labels(shares, len(shares))
@@ -402,7 +401,7 @@ def _are_classes(labels: Tensor, num_classes: int) -> bool:
 
 
 def _check_shares(shares: Tensor) -> None:
-    sums = wide(shares).sum(1)
+    sums = shares.sum(1)
     if not ((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
         raise ValueError(
             f"labels has soft labels that are not distributions over {shares.shape[1]} classes (the least share is "

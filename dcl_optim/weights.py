@@ -51,12 +51,15 @@ class AutoWeight:
         check_positive("power", self.power)
         check_positive("classes", self.classes)
 
-    def at(self, accuracy: Tensor, num_classes: int) -> Scale:
+    def at(self, accuracy: Tensor, num_classes: int) -> Tensor:
         """The weight at a training accuracy in [0, 1], which does not synchronize."""
         ceiling = min(1.0, num_classes / self.classes)
-        if ceiling <= self.floor:  # as with ten classes
-            return self.floor
         return (accuracy**self.power * ceiling).clamp(min=self.floor)
+
+    @property
+    def constant_up_to(self) -> float:
+        """The number of classes up to which the weight stays at the floor; with ten it does."""
+        return self.floor * self.classes
 
     def __str__(self) -> str:
         return "auto" if self == AutoWeight() else repr(self)
@@ -75,8 +78,10 @@ class FollowingFit:
         self._forecaster = forecaster
 
     def __call__(self, step: int) -> Scale:
-        accuracy, num_classes = self._forecaster.train_accuracy()
-        return self.given.at(accuracy, num_classes)
+        num_classes = self._forecaster.num_classes
+        if num_classes <= self.given.constant_up_to:
+            return self.given.floor
+        return self.given.at(self._forecaster.train_accuracy(), num_classes)
 
     def __str__(self) -> str:
         return str(self.given)
@@ -93,5 +98,5 @@ def resolve_weight(weight: Weight, forecaster: Forecaster) -> Checked | Followin
         return Checked(weight, "weight")
     if not forecaster.reads_labels:
         raise ValueError(f"weight={weight!r} needs labels, which this optimizer does not read; pass a number")
-    forecaster.measure_accuracy()
+    forecaster.measure_accuracy(weight.constant_up_to)
     return FollowingFit(weight, forecaster)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from itertools import chain
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -14,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
-from dcl_optim._optim import trained_by
-from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, convert, hooks_of, remove_hook, version_of, warn
-from dcl_optim._tree import tensors_of
+from dcl_optim._optim import parameters_of, requires_grad
+from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, tensors_of, version_of, warn
 from dcl_optim.distributed import DataParallelGroup, is_sharded
+from dcl_optim.step import are_close
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
 LIBRARIES = ("torch.", "transformers.")
@@ -64,7 +66,7 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     memo |= {id(value): value for module in modules for value in vars(module).values() if _is_kept(value)}
-    trained = {id(parameter) for group in trained_by(base) for parameter in group}
+    trained = {id(parameter) for parameter in parameters_of(base) if parameter.requires_grad}
     for parameter in model.parameters():
         if id(parameter) not in trained:
             memo[id(parameter)] = _without_gradient(parameter)
@@ -150,31 +152,26 @@ def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> N
     if not logits.is_cpu or torch.is_autocast_enabled(logits.device.type):
         dtypes.add(torch.bfloat16)  # kernels may add up in any order, in TF32
     rounding = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
-    is_same = (logits == prediction) | (logits.isnan() & prediction.isnan())
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    difference = (logits - prediction).masked_fill(is_same, 0).to(wide).norm()
-    size = logits.masked_fill(~logits.isfinite(), 0).to(wide).norm()
-    apart, allowed = torch.stack([difference, size]).tolist()
-    if not apart <= allowed * rounding:
+    if not are_close(logits, prediction, rounding):
         warn(
             "the first prediction of dcl_optim's companion, a copy of the model, is not what the model gave for the "
-            f"same input: it is {apart / allowed if allowed else math.inf:.1%} of the logits' size away, which is in "
-            "the penalty. Usual reasons: hooks of the model that are not copied (add them to optimizer.companion too); "
-            "weights changed since optimizer.companion was asked for (call reset_companion(), unless they are meant); "
-            "inputs that the forward changes inside an object; state outside of modules; random draws from outside of "
-            "torch's generators"
+            "same input, and the difference is in the penalty. Usual reasons: hooks of the model that are not copied "
+            "(add them to optimizer.companion too); weights changed since optimizer.companion was asked for (call "
+            "reset_companion(), unless they are meant); inputs that the forward changes inside an object; state "
+            "outside of modules; random draws from outside of torch's generators"
         )
+
+
+def written(model: nn.Module) -> list[tuple[int, int]]:
+    """How often each of a model's tensors was written to, and where its values are, which ``.data =`` changes."""
+    return [(version_of(tensor), tensor.data_ptr()) for tensor in chain(model.parameters(), model.buffers())]
 
 
 # ---- keeping the companion as the model is ---------------------------------------------------------------------------
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | dict(module.named_buffers())
-
-
 class Follower:
-    """Brings the companion, at each forward pass, to where the model is: mode, device, dtype, a patched forward.
+    """Brings the companion, at each forward pass, to where the model is: mode, a patched forward, shared values.
 
     A companion that is no copy follows the mode only. All ranks get the first one's companion.
 
@@ -196,29 +193,44 @@ class Follower:
         self._base = base
         self._group = group
         self._num_ranks = 0  # at the last forward; 0 before the first
-        self._parameters = [parameter for parameter in companion.parameters() if parameter.requires_grad]
-        self._trained = trained_by(base)
+        self._num_groups = len(base.param_groups)
+        self._places = _places(base)
         self._modules = [(model, companion)]
         self._shared: list[tuple[Tensor, Tensor]] = []  # what is not trained, of the model and of the companion
-        self._sample: tuple[Tensor, Tensor] | None = None  # a trained parameter of the model, and its copy
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # what is trained, by the id of the model's
+        trained = {id(parameter) for parameter in parameters_of(base) if parameter.requires_grad}
         if is_copy:
             self._modules = list(zip(model.modules(), companion.modules(), strict=True))
-            trained = {id(parameter) for group in self._trained for parameter in group}
             for theirs, ours in zip(model.parameters(), companion.parameters(), strict=True):
                 if id(theirs) in trained:
-                    self._sample = (theirs, ours)
+                    self._pairs[id(theirs)] = (theirs, ours)
                 else:
                     self._shared.append((theirs, ours))
+        self._outside = trained - self._pairs.keys()  # what the base trains of other modules
         self._views = [pair for pair in self._shared if pair[0] is not pair[1]]  # of the same memory
 
     def base_has_changed(self) -> bool:
-        """Whether the base optimizer trains other parameters, or in other groups, than when this was last asked."""
-        before = self._trained
-        self._trained = trained_by(self._base)
-        return [list(map(id, group)) for group in before] != [list(map(id, group)) for group in self._trained]
+        """Whether the base optimizer trains a parameter that the companion does not have, or has somewhere else.
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Bring the companion to where the model is; its optimizer's state goes with it."""
+        A parameter that is frozen stays as it is in the companion, and learns again when it is unfrozen.
+        """
+        places = _places(self._base)
+        if places == self._places:
+            return False
+        self._places = places
+        if not self._is_copy:
+            return True
+        trained = [parameter for parameter in parameters_of(self._base) if parameter.requires_grad]
+        ids = set(map(id, trained))
+        for theirs, ours in self._pairs.values():
+            ours.requires_grad_(id(theirs) in ids)
+            if theirs.device != ours.device or theirs.dtype != ours.dtype:
+                return True
+        has_new = not ids <= self._pairs.keys() | self._outside
+        return has_new or len(self._base.param_groups) != self._num_groups
+
+    def follow(self) -> None:
+        """Bring the companion to where the model is."""
         if self._group.size != self._num_ranks:
             self._give_all_ranks_the_same()
         if self._is_copy and vars(self._model).get("forward") is not self._forward:
@@ -226,24 +238,13 @@ class Follower:
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.train(theirs.training)
-        if self._sample is not None:
-            theirs_now, ours_now = self._sample
-            if ours_now.device != theirs_now.device or ours_now.dtype != theirs_now.dtype:
-                self._convert()
-                optimizer.load_state_dict(optimizer.state_dict())  # which brings it to where the parameters are
         for theirs_now, ours_now in self._views:
             ours_now.data = theirs_now.data  # of which a script may have assigned another
-
-    def _convert(self) -> None:
-        """Convert each tensor as the model's is."""
-        theirs = _named_tensors(self._model)
-        targets = {id(ours): theirs.get(name, ours) for name, ours in _named_tensors(self._companion).items()}
-        convert(self._companion, lambda tensor: tensor.to(targets.get(id(tensor), tensor)))
 
     def _give_all_ranks_the_same(self) -> None:
         """DistributedDataParallel may come later than the companion."""
         self._num_ranks = self._group.size
-        self._group.broadcast(parameter.data for parameter in self._parameters)
+        self._group.broadcast(parameter.data for parameter in self._companion.parameters() if parameter.requires_grad)
         self._group.broadcast(self._companion.buffers())
 
     def _follow_forward(self) -> None:
@@ -255,22 +256,6 @@ class Follower:
         elif getattr(forward, "__self__", None) is self._model:
             self._companion.forward = MethodType(forward.__func__, self._companion)
 
-    def versions(self) -> list[tuple[int, int]]:
-        """How often each shared parameter was written to, and where its values are, which ``.data =`` changes."""
-        return [(version_of(theirs), theirs.data_ptr()) for theirs, _ in self._shared]
-
-    def require_unwritten(self, before: list[tuple[int, int]]) -> None:
-        """Raise RuntimeError if the model's forward has written to them, since the companion's would do so again."""
-        pairs = zip(self._shared, before, self.versions(), strict=True)
-        written = {id(theirs) for (theirs, _), one, other in pairs if one != other}
-        if written:
-            names = [name for name, parameter in self._model.named_parameters() if id(parameter) in written]
-            raise RuntimeError(
-                f"the model's forward pass writes to its parameters {names[:5]}, which no gradient trains and the "
-                "companion shares: write to them after the step, make them buffers, or pass "
-                "companion=copy.deepcopy(model)"
-            )
-
     def own_state(self) -> dict[str, Tensor]:
         """The companion's tensors without what it shares with the model."""
         shared = {id(ours) for _, ours in self._shared}
@@ -280,3 +265,12 @@ class Follower:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_num_ranks": 0}
+
+
+def _places(base: Optimizer) -> list[Any]:
+    """What a base optimizer trains, and where it is, without a line of Python for each parameter."""
+    trained = list(filter(requires_grad, parameters_of(base)))
+    return [len(base.param_groups), list(map(id, trained)), list(map(_place, trained))]
+
+
+_place = attrgetter("device", "dtype")

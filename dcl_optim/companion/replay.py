@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import versions_of
-from dcl_optim._tree import map_tensors, tensors_of
+from dcl_optim._torch import map_tensors, tensors_of, versions_of
 
 CPU = torch.device("cpu")
-PLAIN = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})  # what holds nothing that could change
 
 RngState = dict[torch.device, Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_requires_grad = attrgetter("requires_grad")
 
 
 class Replay:
@@ -38,45 +33,48 @@ class Replay:
 
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
-        self._given: Arguments | None = None
+    def forget(self) -> None:
+        """Forget what was kept of a forward pass."""
+        self._given: Arguments = ((), {})
         self._arguments: Arguments = ((), {})
-        self._clones: Arguments | None = None
-        self._tensors: Sequence[Tensor] = ()
+        self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._rng_state: RngState = {}
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
         self._given = (args, kwargs)
-        self._arguments = (args, kwargs)
         is_plain = not kwargs and {Tensor}.issuperset(map(type, args))
-        self._tensors = args if is_plain else tensors_of(self._given)
+        self._tensors = list(args) if is_plain else tensors_of(self._given)
         self._versions = versions_of(self._tensors)
-        self._clones = None if self._writes is False else map_tensors(_clone, self._given)
-        if any(map(_requires_grad, self._tensors)) or not PLAIN.issuperset(map(type, chain(args, kwargs.values()))):
-            self._arguments = map_tensors(_detach, self._given)
+        if self._writes is not False:
+            self._arguments = map_tensors(_clone, self._given)
+        elif is_plain and not any(tensor.requires_grad for tensor in self._tensors):
+            self._arguments = self._given
+        else:
+            self._arguments = map_tensors(_detach, self._given)  # in containers that the model cannot change
         self._rng_state = capture_rng(device)
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        if self._given is None or self._given[0] is not args or self._given[1] is not kwargs:
+        if self._given[0] is not args or self._given[1] is not kwargs:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
         writes = versions_of(self._tensors) != self._versions
-        if writes and self._clones is None:
+        if writes and self._writes is False:
             raise RuntimeError(
                 "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "
                 "first one did: begin forward with x = x.clone(), or write nn.ReLU(inplace=False)"
             )
-        self._writes = writes or bool(self._writes)
-        return self._clones if writes and self._clones is not None else self._arguments
+        if self._writes is None:
+            self._writes = writes
+        return self._arguments
 
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a network with the model's random draws, and forget what was kept."""
         rng_state = self._rng_state
-        self._forget()
+        self.forget()
         hooks: AbstractContextManager[Any] = nullcontext()
         if _are_saved_tensors_hooked():
             # A checkpoint's recomputation does not run this network again. Detached, a saved output does not hold the

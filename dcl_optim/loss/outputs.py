@@ -7,18 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from dcl_optim._torch import warn
 
-
-def find_logits(output: Any) -> Tensor:
+def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tensor:
     """Find the logits in what a model returned.
 
     A tensor is the logits; otherwise ``output.logits`` (dataclasses, named tuples), ``output["logits"]`` or
-    ``output["out"]`` (mappings), or the first item of a tuple or list. Losses are passed over there: 0-dim tensors,
-    and tensors of one dimension where one of more follows.
+    ``output["out"]`` (mappings), or the first tensor of a tuple or list that has rows and classes; if none has two
+    dimensions, the first with one.
 
     Args:
         output: what the model's forward returned.
+        given: the script's own function, whose result is checked.
 
     Examples:
         >>> import torch
@@ -27,58 +26,15 @@ def find_logits(output: Any) -> Tensor:
         >>> find_logits((torch.tensor(0.7), torch.zeros(2, 3))).shape
         torch.Size([2, 3])
     """
-    return LogitsFinder(None)(output)
-
-
-class LogitsFinder:
-    """:func:`find_logits`, or the script's function with a check of what it returns.
-
-    Warns once if a tuple or list has several tensors that may be the logits.
-    """
-
-    def __init__(self, given: Callable[[Any], Any] | None) -> None:
-        self._given = given
-        self._warned = given is not None
-
-    def __call__(self, output: Any) -> Tensor:
-        if self._given is not None:
-            found = self._given(output)
-        else:
-            found = output if isinstance(output, Tensor) else _inside(output)
-        if not isinstance(found, Tensor):
-            raise TypeError(_not_found(output))
-        if not found.is_floating_point() or not found.ndim:
-            raise TypeError(
-                f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
-                "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
-            )
-        return found
-
-    def choice_of(self, output: Any, z: Tensor) -> str | None:
-        """Say if other tensors in a tuple or list may be the logits; no name decides there."""
-        if self._warned or not isinstance(output, (tuple, list)) or getattr(output, "logits", None) is not None:
-            return None
-        taken = ""
-        others = []
-        for index, item in enumerate(output):
-            if isinstance(item, Tensor) and item.requires_grad and item.shape[:1] == z.shape[:1]:
-                name = f"item {index} of shape {tuple(item.shape)}"
-                if item is z:
-                    taken = name
-                else:
-                    others.append(name)
-        if not others:
-            return None
-        return (
-            f"the model returned a {type(output).__name__} in which several tensors may be the logits: the penalty is "
-            f"on {taken}, not on {' or '.join(others)}; pass logits=lambda output: output[...] to choose"
+    found = _inside(output) if given is None else given(output)
+    if not isinstance(found, Tensor):
+        raise TypeError(_not_found(output))
+    if not found.is_floating_point() or not found.ndim:
+        raise TypeError(
+            f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
+            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
         )
-
-    def warn_of_choice(self, choice: str) -> None:
-        """Warn once."""
-        if not self._warned:
-            self._warned = True
-            warn(choice)
+    return found
 
 
 def _not_found(output: Any) -> str:
@@ -94,19 +50,16 @@ def _not_found(output: Any) -> str:
 
 
 def _inside(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
     if getattr(output, "logits", None) is not None:
         return output.logits
     if isinstance(output, Mapping):
         return output.get("logits", output.get("out"))
-    return _first(output) if isinstance(output, (tuple, list)) else None
-
-
-def _first(output: tuple[Any, ...] | list[Any]) -> Any:
-    items = [item for item in output if item is not None and not (isinstance(item, Tensor) and item.ndim == 0)]
-    first = next(iter(items or output), None)
-    if isinstance(first, Tensor) and first.ndim == 1:
-        return next((item for item in items if isinstance(item, Tensor) and item.ndim > 1), first)
-    return first
+    if not isinstance(output, (tuple, list)):
+        return None
+    tensors = [item for item in output if isinstance(item, Tensor)]
+    return next((item for dims in (2, 1, 0) for item in tensors if item.ndim >= dims), None)
 
 
 def conversion_source(z: Tensor) -> tuple[Any, int] | None:

@@ -1,0 +1,83 @@
+"""Logits as rows: one row is one prediction (an image, a pixel, a token), with the classes last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 2**18  # numbers that are computed at once: more take fresh memory for each intermediate result
+MAX_BLOCKS = 64
+
+
+def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
+    """Flatten logits of any shape to rows, the classes last: (batch, K, ...) becomes (N, K).
+
+    Args:
+        tensor: logits; one dimension is N rows of a single value.
+        class_dim: the dimension that holds the classes. Default 1, as in ``F.cross_entropy``.
+
+    Examples:
+        >>> to_rows(torch.zeros(2, 10, 4, 4)).shape
+        torch.Size([32, 10])
+    """
+    if tensor.ndim == 2 and class_dim == 1:
+        return tensor
+    if tensor.ndim < 2:
+        return tensor.reshape(-1, 1)
+    return tensor.movedim(class_dim, -1).reshape(-1, tensor.shape[class_dim])
+
+
+def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tensor:
+    """Undo :func:`to_rows`.
+
+    Args:
+        rows, shape: (N, K), and the shape to give back.
+        class_dim: the dimension that holds the classes.
+
+    Examples:
+        >>> from_rows(torch.zeros(32, 10), (2, 10, 4, 4)).shape
+        torch.Size([2, 10, 4, 4])
+    """
+    if len(shape) == 2 and class_dim == 1:
+        return rows
+    if len(shape) < 2:
+        return rows.reshape(shape)
+    return rows.reshape(*shape[:class_dim], *shape[class_dim + 1 :], shape[class_dim]).movedim(-1, class_dim)
+
+
+def copy_by_rows(logits: Tensor, class_dim: int) -> Tensor:
+    """Copy logits so that the rows lie one after the other in memory: no further copy is made of them."""
+    if logits.ndim <= 2:
+        return logits.clone()
+    return logits.movedim(class_dim, -1).clone(memory_format=torch.contiguous_format).movedim(-1, class_dim)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor in float32 or wider.
+
+    Args:
+        tensor: of floating point.
+
+    Examples:
+        >>> wide(torch.zeros(1, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+
+
+def blocks(tensor: Tensor) -> list[slice]:
+    """Parts of the first dimension, such that intermediate results of one part take little memory.
+
+    Args:
+        tensor: of any shape.
+
+    Examples:
+        >>> len(blocks(torch.zeros(128, 10))), len(blocks(torch.zeros(256, 8_000)))
+        (1, 8)
+    """
+    length = len(tensor)
+    number = min(-(-tensor.numel() // BLOCK), MAX_BLOCKS, length)
+    if number <= 1:
+        return [slice(None)]
+    size = -(-length // number)
+    return [slice(start, start + size) for start in range(0, length, size)]

@@ -1,0 +1,158 @@
+"""The penalty of one forward pass with its gradient: what a forecaster returns and learns from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcl_optim._torch import constant
+from dcl_optim.distances import Distance, companion_target, difference, huber, mse, name_of, radius_of, squared
+from dcl_optim.layout import blocks, from_rows, wide
+
+Scale = float | Tensor
+
+
+class Pull(NamedTuple):
+    r"""The penalty :math:`\Delta(z, c) = \sum_i w_i\,\delta(z_i, c_i)` of N rows, with its gradient for z.
+
+    The gradient of row i is ``slope[i] * factor * weights[i] / lengths[i]``.
+
+    Attributes:
+        value: called without arguments, it gives the penalty, a scalar: only logs and the term ask for it.
+        slope: (N, K), in float32 or wider.
+        factor: a number.
+        weights: (N,); None for 1.
+        lengths: (N,); None for 1.
+        norms: of the rows of slope, (N,), where slope is z - c; else None.
+    """
+
+    value: Callable[[], Tensor]
+    slope: Tensor
+    factor: float
+    weights: Tensor | None = None
+    lengths: Tensor | None = None
+    norms: Tensor | None = None
+
+    def added_to(self, gradient: Tensor, class_dim: int, *scales: Scale) -> Tensor:
+        r"""Add :math:`s\,\partial\Delta/\partial z` to a gradient of the logits, s being the product of the scales."""
+        factor, of_rows = self._coefficients(scales)
+        slope = from_rows(self.slope, gradient.shape, class_dim)
+        if of_rows.ndim:
+            of_rows = from_rows(of_rows[:, None].expand_as(self.slope), gradient.shape, class_dim)
+        else:
+            of_rows = of_rows.expand_as(slope)
+        if gradient.dtype == slope.dtype:
+            return torch.addcmul(gradient, slope, of_rows, value=factor)
+        regularized = torch.empty_like(gradient)
+        for block in blocks(gradient):
+            torch.addcmul(
+                gradient[block].to(slope.dtype), slope[block], of_rows[block], value=factor, out=regularized[block]
+            )
+        return regularized
+
+    def gradient(
+        self, shape: torch.Size, dtype: torch.dtype, class_dim: int, *scales: Scale, overwrites: bool = False
+    ) -> Tensor:
+        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s being the product of the scales.
+
+        With ``overwrites`` it takes the memory of the slope.
+        """
+        factor, of_rows = self._coefficients(scales)
+        if of_rows.ndim:
+            of_rows = of_rows[:, None]
+        zero = constant(0.0, self.slope.device)
+        rows = torch.addcmul(zero, self.slope, of_rows, value=factor, out=self.slope if overwrites else None)
+        return from_rows(rows, shape, class_dim).to(dtype)
+
+    def _coefficients(self, scales: tuple[Scale, ...]) -> tuple[float, Tensor]:
+        """What rows of the slope are multiplied by: a number, and a scalar tensor or (N,)."""
+        factor = self.factor
+        of_rows = self.weights
+        for scale in scales:
+            if isinstance(scale, Tensor):
+                scale = scale.to(self.slope)
+                of_rows = scale if of_rows is None else of_rows * scale
+            else:
+                factor *= scale
+        if self.lengths is not None:
+            of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
+        return factor, constant(1.0, self.slope.device) if of_rows is None else of_rows
+
+
+def pull_of(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None = None) -> Pull:
+    r"""The penalty :math:`\sum_i w_i\,\delta(z_i, c_i)` of rows, with c held constant; no graph is used or kept.
+
+    Args:
+        distance: a function (z, c) of rows that returns one value a row.
+        z, c: rows (N, K).
+        weights: :math:`w_i`, (N,); None (default) for 1/N.
+
+    Examples:
+        >>> from dcl_optim.distances import squared
+        >>> pull_of(squared, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).value()
+        tensor(2.5000)
+    """
+    if distance is mse or distance is squared:  # in every step by default, so written out
+        slope = difference(z, c)
+        norms = torch.linalg.vector_norm(slope, dim=1)
+        return _squared_pull(slope, norms, radius_of(distance, z.shape[1]), weights)
+    return _differentiated_pull(distance, z, c, weights)
+
+
+def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, alpha: float) -> Pull:
+    r"""The gradient for c of the mean :math:`\delta(c, \alpha c + (1-\alpha) z)`; its value is not that of the target.
+
+    Args:
+        distance: a function (z, c) of rows that returns one value a row.
+        z, c: rows (N, K).
+        pull: what :func:`pull_of` gave for z and c, whose slope is used again.
+        alpha: the share of c in the target.
+    """
+    if pull.norms is None:
+        return _differentiated_pull(distance, c, companion_target(z, c, alpha), None)
+    # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
+    share = 1.0 - alpha
+    radius = radius_of(distance, z.shape[1]) / share if share > 0.0 else math.inf
+    towards = _squared_pull(pull.slope, pull.norms, radius, None)
+    return towards._replace(factor=-share * towards.factor)
+
+
+def _squared_pull(slope: Tensor, norms: Tensor, radius: float, weights: Tensor | None) -> Pull:
+    number, num_classes = slope.shape
+    factor = 2.0 / max(num_classes, 1)
+    if weights is None:
+        factor /= max(number, 1)
+
+    def value() -> Tensor:
+        return _total(huber(norms, radius), weights) * factor
+
+    if radius == math.inf:
+        return Pull(value, slope, factor, weights, None, norms)
+    return Pull(value, slope, factor * radius, weights, norms.clamp(min=radius), norms)
+
+
+def _differentiated_pull(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None) -> Pull:
+    leaf = wide(z).detach().requires_grad_()
+    with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
+        values = distance(leaf, wide(c).detach())
+        if not isinstance(values, Tensor) or values.shape != leaf.shape[:1]:
+            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(
+                f"distance={name_of(distance)} must return one value a row, of shape ({len(leaf)},), but returned "
+                f"{found}; leave out the mean over the batch, as in (z - c).square().mean(1)"
+            )
+        (slope,) = torch.autograd.grad(values.sum(), leaf)
+    distances = values.detach()
+    factor = 1.0 if weights is not None else 1.0 / max(len(leaf), 1)
+    slope = slope.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return Pull(lambda: _total(distances, weights) * factor, slope, factor, weights)
+
+
+def _total(distances: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return distances.sum()
+    return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), weights.to(distances))
