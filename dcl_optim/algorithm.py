@@ -104,7 +104,7 @@ class Algorithm:
         self._is_strict = strict
         self._num_bypassed = 0
         self._last_begun = -1  # the last backward pass whose end is waited for
-        self._version: int | None = None  # of a trained parameter in the last training forward pass
+        self._num_writes: int | None = None  # of a trained parameter in the last training forward pass
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self._has_loaded_term = False  # whether that is known from a loaded state alone
         self._said: set[str] = set()
@@ -200,6 +200,7 @@ class Algorithm:
     def _end_backward(self) -> None:
         """Called when a backward pass has ended, and the model's activations are freed."""
         self.forecaster.end_backward()
+        self.step.is_running = False
         self.step.trained = next((p for p in parameters_of(self._base) if p.grad is not None), None)
 
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
@@ -211,51 +212,51 @@ class Algorithm:
             raise ValueError(GIVEN_TWICE.format(self._name, fix))
         if forward.state is State.LEARNED:
             raise ValueError(TOO_LATE.format(self._name))
-        self.uses_term = True
-        self._has_loaded_term = False
+        forecaster = self.forecaster
+        first_pull = forecaster.pull(forward, labels)
         weight = self.weight(self.step.number)
         alpha = self.alpha(self.step.number)
         has_weight = self.weight.constant != 0
-        forecaster = self.forecaster
-        first_pull = forecaster.pull(forward, labels)
-        forward.has_term = True
+        self.uses_term = True
+        self._has_loaded_term = False
+        self.step.has_term = True
         self.step.add(forward)
-        self.step.num_terms += 1
+        forward.has_term = True
         shape = z.shape
         dtype = z.dtype
         name = self._name
         listener = weakref.ref(self)  # nor must a loss that the script keeps
-        was_used = False
+
+        def value() -> Tensor:
+            penalty = first_pull.value()
+            return penalty * weight if has_weight else torch.zeros_like(penalty)
 
         def backward(s: Tensor) -> Tensor | None:
-            nonlocal was_used
             algorithm = listener()
             if torch.is_grad_enabled():
                 raise RuntimeError(ONCE.format(name))
             if algorithm is not None and algorithm.step.number != forward.step:
                 raise RuntimeError(STALE.format(name))
             # What has learned from the first pull may have overwritten it.
-            pull = forecaster.pull(forward, labels) if was_used else first_pull
+            pull = first_pull if forward.state is State.OPEN else forecaster.pull(forward, labels)
             gradient = None
             if has_weight:
                 gradient = pull.gradient(shape, dtype, forward.class_dim, s, weight)
             if algorithm is not None:
                 figures = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.value}
-                algorithm._learn_from_term(forward, pull, labels, s, figures, is_first=not was_used)
-            was_used = True
+                algorithm._learn_from_term(forward, pull, labels, s, figures)
             return gradient
 
-        value = first_pull.value() * weight if has_weight else first_pull.value().new_zeros(())
-        term: Tensor = _Term.apply(z, _Written(value, backward))
+        term: Tensor = _Term.apply(z, value, backward)
         return term
 
     def _learn_from_term(
-        self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, figures: dict[str, Any], is_first: bool
+        self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, figures: dict[str, Any]
     ) -> None:
         part = self._begin(forward)
         if part is Part.IGNORE:
             return
-        self.step.num_terms_used += is_first
+        self.step.has_used_term = True
         self.last = figures
         if _sync.may_sync(forward.step, s) and not bool((forward.logits < torch.inf).all() & (s.abs() < torch.inf)):
             self._miss(forward, part, figures["alpha"], is_finite=False)
@@ -297,7 +298,7 @@ class Algorithm:
             self.forecaster.check_values()
         self.num_steps += 1
         self.step = Step(self.num_steps + 1)
-        self._version = None
+        self._num_writes = None
         if step.not_finite:
             warn_once(self._said, NOT_FINITE)
         if self._has_loaded_term:
@@ -307,7 +308,7 @@ class Algorithm:
     def note_zero_grad(self, set_to_none: bool) -> None:
         """The script clears the gradients. A term that no backward pass has come through is forgotten."""
         self.step.is_zeroed = not set_to_none
-        self.step.num_terms = self.step.num_terms_used
+        self.step.has_term = False
 
     def forget_cleared(self) -> bool:
         """Before a step: forget the batches whose gradients are gone; say whether they are.
@@ -320,12 +321,11 @@ class Algorithm:
         self.forget()
         return True
 
-    def forget_lost_terms(self) -> bool:
+    def forget_lost_term(self) -> bool:
         """Whether no penalty term of the step took part in a backward pass; then the next step starts without them."""
-        are_lost = self.step.num_terms > 0 and self.step.num_terms_used == 0
-        if are_lost:
-            self.step.num_terms = 0
-        return are_lost
+        is_lost = self.step.has_term and not self.step.has_used_term
+        self.step.has_term = False
+        return is_lost
 
     def forget(self) -> None:
         """Drop the batches of the step."""
@@ -336,15 +336,15 @@ class Algorithm:
         """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
         if self.is_stepping or not self.step.num_batches:
             return
-        self._version = None
+        self._num_writes = None
         self._count_bypass()
 
     def _refuse_other_steps(self) -> None:
         """Raise if the weights were changed twice without a step of the wrapper, by whatever method (SAM's)."""
         parameter = next(filter(requires_grad, parameters_of(self._base)))
         version = version_of(parameter)
-        has_changed = self._version not in (None, version)
-        self._version = version
+        has_changed = self._num_writes not in (None, version)
+        self._num_writes = version
         if has_changed and self._is_strict and not self.is_stepping and self.step.num_batches:
             self._count_bypass()
 
@@ -375,7 +375,7 @@ class Algorithm:
         self.reader.load_state(loss)
         self.num_steps = num_steps
         self.uses_term = self._has_loaded_term = uses_term
-        self._version = None
+        self._num_writes = None
         self.step = Step(num_steps + 1)
         self.last = {}
 
@@ -383,22 +383,14 @@ class Algorithm:
         return self.__dict__ | {"last": {}, "step": self.step.without_forwards()}
 
 
-class _Written:
-    """A value and the function that its gradient is written out in."""
-
-    def __init__(self, value: Tensor, backward: Callable[[Tensor], Tensor | None]) -> None:
-        self.value = value
-        self.backward = backward
-
-
 class _Term(torch.autograd.Function):
     """A value whose gradient is written out."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, written: _Written) -> Tensor:
-        ctx.written = written
-        return written.value
+    def forward(ctx: Any, z: Tensor, value: Callable[[], Tensor], backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.written = backward
+        return value()
 
     @staticmethod
     def backward(ctx: Any, s: Tensor) -> Any:
-        return ctx.written.backward(s), None
+        return ctx.written(s), None, None

@@ -157,7 +157,7 @@ class ForecastOptimizer(OptimizerWrapper):
         if not is_cleared and not self._algorithm.step.num_batches:
             self._refuse_superseded()
             self._require_batch()
-        if self._algorithm.forget_lost_terms():
+        if self._algorithm.forget_lost_term():
             raise RuntimeError(NOT_ADDED.format(self._name))
         self.forecaster.before_step()
 
@@ -223,7 +223,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _require_value(self) -> None:
         step = self._algorithm.step
-        if isinstance(self.base, torch.optim.LBFGS) and step.num_batches and not step.num_terms:
+        if isinstance(self.base, torch.optim.LBFGS) and step.num_batches and not step.has_used_term:
             raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, self._algorithm.reader.term))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

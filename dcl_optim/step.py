@@ -85,10 +85,11 @@ class Step:
         num_backwards: backward passes that reached their logits, also those that are not part of the training.
         num_batches: backward passes that brought gradients to the trained parameters.
         last_backward: the last backward pass that brought a gradient to logits, by autograd's number.
-        num_terms: calls of the optimizer's ``penalty``.
-        num_terms_used: how many of them took part in a backward pass.
+        has_term: whether ``penalty`` was called, and the gradients were not cleared since.
+        has_used_term: whether a backward pass has come through a penalty term.
         is_observing: whether the forecaster learns from the next batch: not from a closure's further evaluations.
         trained: a parameter that had a gradient after the last backward pass, if one had.
+        is_running: whether a backward pass has begun and not ended, unless by an error.
         is_zeroed: whether the optimizer's ``zero_grad`` has set gradients to zero in place since the last batch.
         not_finite: whether a batch was skipped because its logits or its gradient were not finite.
     """
@@ -99,10 +100,11 @@ class Step:
         self.num_backwards = 0
         self.num_batches = 0
         self.last_backward = -1
-        self.num_terms = 0
-        self.num_terms_used = 0
+        self.has_term = False
+        self.has_used_term = False
         self.is_observing = True
         self.trained: Tensor | None = None
+        self.is_running = False
         self.is_zeroed = False
         self.not_finite = False
         self._forwards: list[weakref.ref[Forward]] = []
@@ -121,19 +123,23 @@ class Step:
         self.last_backward = backward
         self.num_batches += 1
         self.is_zeroed = False
+        self.is_running = backward != -1
         return Part.LEARN if self.is_observing and forward.state is not State.LEARNED else Part.REPEAT
 
     def are_gradients_gone(self, backward: int = -1) -> bool:
         """Whether gradients were cleared without a step, as where a gradient scaler skips it.
 
-        Those that were there after the backward pass are not there any more. FSDP2 may have had none.
+        Those that were there after the backward pass are not there any more. FSDP2 may have had none. A backward pass
+        that an error has ended leaves none that a step takes.
 
         Args:
             backward: the backward pass that runs; batches that it has brought have no gradients yet.
         """
         if not self.num_batches or not self.is_observing or self.last_backward == backward != -1:
             return False
-        return self.is_zeroed or (self.trained is not None and self.trained.grad is None)
+        if self.trained is None:
+            return self.is_zeroed or self.is_running
+        return self.is_zeroed or self.trained.grad is None
 
     def forward_of(self, logits: Tensor) -> Forward | None:
         """The forward pass that returned this very tensor, unedited."""
@@ -149,10 +155,10 @@ class Step:
 
         Args:
             logits: what the script holds.
-            may_read: whether values are compared; if not, the shape decides.
+            may_read: whether values are compared; if not, only those of several of one shape are.
         """
         alike = [one for one in self._alive() if one.state is State.OPEN and one.logits.shape == logits.shape]
-        if may_read:
+        if may_read or len(alike) > 1:
             alike = [one for one in alike if are_close(one.logits, logits.detach())]
         return alike[0] if len(alike) == 1 else None
 
@@ -162,7 +168,7 @@ class Step:
     def without_batches(self) -> Step:
         """The same step without what was learned: forward passes and terms whose backward pass may still come."""
         step = Step(self.number)
-        step.num_terms = self.num_terms - self.num_terms_used
+        step.has_term = self.has_term and not self.has_used_term
         step._forwards = self._forwards
         return step
 

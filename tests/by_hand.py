@@ -167,20 +167,19 @@ def train(
     return optimizer
 
 
-def train_by_closures(optimizer: Any, data: Any, loss: Any, way: str = "term", when: str = "in step") -> Any:
-    """``when`` the backward pass comes: in the closure, once before the step too (SAM), or after the closure."""
+def train_by_closures(optimizer: Any, data: Any, loss: Any, way: str = "term", twice: bool = False) -> Any:
+    """With ``twice`` the closure is called once before the step, too (SAM)."""
     term = term_of(optimizer, way)
     for x, y in data:
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             z = optimizer.model(x)
             found = loss(z, y) + term(z, y)
-            if when != "left to step":
-                optimizer.zero_grad()
-                found.backward()
+            optimizer.zero_grad()
+            found.backward()
             return found
 
-        if when == "before step, too":
+        if twice:
             closure()
         optimizer.step(closure)
     return optimizer

@@ -105,7 +105,7 @@ def test_gradients_by_torch_func_are_left_alone_and_a_step_on_them_says_so():
         torch.testing.assert_close(found[name], parameter.grad)
     for name, parameter in model.named_parameters():
         parameter.grad = found[name]
-    with pytest.raises(RuntimeError, match=r"torch\.func was used"):
+    with pytest.raises(RuntimeError, match="no training forward pass of the model"):
         optimizer.step()
 
 

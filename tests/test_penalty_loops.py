@@ -36,13 +36,12 @@ margins = F.multi_margin_loss
 # ---- closures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["in step", "left to step"])
 @EACH
-def test_a_step_with_a_closure_is_the_one_by_hand(variant: str, when: str) -> None:
+def test_a_step_with_a_closure_is_the_one_by_hand(variant: str) -> None:
     optimizer, hand = wrap(variant, dropout_net()), by_hand(variant, dropout_net())
     for trained in (optimizer, hand):
         torch.manual_seed(5)
-        train_by_closures(trained, batches(STEPS), margins, when=when if trained is optimizer else "in step")
+        train_by_closures(trained, batches(STEPS), margins)
     assert_same_training(optimizer, hand, **CLOSE)
 
 

@@ -192,5 +192,5 @@ def test_sam_has_the_term_in_both_evaluations_and_the_first_is_learned_from(vari
         model = dropout_net()
         optimizer = make(variant, model, sam(model))
         torch.manual_seed(3)
-        runs.append(train_by_closures(optimizer, batches(BATCHES), F.multi_margin_loss, when="before step, too"))
+        runs.append(train_by_closures(optimizer, batches(BATCHES), F.multi_margin_loss, twice=True))
     assert_same_training(*runs, **CLOSE)
