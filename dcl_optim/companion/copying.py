@@ -1,24 +1,20 @@
-"""Making the companion as a deep copy of the model, checking its first prediction, and keeping it as the model is."""
+"""Making the companion as a deep copy of the model, and checking its first prediction."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
 from itertools import chain
-from operator import attrgetter
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._hooks import is_ours
-from dcl_optim._optim import parameters_of, requires_grad
+from dcl_optim._optim import parameters_of
 from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, tensors_of, version_of, warn
-from dcl_optim.distributed import DataParallelGroup, is_sharded
+from dcl_optim.distributed import is_sharded
 from dcl_optim.step import are_close
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
@@ -26,6 +22,8 @@ LIBRARIES = ("torch.", "transformers.")
 PASS_A_MODULE = (
     "build a second model (shard it in the same way), load the first one's state_dict into it and pass it as companion="
 )
+
+ROUNDING = 0.1  # of half precision and TF32, whose kernels may add up in any order
 
 # Why a copy is refused: what deepcopy does not follow.
 NOT_COPIED = (
@@ -39,9 +37,6 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
         return copy_model(model, base)
     if not isinstance(given, nn.Module):
         raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
-    theirs = set(map(id, model.parameters()))
-    if any(parameter.requires_grad for parameter in given.parameters() if id(parameter) in theirs):
-        raise ValueError("companion shares trained parameters with the model; it must have its own")
     return given
 
 
@@ -65,19 +60,15 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     modules = list(model.modules())
     hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
-    memo |= {id(value): value for module in modules for value in vars(module).values() if _is_kept(value)}
+    attributes = [value for module in modules for value in vars(module).values()]
+    memo |= {id(value): value for value in attributes if isinstance(value, Optimizer)}
+    computed = [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
+    memo |= {id(tensor): tensor.detach().clone() for tensor in computed}  # torch copies no tensor with a graph
     trained = {id(parameter) for parameter in parameters_of(base) if parameter.requires_grad}
     for parameter in model.parameters():
         if id(parameter) not in trained:
             memo[id(parameter)] = _without_gradient(parameter)
-    for tensor in _computed(modules):
-        memo[id(tensor)] = tensor.detach().clone()
     return memo
-
-
-def _is_kept(value: Any) -> bool:
-    """Whether a copy has the same object: the process group of SyncBatchNorm, an optimizer."""
-    return isinstance(value, Optimizer) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
 
 
 def _without_gradient(parameter: nn.Parameter) -> nn.Parameter:
@@ -94,12 +85,6 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
     owner = getattr(hook, "__self__", hook)
     module = owner.__module__ if isinstance(owner, FunctionType) else type(owner).__module__
     return str(module).startswith(LIBRARIES) or any(owner is one for one in modules)
-
-
-def _computed(modules: list[nn.Module]) -> list[Tensor]:
-    """The tensors with a graph that an earlier forward has left in attributes, of which torch allows no deep copy."""
-    attributes = [value for module in modules for name, value in vars(module).items() if name != "_parameters"]
-    return [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
 
 
 # ---- the first prediction --------------------------------------------------------------------------------------------
@@ -144,15 +129,11 @@ def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
     return leaves
 
 
-def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> None:
+def require_equal(logits: Tensor, prediction: Tensor) -> None:
     """Warn if a copy's first prediction differs from the model's logits by more than rounding. Synchronizes."""
     if logits.is_meta or is_sharded(logits):
         return
-    dtypes = {logits.dtype, *(p.dtype for p in companion.parameters() if p.is_floating_point())}
-    if not logits.is_cpu or torch.is_autocast_enabled(logits.device.type):
-        dtypes.add(torch.bfloat16)  # kernels may add up in any order, in TF32
-    rounding = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
-    if not are_close(logits, prediction, rounding):
+    if not are_close(logits, prediction, ROUNDING):
         warn(
             "the first prediction of dcl_optim's companion, a copy of the model, is not what the model gave for the "
             "same input, and the difference is in the penalty. Usual reasons: hooks of the model that are not copied "
@@ -165,112 +146,3 @@ def require_equal(logits: Tensor, prediction: Tensor, companion: nn.Module) -> N
 def written(model: nn.Module) -> list[tuple[int, int]]:
     """How often each of a model's tensors was written to, and where its values are, which ``.data =`` changes."""
     return [(version_of(tensor), tensor.data_ptr()) for tensor in chain(model.parameters(), model.buffers())]
-
-
-# ---- keeping the companion as the model is ---------------------------------------------------------------------------
-
-
-class Follower:
-    """Brings the companion, at each forward pass, to where the model is: mode, a patched forward, shared values.
-
-    A companion that is no copy follows the mode only. All ranks get the first one's companion.
-
-    Args:
-        model: the user's own module.
-        companion: the companion.
-        base: the model's optimizer.
-        is_copy: whether the companion is a copy of the model.
-        group: the ranks that train the model together.
-    """
-
-    def __init__(
-        self, model: nn.Module, companion: nn.Module, base: Optimizer, is_copy: bool, group: DataParallelGroup
-    ) -> None:
-        self._model = model
-        self._companion = companion
-        self._is_copy = is_copy
-        self._forward = vars(model).get("forward")
-        self._base = base
-        self._group = group
-        self._num_ranks = 0  # at the last forward; 0 before the first
-        self._num_groups = len(base.param_groups)
-        self._places = _places(base)
-        self._modules = [(model, companion)]
-        self._shared: list[tuple[Tensor, Tensor]] = []  # what is not trained, of the model and of the companion
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}  # what is trained, by the id of the model's
-        trained = {id(parameter) for parameter in parameters_of(base) if parameter.requires_grad}
-        if is_copy:
-            self._modules = list(zip(model.modules(), companion.modules(), strict=True))
-            for theirs, ours in zip(model.parameters(), companion.parameters(), strict=True):
-                if id(theirs) in trained:
-                    self._pairs[id(theirs)] = (theirs, ours)
-                else:
-                    self._shared.append((theirs, ours))
-        self._outside = trained - self._pairs.keys()  # what the base trains of other modules
-        self._views = [pair for pair in self._shared if pair[0] is not pair[1]]  # of the same memory
-
-    def base_has_changed(self) -> bool:
-        """Whether the base optimizer trains a parameter that the companion does not have, or has somewhere else.
-
-        A parameter that is frozen stays as it is in the companion, and learns again when it is unfrozen.
-        """
-        places = _places(self._base)
-        if places == self._places:
-            return False
-        self._places = places
-        if not self._is_copy:
-            return True
-        trained = [parameter for parameter in parameters_of(self._base) if parameter.requires_grad]
-        ids = set(map(id, trained))
-        for theirs, ours in self._pairs.values():
-            ours.requires_grad_(id(theirs) in ids)
-            if theirs.device != ours.device or theirs.dtype != ours.dtype:
-                return True
-        has_new = not ids <= self._pairs.keys() | self._outside
-        return has_new or len(self._base.param_groups) != self._num_groups
-
-    def follow(self) -> None:
-        """Bring the companion to where the model is."""
-        if self._group.size != self._num_ranks:
-            self._give_all_ranks_the_same()
-        if self._is_copy and vars(self._model).get("forward") is not self._forward:
-            self._follow_forward()
-        for theirs, ours in self._modules:
-            if ours.training != theirs.training:
-                ours.train(theirs.training)
-        for theirs_now, ours_now in self._views:
-            ours_now.data = theirs_now.data  # of which a script may have assigned another
-
-    def _give_all_ranks_the_same(self) -> None:
-        """DistributedDataParallel may come later than the companion."""
-        self._num_ranks = self._group.size
-        self._group.broadcast(parameter.data for parameter in self._companion.parameters() if parameter.requires_grad)
-        self._group.broadcast(self._companion.buffers())
-
-    def _follow_forward(self) -> None:
-        """Follow what a library has put in place of the model's forward since, as Accelerate does for autocast."""
-        forward = vars(self._model).get("forward")
-        self._forward = forward
-        if forward is None:
-            vars(self._companion).pop("forward", None)
-        elif getattr(forward, "__self__", None) is self._model:
-            self._companion.forward = MethodType(forward.__func__, self._companion)
-
-    def own_state(self) -> dict[str, Tensor]:
-        """The companion's tensors without what it shares with the model."""
-        shared = {id(ours) for _, ours in self._shared}
-        named = self._companion.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in named if id(parameter) in shared}
-        return {name: tensor for name, tensor in self._companion.state_dict().items() if name not in names}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_num_ranks": 0}
-
-
-def _places(base: Optimizer) -> list[Any]:
-    """What a base optimizer trains, and where it is, without a line of Python for each parameter."""
-    trained = list(filter(requires_grad, parameters_of(base)))
-    return [len(base.param_groups), list(map(id, trained)), list(map(_place, trained))]
-
-
-_place = attrgetter("device", "dtype")

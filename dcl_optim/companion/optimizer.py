@@ -63,6 +63,7 @@ class CompanionOptimizer:
             self.optimizer = make(trained)
             if not isinstance(self.optimizer, Optimizer):
                 raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
+            self.switch("train")
         self.follow_options()
 
     def follow_options(self) -> None:
@@ -90,6 +91,11 @@ class CompanionOptimizer:
             with replayed(capture_rng(next(parameters_of(self.optimizer)).device)):
                 self.optimizer.step()
 
+    def switch(self, mode: str) -> None:
+        """Call the optimizer's method of this name, ``"train"`` or ``"eval"``, if it has one."""
+        if hasattr(self.optimizer, mode):
+            getattr(self.optimizer, mode)()
+
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none."""
         for parameter in without_gradient(self.optimizer):
@@ -99,12 +105,8 @@ class CompanionOptimizer:
         """The optimizer's state, its parameters by number as text: torch.distributed.checkpoint makes all keys so."""
         return _with_keys(str, self.optimizer.state_dict())
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if a saved state is not of this optimizer's groups."""
-        check_groups(state, self.optimizer.state_dict().get("param_groups"))
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state that :meth:`check_state` let pass."""
+        """Load a state of :meth:`state_dict`."""
         numbers = _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
         self.optimizer.load_state_dict(numbers)
 
@@ -113,20 +115,6 @@ def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str
     if "state" not in state:
         return state
     return state | {"state": {convert(key): value for key, value in state["state"].items()}}
-
-
-def check_groups(state: Any, groups: list[dict[str, Any]] | None) -> None:
-    """Raise ValueError unless a saved state has groups of the same sizes; None for those of a wrapped optimizer."""
-    if groups is None:  # they are somewhere inside
-        return
-    found = state.get("param_groups") if isinstance(state, dict) else None
-    sizes = [len(group["params"]) for group in found] if isinstance(found, list) else None
-    expected = [len(group["params"]) for group in groups]
-    if sizes != expected:
-        raise ValueError(
-            f"the state of the companion's optimizer has groups of {sizes} parameters, not {expected}: freeze the "
-            "parameters that were frozen when it was saved, load, and unfreeze them"
-        )
 
 
 def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,35 +33,31 @@ class Replay:
 
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
-        self.forget()
+        self._kept: Any = None  # of the forward pass that runs
 
     def forget(self) -> None:
         """Forget what was kept of a forward pass."""
-        self._given: Arguments = ((), {})
-        self._arguments: Arguments = ((), {})
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
-        self._rng_state: RngState = {}
+        self._kept = None
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
-        self._given = (args, kwargs)
+        given = (args, kwargs)
         is_plain = not kwargs and {Tensor}.issuperset(map(type, args))
-        self._tensors = list(args) if is_plain else tensors_of(self._given)
-        self._versions = versions_of(self._tensors)
+        tensors = list(args) if is_plain else tensors_of(given)
         if self._writes is not False:
-            self._arguments = map_tensors(_clone, self._given)
-        elif is_plain and not any(tensor.requires_grad for tensor in self._tensors):
-            self._arguments = self._given
+            arguments = map_tensors(_clone, given)
+        elif is_plain and not any(tensor.requires_grad for tensor in tensors):
+            arguments = given
         else:
-            self._arguments = map_tensors(_detach, self._given)  # in containers that the model cannot change
-        self._rng_state = capture_rng(device)
+            arguments = map_tensors(_detach, given)  # in containers that the model cannot change
+        self._kept = (given, arguments, tensors, versions_of(tensors), capture_rng(device))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        if self._given[0] is not args or self._given[1] is not kwargs:
+        given, arguments, tensors, versions, _ = self._kept
+        if given[0] is not args or given[1] is not kwargs:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
-        writes = versions_of(self._tensors) != self._versions
+        writes = versions_of(tensors) != versions
         if writes and self._writes is False:
             raise RuntimeError(
                 "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "
@@ -69,11 +65,11 @@ class Replay:
             )
         if self._writes is None:
             self._writes = writes
-        return self._arguments
+        return cast("Arguments", arguments)
 
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a network with the model's random draws, and forget what was kept."""
-        rng_state = self._rng_state
+        rng_state = self._kept[-1]
         self.forget()
         hooks: AbstractContextManager[Any] = nullcontext()
         if _are_saved_tensors_hooked():
@@ -82,11 +78,6 @@ class Replay:
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         with replayed(rng_state), hooks:
             return network(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        copied = Replay()
-        copied._writes = self._writes
-        return copied.__dict__
 
 
 def _are_saved_tensors_hooked() -> bool:
@@ -130,7 +121,7 @@ def replayed(state: RngState) -> Iterator[None]:
     """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.
 
     Args:
-        state: of :func:`capture_rng`; empty does nothing.
+        state: of :func:`capture_rng`.
 
     Examples:
         >>> state, first = capture_rng(torch.device("cpu")), torch.rand(3)
@@ -139,9 +130,7 @@ def replayed(state: RngState) -> Iterator[None]:
         >>> torch.equal(first, again), torch.equal(first, torch.rand(3))
         (True, False)
     """
-    now: RngState = {}
-    for device in state:
-        now[device] = torch.get_rng_state() if device == CPU else torch.get_device_module(device).get_rng_state(device)
+    now = capture_rng(list(state)[-1])
     try:
         restore_rng(state)
         yield
