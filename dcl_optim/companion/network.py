@@ -1,0 +1,169 @@
+"""A companion once it is made: the module, its optimizer, and how both are kept as the model and its optimizer are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim._optim import all_or_nothing, parameters_of, requires_grad
+from dcl_optim._validation import check_state
+from dcl_optim.companion.copying import build
+from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
+from dcl_optim.companion.replay import capture_rng, replayed
+from dcl_optim.distributed import DataParallelGroup
+
+LAZY = "the model has lazy layers without weights, of which no copy can be made: run a forward pass, then wrap it"
+OTHERS_TRAIN = (
+    "the state of the companion is of a model that trained other parameters: {}.\n"
+    "  Fix: freeze the parameters that were frozen when it was made, load, and unfreeze them"
+)
+
+
+@dataclass(frozen=True)
+class CompanionOptions:
+    """What :class:`~dcl_optim.DCLOptimizer` says of the companion; see there."""
+
+    companion: nn.Module | None = None
+    make_optimizer: MakeOptimizer | None = None
+    lr_scale: float = 1.0
+    every: int = 1
+    fraction: float = 1.0
+    process_group: Any = "auto"
+
+
+class Network:
+    """A companion with its optimizer, which follow mode and options. A copy shares what the base does not train.
+
+    Args:
+        model: the user's own module.
+        base: its optimizer.
+        options: see :class:`CompanionOptions`.
+        group: the ranks that train the model together, which all get the first one's companion.
+
+    Attributes:
+        module: the companion.
+        optimizer: its optimizer.
+        has_predicted: whether it has, and was found to be a network of its own.
+        is_loaded: whether it has weights of a state.
+        loaded_since: whether weights were loaded into the model since the last forward pass.
+    """
+
+    def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
+        self.has_predicted = False
+        self.is_loaded = False
+        self.loaded_since = False
+        self._base = base
+        self._group = group
+        self._num_ranks = 0  # at the last forward; 0 before the first
+        self._known = _trained_by(base)
+        self._last = self._known
+        if any(map(nn.parameter.is_lazy, model.parameters())):
+            raise ValueError(LAZY)
+        device = next(parameters_of(base)).device
+        with replayed(capture_rng(device)), torch.inference_mode(False):  # the script's generators stay as they were
+            self.module = build(model, base, options.companion)
+            groups, self._pairs = _paired(model, base, self.module)
+            self.optimizer = CompanionOptimizer(base, groups, self._pairs, options.make_optimizer, options.lr_scale)
+        self._modules = [(model, self.module)]
+        self._shared: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, of the model and the copy
+        if options.companion is None:
+            self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
+            own = {id(ours) for _, ours in self._pairs}
+            both = zip(model.parameters(), self.module.parameters(), strict=True)
+            self._shared = [(theirs, ours) for theirs, ours in both if id(ours) not in own]
+        self._views = [(theirs, ours) for theirs, ours in self._shared if ours is not theirs]
+
+    def base_has_changed(self) -> bool:
+        """Whether the base optimizer trains a parameter that it did not, or has one in another place or group.
+
+        A parameter that is frozen stays as it is in the companion, and learns again when it is unfrozen.
+        """
+        trained, places = _trained_by(self._base)
+        last, last_places = self._last
+        if places == last_places and all(map(is_, trained, last)):
+            return False
+        self._last = trained, places
+        ids = set(map(id, trained))
+        for theirs, ours in self._pairs:
+            ours.requires_grad_(id(theirs) in ids)
+        known = dict(zip(map(id, self._known[0]), self._known[1], strict=True))
+        return any(known.get(id(parameter)) != place for parameter, place in zip(trained, places, strict=True))
+
+    def follow(self) -> None:
+        """Bring the companion to where the model is."""
+        if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
+            self._num_ranks = self._group.size
+            self._group.broadcast(p.data for p in self.module.parameters() if p.requires_grad)
+            self._group.broadcast(self.module.buffers())
+        for theirs, ours in self._modules:
+            if ours.training != theirs.training:
+                ours.train(theirs.training)
+        for theirs_now, ours_now in self._views:
+            ours_now.data = theirs_now.data  # of which a script may have assigned another
+
+    def state_dict(self) -> dict[str, Any]:
+        """The companion's tensors without what it shares with the model, and its optimizer's state."""
+        self.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
+        return {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        shared = {id(ours) for _, ours in self._shared}
+        named = self.module.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if id(parameter) in shared}
+        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in names}
+
+    def check_tensors(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless the companion's tensors are of its names and shapes."""
+        own = self._own_tensors()
+        others = own.keys() ^ state.keys()
+        if others:
+            raise ValueError(OTHERS_TRAIN.format(sorted(map(str, others))[:5]))
+        check_state(state, own, "companion")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of :meth:`state_dict`, or nothing of it."""
+        with all_or_nothing(self.optimizer.optimizer):
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.module.load_state_dict(state["model"], strict=False)
+        self.has_predicted = False
+        self.is_loaded = True
+        self.loaded_since = False
+
+
+def _paired(
+    model: nn.Module, base: Optimizer, module: nn.Module
+) -> tuple[list[list[nn.Parameter]], list[tuple[Tensor, nn.Parameter]]]:
+    """The companion's parameters for each of the base's groups, by their names in the model; and pairs of both.
+
+    Parameters whose names the model does not know come after those of the first group.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in names}
+    groups = []
+    pairs = []
+    for group in base.param_groups:
+        paired = [(p, own.pop(names[id(p)])) for p in group["params"] if names.get(id(p)) in own]
+        groups.append([ours for _, ours in paired])
+        pairs += paired
+    known = set(names.values())
+    groups[0] += [parameter for name, parameter in own.items() if name not in known]
+    return groups, pairs
+
+
+def _trained_by(base: Optimizer) -> tuple[list[Tensor], list[Any]]:
+    """What a base optimizer trains, and where each is, without a line of Python for each parameter."""
+    trained: list[Tensor] = []
+    numbers: list[int] = []  # of the groups
+    for number, group in enumerate(base.param_groups):
+        of_group = list(filter(requires_grad, group["params"]))
+        trained += of_group
+        numbers += [number] * len(of_group)
+    return trained, list(zip(numbers, map(_place, trained), strict=True))
+
+
+_place = attrgetter("device", "dtype")
