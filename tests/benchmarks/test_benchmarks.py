@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import kernels, memory, run, steps, table, timing, wide
+from benchmarks import first_steps, kernels, memory, run, steps, table, timing, wide
 from benchmarks.methods import METHODS
 from benchmarks.setting import Setting
 from benchmarks.workloads import ON_CPU
@@ -336,3 +336,15 @@ def test_every_cell_of_the_tables_is_a_figure_of_the_file() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0"), (512, "0.5 KiB"), (2**20, "1.00 MiB"), (-(2**21), "-2.00 MiB")])
 def test_sizes(count: int, text: str) -> None:
     assert table.size(count) == text
+
+
+def test_the_first_steps_of_a_method_are_those_of_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_steps, "NAMES", (first_steps.BY_HAND,))
+    first_steps.main(["--classes", "20", "--rows", "4", "--steps", "3"])
+    name, first, peak, over_by_hand = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    assert name == first_steps.BY_HAND
+    assert float(first) > 0
+    assert float(peak.replace(",", "")) > 100  # torch alone takes more
+    assert over_by_hand == "1.00"
