@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion.replay import Replay
-from dcl_optim.distances import squared, to_rows
+from dcl_optim.distances import squared
 from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale, pull_of
+from dcl_optim.layout import to_rows
 from dcl_optim.loss.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
 

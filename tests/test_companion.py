@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, distances
-from dcl_optim.distances import to_rows
+from dcl_optim.layout import to_rows
 from dcl_optim.reference import dcl_step
 from tests.helpers import (
     CLASSES,

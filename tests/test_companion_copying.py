@@ -230,6 +230,31 @@ def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly() -> No
     assert_same(other.companion, optimizer.companion)
 
 
+def test_a_state_from_before_the_first_forward_brings_the_draws_of_a_resumed_run() -> None:
+    """Of the rows that the companion learns from: those of the run that it was saved in, from its first batch on."""
+    model, again = mlp(), mlp()
+    optimizer, other = wrap(model, companion_fraction=0.3), wrap(again, companion_fraction=0.3)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(again, other, DATA)  # it has drawn rows by now
+    again.load_state_dict(mlp().state_dict())
+    other.load_state_dict(state)
+    train(model, optimizer, DATA)
+    train(again, other, DATA)
+    assert_same(again, model)
+    assert_same(other.companion, optimizer.companion)
+    assert_same(other.state_dict(), optimizer.state_dict())
+
+
+def test_a_model_with_lazy_layers_is_refused_by_name() -> None:
+    model = nn.Sequential(mlp()[0], nn.LazyLinear(CLASSES).double())
+    optimizer = wrap(model)
+    with pytest.raises(ValueError, match=r"lazy layers without weights.*run a forward pass"):
+        model(one()[0])
+    optimizer.detach()
+    model(one()[0])
+    train(model, wrap(model), DATA)
+
+
 def test_a_state_that_is_refused_makes_no_copy() -> None:
     model, wide = mlp(), mlp(width=13)
     optimizer, other = wrap(model), wrap(wide)
@@ -348,7 +373,7 @@ class Normalizing(Network):
 def test_a_layer_without_parameters_that_is_not_the_copys_own_is_refused_too() -> None:
     model = Normalizing()
     optimizer = wrap(model)
-    with pytest.raises(RuntimeError, match=r"(?s)writes to the model's buffers.*pass it as companion="):
+    with pytest.raises(RuntimeError, match=r"(?s)writes to the model's own tensors.*pass it as companion="):
         model(one()[0])
     optimizer.detach()
 
@@ -376,7 +401,7 @@ def test_a_companion_whose_logits_have_no_parameter_of_its_own_is_refused() -> N
 
 # ---- the first prediction of a copy is what the model gave -----------------------------------------------------------
 
-NOT_EQUAL = r"first prediction of dcl_optim's companion.* is (\d+\.\d%|inf%).*reset_companion"
+NOT_EQUAL = r"first prediction of dcl_optim's companion.* is not what the model gave.*reset_companion"
 
 
 class Counting(nn.Module):
@@ -403,7 +428,7 @@ def test_a_first_prediction_that_is_not_the_models_is_warned_of_once() -> None:
     assert len(caught) == 1
 
 
-def test_a_copy_that_was_made_before_the_models_weights_is_warned_of_unless_it_got_its_own() -> None:
+def test_a_copy_that_was_made_before_the_models_weights_is_warned_of() -> None:
     """Also where layers are frozen, whose weights it has as soon as the model."""
     model = mlp()
     model[0].requires_grad_(False)
@@ -413,10 +438,6 @@ def test_a_copy_that_was_made_before_the_models_weights_is_warned_of_unless_it_g
     with pytest.warns(UserWarning, match=NOT_EQUAL):
         model(DATA[0][0])
     optimizer.reset_companion()
-    train(model, optimizer, DATA)
-
-    optimizer.reset_companion()
-    optimizer.companion.load_state_dict(mlp(seed=8).state_dict())
     train(model, optimizer, DATA)
 
 

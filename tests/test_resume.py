@@ -116,13 +116,15 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, num_classes=3)
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
-    without_companion = {"dcl_optim.DCLOptimizer": dcl.state_dict()["dcl_optim.DCLOptimizer"] | {"forecaster": {}}}
+    own = dcl.state_dict()["dcl_optim.DCLOptimizer"]
+    without_companion = {"dcl_optim.DCLOptimizer": own | {"forecaster": {}}}
     for state, message in (
         (BASES["sgd"](mlp().parameters()).state_dict(), r"(?s)no entry 'dcl_optim.DCLOptimizer'.*optimizer.base"),
         (dcp.state_dict(), r"no entry 'dcl_optim.DCLOptimizer'.*'dcl_optim.DCPOptimizer'"),
         (other_shape.state_dict(), r"state of the companion has shape"),
-        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": -1}}, r"\['steps'\]=-1"),
-        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": 1}}, r"state of the loss does not fit: None"),
+        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": own | {"steps": -1}}, r"has -1 for 'steps'"),
+        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": {"steps": 1}}, r"missing \['forecaster', 'loss', 'term'\]"),
+        (dcl.state_dict() | {"dcl_optim.DCLOptimizer": own | {"loss": {}}}, r"state of the loss does not fit: missing"),
         (dcl.state_dict() | without_companion, r"missing \["),
     ):
         with pytest.raises(ValueError, match=message):
@@ -132,7 +134,7 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
         dcp.load_state_dict(fewer_classes.state_dict())
     sgd_state = dcl.state_dict()
     sgd_state["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["param_groups"] = []
-    with pytest.raises(ValueError, match=r"companion's optimizer has groups of \[\] parameters, not \[4\]"):
+    with pytest.raises(ValueError, match="different number of parameter groups"):
         dcl.load_state_dict(sgd_state)
 
 

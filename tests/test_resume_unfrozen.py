@@ -77,7 +77,9 @@ def test_a_state_that_was_saved_with_other_frozen_layers_is_refused_and_nothing_
     again[0].requires_grad_(not steps_after)
     other = wrap(again)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match="freeze the parameters that were frozen when it was saved"):
+    with pytest.raises(
+        ValueError, match=r"(?s)trained other parameters.*freeze the parameters that were frozen when it was made"
+    ):
         other.load_state_dict(optimizer.state_dict())
     assert_same(other.state_dict(), before)
 

@@ -116,7 +116,7 @@ class Script:
                 self._gradients(x, y)
                 self.optimizer.step()
             else:
-                self.optimizer.step(partial(self._gradients if self.case.loop == "closure" else self._loss, x, y))
+                self.optimizer.step(partial(self._gradients, x, y))
             self.scheduler.step()
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def cases(draw: st.DrawFn) -> Case:
         seed=draw(st.integers(0, 10_000)),
         sizes=tuple(parts * size for size in sizes),
         rates=tuple(draw(st.lists(st.sampled_from([1.0, 0.5, 0.1]), min_size=len(sizes), max_size=len(sizes)))),
-        loop=draw(st.sampled_from(["plain", "closure"] + ["lazy closure"] * (parts == 1))),
+        loop=draw(st.sampled_from(["plain", "closure"])),
         parts=parts,
         factor=draw(st.sampled_from([1.0, 8.0, 0.25])),
         way=way,

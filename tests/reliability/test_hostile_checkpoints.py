@@ -15,7 +15,7 @@ from tests.reliability.hostile import ABSENT, JUNK, VARIANTS, Training, places, 
 FLIPS = 200
 # What junk may be in its place: an optimizer without a state, a loss of which nothing is known yet.
 RIGHT = {("state", "empty"), ("loss", "form", "none"), ("loss", "class_dim", "none"), ("loss", "scale", "none")}
-RIGHT |= {("loss", "scale", "minus one")}
+RIGHT |= {("loss", "scale", "minus one"), ("loss", "form", "minus one")}  # the form of log-probabilities
 
 
 @pytest.fixture(params=VARIANTS)

@@ -50,9 +50,7 @@ def equals_reference(case: Case, variant: str, ignored: bool = False, **options:
 def test_zero_weight_is_the_base_optimizer_bit_for_bit(case: Case, variant: str) -> None:
     ours = wrapped(case, variant, weight=0.0)
     model = case.model()
-    # A plain optimizer is not served a closure that leaves the backward to it, and computes the same in a plain loop.
-    plain = replace(case, loop="plain", way="line")
-    alone = Script(plain, model, case.base.build(model))
+    alone = Script(replace(case, way="line"), model, case.base.build(model))
     ends = []
     for script in (ours, alone):
         torch.manual_seed(case.seed)
