@@ -42,7 +42,7 @@ NOT_FINITE = (
 BYPASSED = (
     "{name} wraps the optimizer, but the base {base} was stepped twice, or another method changed the weights: "
     "prototypes and companion learn nothing.\n"
-    "  Fix: call step() of the wrapper, optimizer = {name}(optimizer, model), also in trainers and schedulers. "
+    "  Fix: call step() of the wrapper, with SAM step(closure), also in trainers and schedulers. "
     "strict=False allows such steps. See docs/get-started.md"
 )
 GIVEN_TWICE = (

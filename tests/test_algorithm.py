@@ -161,6 +161,67 @@ def test_a_backward_after_detach_has_no_penalty(variant):
     assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
+# ---- steps without the wrapper's -------------------------------------------------------------------------------------
+
+
+class TwoSteps(torch.optim.SGD):
+    """SAM, as its users call it by hand: up, and from the gradient found there down from where it was."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        self.before = [parameter.clone() for parameter in self.param_groups[0]["params"]]
+        for parameter in self.param_groups[0]["params"]:
+            parameter += 0.05 * parameter.grad
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter, before in zip(self.param_groups[0]["params"], self.before, strict=True):
+            parameter.copy_(before)
+        self.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_two_steps_of_sam_on_the_base_are_refused(variant):
+    model = mlp()
+    optimizer = wrap(variant, model, TwoSteps(model.parameters(), lr=0.1))
+    data = list(batches(2))
+    backward(model, *data[0])
+    optimizer.base.first_step()
+    backward(model, *data[0])
+    optimizer.base.second_step()
+    with pytest.raises(RuntimeError, match=r"with SAM step\(closure\)"):
+        backward(model, *data[1])
+
+
+def clear_the_model(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def clear_by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("clear", [clear_the_model, clear_by_hand])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_batch_whose_gradients_the_script_drops_is_not_learned_from(variant, clear):
+    trained = []
+    for drops in (True, False):
+        model = mlp()
+        optimizer = wrap(variant, model)
+        for index, batch in enumerate(batches(6)):
+            if index == 3 and not drops:
+                continue
+            clear(model)
+            backward(model, *batch)
+            if index != 3:
+                optimizer.step()
+        trained.append((model.state_dict(), learned(optimizer)))
+    assert_same(*trained)
+
+
 # ---- gradients that the script asks for ------------------------------------------------------------------------------
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim.distances import DISTANCES, companion_target, from_rows, rows_of, rows_towards_target, to_rows
-from dcl_optim.forecaster import Pull
+from dcl_optim.distances import DISTANCES, companion_target
+from dcl_optim.layout import from_rows, to_rows
+from dcl_optim.pull import Pull, pull_of, pull_towards_target
 from tests.by_hand import VARIANTS, learned, term_of, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train
 
@@ -104,9 +105,13 @@ def test_the_repr_names_the_function_that_was_given():
 # ---- rows and gradients ----------------------------------------------------------------------------------------------
 
 
-def gradient_of(found: distances.Rows) -> Tensor:
-    """Of the sum over rows."""
-    return Pull(found, 1).added_to(torch.zeros_like(found.slope), 1, 1.0)
+def by_rows(distance: Any, z: Tensor, c: Tensor) -> Pull:
+    """The sum over rows."""
+    return pull_of(distance, z, c, torch.ones(len(z), dtype=z.dtype))
+
+
+def gradient_of(found: Pull) -> Tensor:
+    return found.added_to(torch.zeros_like(found.slope), 1, 1.0)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -116,12 +121,12 @@ def test_rows_have_the_values_of_the_function_and_its_gradient(name):
     values = function(leaf, c)
     assert torch.autograd.gradcheck(lambda z: function(z, c), leaf)
     values.sum().backward()
-    found = rows_of(function, z, c)
-    assert_same(found.values(), values.detach(), rtol=1e-14)
+    found = by_rows(function, z, c)
+    assert_same(found.value(), values.detach().sum(), rtol=1e-14)
     assert_same(gradient_of(found), leaf.grad, rtol=1e-12, atol=1e-16)
     if name != "infonce":
         alone = [function(z[i : i + 1], c[i : i + 1]) for i in range(len(z))]
-        assert_same(found.values(), torch.cat(alone), rtol=1e-14)
+        assert_same(found.value(), torch.cat(alone).sum(), rtol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -129,11 +134,11 @@ def test_rows_have_the_values_of_the_function_and_its_gradient(name):
 def test_nothing_is_written_to_the_logits_and_half_precision_is_lifted(name, dtype):
     given = [rows.to(dtype) for rows in random_rows()]
     z, c = (rows.clone() for rows in given)
-    found = rows_of(FUNCTIONS[name], z, c)
-    assert found.values().dtype == found.slope.dtype == torch.float32
-    exact = rows_of(FUNCTIONS[name], *(rows.double() for rows in given))
+    found = by_rows(FUNCTIONS[name], z, c)
+    assert found.value().dtype == found.slope.dtype == torch.float32
+    exact = by_rows(FUNCTIONS[name], *(rows.double() for rows in given))
     assert_same(gradient_of(found).double(), gradient_of(exact), rtol=1e-4, atol=5e-6)
-    rows_towards_target(FUNCTIONS[name], z, c, found, 0.6)
+    pull_towards_target(FUNCTIONS[name], z, c, found, 0.6)
     assert_same([z, c], given)
 
 
@@ -177,8 +182,8 @@ def test_a_function_that_does_not_return_one_value_a_row_is_refused_at_first_use
 def test_the_gradient_towards_the_target_is_that_of_the_distance_to_it(name, alpha):
     function, (z, c) = FUNCTIONS[name], random_rows()
     leaf = c.clone().requires_grad_()
-    function(leaf, alpha * c + (1 - alpha) * z).sum().backward()
-    found = rows_towards_target(function, z, c, rows_of(function, z, c), alpha)
+    function(leaf, alpha * c + (1 - alpha) * z).mean().backward()
+    found = pull_towards_target(function, z, c, by_rows(function, z, c), alpha)
     assert_same(gradient_of(found), leaf.grad, rtol=1e-12, atol=1e-14)
 
 
@@ -326,15 +331,15 @@ MASKED_IN_BOTH = [
 
 @pytest.mark.parametrize(("name", "options", "z", "c", "value", "gradient"), MASKED_IN_BOTH)
 def test_a_class_that_is_masked_in_both(name, options, z, c, value, gradient):
-    found = rows_of(partial(FUNCTIONS[name], **options) if options else FUNCTIONS[name], double(*z), double(*c))
-    assert found.values().tolist() == pytest.approx([value] * len(z), rel=1e-12)
+    found = by_rows(partial(FUNCTIONS[name], **options) if options else FUNCTIONS[name], double(*z), double(*c))
+    assert found.value().item() == pytest.approx(value * len(z), rel=1e-12)
     assert_same(gradient_of(found), double(*gradient), rtol=1e-12, atol=1e-15)
 
 
 def test_a_class_that_the_prediction_alone_rules_out_is_pushed_down_by_kl():
     """It has no share in the value, and its gradient is the model's probability."""
-    found = rows_of(partial(distances.kl, temperature=1.0), double([0, 0, 0]), double([0, -INF, 0]))
-    assert found.values().item() == pytest.approx(math.log(1.5))
+    found = by_rows(partial(distances.kl, temperature=1.0), double([0, 0, 0]), double([0, -INF, 0]))
+    assert found.value().item() == pytest.approx(math.log(1.5))
     assert_same(gradient_of(found), double([-1 / 6, 1 / 3, -1 / 6]), rtol=1e-12)
 
 
@@ -343,8 +348,8 @@ def test_a_class_that_the_prediction_alone_rules_out_is_pushed_down_by_kl():
 def test_an_entry_that_is_not_finite_on_one_side_contributes_nothing(name, broken):
     z, c = double([2, 4, 3]), double([1, broken, 2])
     for pair, sign in (((z, c), 1), ((c, z), -1)):
-        found = rows_of(FUNCTIONS[name], *pair)
-        assert found.values().item() == pytest.approx(2 / 3, rel=1e-15)
+        found = by_rows(FUNCTIONS[name], *pair)
+        assert found.value().item() == pytest.approx(2 / 3, rel=1e-15)
         expected = [1 / 3, 0, 1 / 3] if name == "l1" else [2 / 3, 0, 2 / 3]
         assert_same(gradient_of(found), sign * double(expected), rtol=1e-15)
 
@@ -353,7 +358,7 @@ def test_an_entry_that_is_not_finite_on_one_side_contributes_nothing(name, broke
 def test_a_prediction_that_is_not_finite_has_no_gradient_that_spoils_the_models(name):
     """That of a companion that has diverged."""
     z, c = random_rows()
-    assert rows_of(FUNCTIONS[name], z, c.index_fill(0, torch.tensor([1]), NAN)).slope.isfinite().all()
+    assert by_rows(FUNCTIONS[name], z, c.index_fill(0, torch.tensor([1]), NAN)).slope.isfinite().all()
 
 
 class Masked(nn.Module):

@@ -272,27 +272,93 @@ def pull(optimizer: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return (WEIGHT * 2.0 * (z - c) / z.numel()).detach()
 
 
+def added(optimizer: Any, x: Tensor, y: Tensor, with_term: bool) -> Tensor:
+    """What a backward pass adds to the gradient of cross-entropy at the logits."""
+    z = optimizer.model(x)
+    z.retain_grad()
+    (F.cross_entropy(z, y) + (term_of(optimizer)(z, y) if with_term else 0.0)).backward()
+    leaf = z.detach().requires_grad_()
+    (plain,) = torch.autograd.grad(F.cross_entropy(leaf, y), leaf)
+    if with_term:
+        assert_same(z.grad - plain, pull(optimizer, x, y, z), atol=1e-15)
+    return z.grad - plain
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_in_a_step_with_the_term_the_hooks_add_nothing_and_in_the_next_they_do(variant: str) -> None:
+def test_once_penalty_was_called_the_line_is_off_also_in_a_resumed_run(variant: str) -> None:
     """Of two micro-batches one has the term: the line would add a penalty to both."""
-    model = mlp()
-    optimizer = wrap(variant, model)
-    term = term_of(optimizer)
-    *_, before, after = batches(5)
-    for step, used in enumerate([(), (), (True, False), (False,)]):
-        for (x, y), with_term in zip((before, after), used or (False,), strict=False):
-            z = model(x)
-            z.retain_grad()
-            (F.cross_entropy(z, y) + (term(z, y) if with_term else 0.0)).backward()
-            leaf = z.detach().requires_grad_()
-            (plain,) = torch.autograd.grad(F.cross_entropy(leaf, y), leaf)
-            penalized = plain + pull(optimizer, x, y, z)
-            if step > 1:
-                has_it = with_term or used == (False,)
-                assert_same(z.grad, penalized if has_it else plain, atol=1e-15)
-                assert (penalized - plain).abs().max() > 1e-4
+    optimizer = train(wrap(variant, mlp()), batches(2), "line", F.cross_entropy)
+    first, second = batches(2, seed=2)
+    assert added(optimizer, *first, with_term=False).any()
+    for order in [(True, False), (False, True), (False,)]:
         optimizer.step()
         optimizer.zero_grad()
+        for batch, with_term in zip((first, second), order, strict=False):
+            assert bool(added(optimizer, *batch, with_term=with_term).any()) == with_term
+    resumed = wrap(variant, mlp())
+    resumed.load_state_dict(optimizer.state_dict())
+    assert not added(resumed, *first, with_term=False).any()
+    with pytest.warns(UserWarning, match="no penalty was called in the first step"):
+        resumed.step()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_term_may_come_first_in_the_sum(variant: str) -> None:
+    trained = []
+    for is_first in (True, False):
+        optimizer = wrap(variant, mlp())
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            z = optimizer.model(x)
+            if is_first:
+                loss = term_of(optimizer)(z, y)
+                loss += margins(x, z, y)
+            else:
+                loss = margins(x, z, y) + term_of(optimizer)(z, y)
+            loss.backward()
+            optimizer.step()
+        trained.append(optimizer)
+    assert_same_training(*trained)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_another_loss_of_the_logits_may_have_its_backward_pass_before_the_term(variant: str) -> None:
+    found = []
+    for splits in (True, False):
+        optimizer = wrap(variant, mlp())
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            z = optimizer.model(x)
+            losses = margins(x, z, y), F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+            if splits:
+                losses[0].backward(retain_graph=True)
+                losses[1].backward()
+            else:
+                sum(losses).backward()
+            optimizer.step()
+        found.append(optimizer)
+    assert_same_training(*found, **CLOSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_term_is_not_differentiated_twice(variant: str) -> None:
+    """It would lose its second derivative without a word."""
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    x.requires_grad_()
+    z = optimizer.model(x)
+    loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_term_is_not_used_after_the_step(variant: str) -> None:
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    term = term_of(optimizer)(optimizer.model(x), y)
+    term.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"(?s)before the last step.*call penalty in each step"):
+        term.backward()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -404,16 +470,24 @@ def test_the_penalty_of_an_optimizer_that_another_has_replaced_is_refused(varian
         assert term_of(first)(z, y) == 0
 
 
-def test_prototypes_do_not_learn_from_logits_that_were_edited_since_the_call() -> None:
-    """A companion learns from a copy, and so do prototypes by the line."""
-    (x, y), optimizer = one(), wrap("dcp", mlp())
-    z = optimizer.model(x)
-    loss = F.cross_entropy(z, y) + optimizer.penalty(z, y)
-    z.detach()[:, 0] = -1e9  # as a mask for a metric
-    with pytest.raises(RuntimeError, match=r"(?s)edited in place.*logits\.detach\(\)\.clone\(\)"):
-        loss.backward()
-    train(optimizer, batches(STEPS))
-    assert 0 < optimizer.prototypes.abs().max() < 100
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_soft_labels_may_be_written_over_after_the_call(variant: str) -> None:
+    """Liger's cross-entropy writes the gradient into the logits' memory."""
+    trained = []
+    for edits in (True, False):
+        optimizer = wrap(variant, mlp())
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            z = optimizer.model(x)
+            labels = F.one_hot(y, CLASSES).double()
+            loss = z.sum(1).square().mean() + term_of(optimizer)(z, labels)
+            if edits:
+                z.data.fill_(-1e9)
+                labels.zero_()
+            loss.backward()
+            optimizer.step()
+        trained.append(optimizer)
+    assert_same_training(*trained)
 
 
 def test_a_call_that_raises_does_not_count() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.by_hand import EACH, assert_same_training, learned, term_of, train, wrap
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, dropout_net, mlp
+from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
 
@@ -70,13 +70,26 @@ def test_a_wrong_argument_is_named_and_leaves_nothing(variant: str, what: str) -
     assert_same_training(optimizer, train(calm, [*data[:2], data[3]]))
 
 
-def test_scores_against_the_batch_have_no_classes_unless_their_number_is_given() -> None:
-    """CLIP's labels: the place of each row."""
-    (x, _), places = next(batches(1, CLASSES)), torch.arange(CLASSES)
-    optimizer = wrap("dcp", mlp())
-    with pytest.raises(ValueError, match=rf"(?s)in-batch negatives.*num_classes={CLASSES}"):
+def test_dcl_needs_no_labels_and_says_which_output_is_the_logits() -> None:
+    optimizer, (x, y) = wrap("dcl", TwoHeads()), next(batches(1))
+    z, side = optimizer.model(x)
+    with pytest.raises(TypeError, match="takes the logits alone: the companion needs no labels"):
+        optimizer.penalty(z, y)
+    with pytest.raises(ValueError, match=r"say which are the logits, as in logits=lambda output: output\[1\]"):
+        optimizer.penalty(side)
+
+
+@pytest.mark.parametrize(("classes", "options"), [(8, {}), (7, {}), (8, {"num_classes": 8})])
+def test_scores_against_the_batch_have_no_classes(classes: int, options: dict[str, int]) -> None:
+    """CLIP's labels: the place of each row. Fewer than eight rows lie in the order of their labels by chance."""
+    torch.manual_seed(0)
+    optimizer = wrap("dcp", nn.Linear(FEATURES, classes).double(), **options)
+    (x, _), places = next(batches(1, classes)), torch.arange(classes)
+    if classes < 8 or options:
+        assert train(optimizer, [(x, places)]).prototypes.any()
+        return
+    with pytest.raises(ValueError, match=r"(?s)in-batch negatives.*num_classes=8"):
         optimizer.penalty(optimizer.model(x), places)
-    assert train(wrap("dcp", mlp(), num_classes=CLASSES), [(x, places)]).prototypes.any()
 
 
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])

@@ -84,8 +84,11 @@ def prototypes() -> Tensor:
     optimizer.step()
 
     def closure() -> Tensor:
+        optimizer.zero_grad()
         z: Tensor = model(x)
-        return multi_margin_loss(z, y) + optimizer.penalty(z, y, ignore_index=0)
+        loss = multi_margin_loss(z, y) + optimizer.penalty(z, y, ignore_index=0)
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        return loss
 
     optimizer.step(closure)
     for group in optimizer.param_groups:
