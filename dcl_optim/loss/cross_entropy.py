@@ -184,13 +184,11 @@ class Evidence(NamedTuple):
     """What a gradient says about its form, as numbers.
 
     Attributes:
-        total: the sum of absolute values.
         says: whether it tells forms apart: not all rows are certain.
         smoothing: the label smoothing.
         is_softmax: whether the logits are probabilities.
     """
 
-    total: float
     says: float
     smoothing: float
     is_softmax: float
@@ -211,8 +209,7 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
         says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
     allowed = 0.02 if tolerance == HALF_TOLERANCE else 1e-4
     is_softmax = (z.amin() > 0) & ((wide(z).sum(1) - 1).abs().amax() <= allowed)
-    total = torch.linalg.vector_norm(g, ord=1)
-    found = (total, says, _fit_smoothing(p * told[:, None], g * told[:, None], told), is_softmax)
+    found = (says, _fit_smoothing(p * told[:, None], g * told[:, None], told), is_softmax)
     return Evidence(*torch.stack([value.double() for value in found]).tolist())
 
 

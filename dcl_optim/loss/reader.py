@@ -176,29 +176,30 @@ class LossReader:
         dim = (sums or dims)[0]
         z = to_rows(forward.logits, dim)
         g = to_rows(gradient, dim)
-        number = max(SAMPLE // max(z.shape[1], 1), 1)
-        evidence = examine(z[:number], g[:number])
-        if not 0 < evidence.total < math.inf:
-            return None, float(torch.linalg.vector_norm(g, ord=1, dtype=torch.float32))
+        total = float(torch.linalg.vector_norm(g, ord=1, dtype=torch.promote_types(g.dtype, torch.float32)))
+        if not 0 < total < math.inf:
+            return None, total
+        evidence = examine(*_sample(z, g))
+        says = evidence.says or z.shape[1] == 1
         forms = [(form, dim) for dim in sums for form in dict.fromkeys((evidence.smoothing, 0.0))]
         forms += [(LOG, dim) for dim in dims]
-        for form, dim in forms if evidence.says else ():
+        for form, dim in forms if says else ():
             reading = read(form, to_rows(forward.logits, dim), to_rows(gradient, dim), self.reads_labels)
             if bool(reading.fits):
                 if evidence.is_softmax and form != LOG:
                     warn_once(self._said, SOFTMAX_TWICE)
                 self.known = Known(form, self.known.scale, dim if gradient.ndim > 2 else None)
                 forward.lay_out(dim)
-                return reading, evidence.total
+                return reading, total
         self.known = self.known._replace(num_silent=self.known.num_silent + 1)
         is_known = self.known.form is not None
-        if evidence.says or is_known or self.known.num_silent >= PATIENCE:
-            message = self._unreadable(z, evidence.is_softmax, evidence.says, bool(sums), forward.is_one_of_several)
+        if says or is_known or self.known.num_silent >= PATIENCE:
+            message = self._unreadable(z, evidence.is_softmax, says, bool(sums), forward.is_one_of_several)
             if not is_known:
                 raise RuntimeError(message)
             if forward.state is State.OPEN:  # else these logits have their penalty from another loss
                 warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
-        return None, evidence.total
+        return None, total
 
     def _unreadable(self, z: Tensor, is_softmax: float, says: float, sums: bool, several: bool) -> str:
         """The message about a gradient that cannot be read."""
@@ -225,6 +226,16 @@ class LossReader:
             self._num_skipped += int(torch.stack([one.to(self._unread[-1].device) for one in self._unread]).sum())
             self._unread = []
         return self._num_skipped
+
+
+def _sample(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that have a gradient, at most SAMPLE numbers of them."""
+    num_rows = max(SAMPLE // z.shape[1], 1)
+    if len(z) <= num_rows:
+        return z, g
+    rows = torch.maximum(g.amax(1), -g.amin(1)).nonzero().flatten()
+    rows = rows[:: -(-len(rows) // num_rows)]
+    return z[rows], g[rows]
 
 
 def _sums_to_zero(gradient: Tensor, dim: int) -> bool:

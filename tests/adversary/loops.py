@@ -16,8 +16,8 @@ from dcl_optim import LinearWarmup, RunningAverage
 from tests.reliability.cases import Case, Literal, cases, learned, set_rates, term, wrapped
 
 CLEARS = ("optimizer", "optimizer, in place", "model", "base", "model, in place", "base, in place")
-TELLING = CLEARS[:2]  # that a step was skipped (docs/supported.md, limit 2)
-STEPS = ("plain", "scaler", "closure", "closure, lazy")
+TELLING = CLEARS[:4]  # that a step was skipped: in place, only the wrapper knows (docs/supported.md, limit 2)
+STEPS = ("plain", "scaler", "closure")
 PARTS = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "plain, halves")
 SKIPPED = ("skip", "not finite", "skip, accumulation")  # leave gradients that no step takes
 IDLE = ("skip", "not finite", "forward", "evaluation", "evaluation, with gradients", "resume")
@@ -88,12 +88,12 @@ class Script:
 
     def do(self, event: Event, rate: float, x: Tensor, y: Tensor) -> None:
         set_rates(self.optimizer, rate)
-        kind, _, how = event.kind.partition(", ")
+        kind = event.kind.partition(", ")[0]
         if not (event.steps or event.kind in SKIPPED):
             getattr(self, kind)(event, x, y)
             return
-        if kind == "closure":  # a lazy one leaves the backward pass to the optimizer
-            self.optimizer.step(lambda: (self.loss if how == "lazy" else self.gradients)(event, x, y))
+        if kind == "closure":
+            self.optimizer.step(lambda: self.gradients(event, x, y))
         else:
             self.gradients(event, x, y)
         if kind == "plain":
@@ -157,9 +157,15 @@ class Script:
 
 
 def consistent(events: list[Event]) -> tuple[Event, ...]:
-    """Clear gradients that are there before others are added, and those of a skipped step by a way that tells it."""
-    found, there, skipped = [], False, False
+    """Clear gradients that are there before others are added, and those of a skipped step by a way that tells it.
+
+    After a first term all are terms.
+    """
+    found, there, skipped, term = [], False, False, False
     for event in events:
+        if event.steps or event.kind in SKIPPED:
+            term = term or event.term
+            event = replace(event, term=term)
         if (there and event.when == "last") or (event.when == "between" and "accumulation" in event.kind):
             event = replace(event, when="first")
         if (skipped or event.kind in SKIPPED) and event.clear not in TELLING:
