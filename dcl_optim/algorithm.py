@@ -387,7 +387,7 @@ class _Term(torch.autograd.Function):
     """A value whose gradient is written out."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, value: Callable[[], Tensor], backward: Callable[[Tensor], Tensor | None]) -> Tensor:
+    def forward(ctx: Any, z: Tensor, value: Callable[[], Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
         ctx.written = backward
         return value()
 

@@ -28,6 +28,16 @@ IN_BATCH = (
     "  Fix: use DCLOptimizer (no gain was measured for such losses). If these are classes, pass num_classes={}"
 )
 
+OTHER_NUM_CLASSES = (
+    "num_classes={0} but there are {1} logits a row, in logits of shape {2}; pass num_classes={1}, or logits with the "
+    "classes in dimension 1"
+)
+OTHER_WIDTH = (
+    "the first batch, or the loaded state, had {} logits a row, this one has {}, in logits of shape {}; build the base "
+    "optimizer and wrap it again after a change of the classes. For two heads add the penalty of one. Scores against "
+    "the rows of a batch (in-batch negatives) have no classes"
+)
+
 
 class Prototypes(Forecaster):
     r"""The prototypes :math:`p^k` of Deep Companion Prototype (the paper's appendix, Equations 5 and 6).
@@ -136,13 +146,12 @@ class Prototypes(Forecaster):
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         assert labels is not None
-        z = self._prepare(forward)
+        self._prepare(forward)
         self._refuse_in_batch(forward, labels)
-        is_hard = labels.rows.ndim == 1
-        c, weights = self._of_classes(labels.rows) if is_hard else self._of_shares(labels.rows.to(self._rows.dtype))
+        c, weights = self._of_classes(labels.rows) if labels.rows.ndim == 1 else self._of_shares(labels.rows)
         number = labels.number
         number = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-        return pull_of(self.distance, z, c, weights / number)
+        return pull_of(self.distance, forward.rows, c, weights / number)
 
     def _of_classes(self, classes: Tensor) -> tuple[Tensor, Tensor]:
         """The prototype of each row's class, and 1 for a class that was seen, else 0."""
@@ -150,13 +159,14 @@ class Prototypes(Forecaster):
 
     def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
+        shares = shares.to(self._rows)
         with torch.autocast(shares.device.type, enabled=False):
             c = shares @ self._rows[:-1]
         is_unknown = ((shares > 0) & ~self.seen).any(1)
         return c, ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
 
-    def _prepare(self, forward: Forward) -> Tensor:
-        """Follow the logits to their number, device and dtype; return them as rows."""
+    def _prepare(self, forward: Forward) -> None:
+        """Follow the logits to their number, device and dtype."""
         rows = forward.rows
         if not self.num_classes:
             self._create(rows.shape[1], rows)
@@ -165,22 +175,13 @@ class Prototypes(Forecaster):
         dtype = torch.promote_types(self._rows.dtype, rows.dtype)
         if self._rows.device != rows.device or self._rows.dtype != dtype:
             self._convert(rows.device, dtype)
-        return rows
 
     def _refuse_width(self, forward: Forward) -> None:
         """Raise ValueError, since there are not as many logits in a row as classes."""
+        shape = tuple(forward.logits.shape)
         found = forward.rows.shape[1]
-        if self._given is not None:
-            raise ValueError(
-                f"num_classes={self._given} but there are {found} logits a row, in logits of shape "
-                f"{tuple(forward.logits.shape)}; pass num_classes={found}, or logits with the classes in dimension 1"
-            )
-        raise ValueError(
-            f"the first batch, or the loaded state, had {self.num_classes} logits a row, this one has {found}, in "
-            f"logits of shape {tuple(forward.logits.shape)}; build the base optimizer and wrap it again after a change "
-            "of the classes. For two heads add the penalty of one. "
-            "Scores against the rows of a batch (in-batch negatives) have no classes"
-        )
+        message = OTHER_WIDTH if self._given is None else OTHER_NUM_CLASSES
+        raise ValueError(message.format(self.num_classes, found, shape))
 
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
         """Raise ValueError if the labels are the rows' places, as of in-batch negatives, when they are first seen."""
@@ -190,10 +191,10 @@ class Prototypes(Forecaster):
         self._may_be_in_batch = number == self.num_classes and number >= FEWEST_IN_BATCH
         if not self._may_be_in_batch:
             return
-        hard = self._hard(labels.rows).cpu()
-        has_label = hard < number
-        self._may_be_in_batch = bool((hard == torch.arange(number))[has_label].all())
-        if self._may_be_in_batch and 2 * int(has_label.sum()) > number:
+        hard = self._hard(labels.rows).tolist()
+        in_place = [label == place for place, label in enumerate(hard) if label != number]
+        self._may_be_in_batch = all(in_place)
+        if self._may_be_in_batch and 2 * len(in_place) > number:
             raise ValueError(IN_BATCH.format(number))
 
     def _hard(self, labels: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ class Prototypes(Forecaster):
         if labels.rows.ndim == 1:
             self._add_rows(forward.rows, labels.rows, pull)
         else:
-            self._add_shares(forward.rows, labels.rows.to(self._rows.dtype))
+            self._add_shares(forward.rows, labels.rows.to(self._rows))
         if self._num_pending > self.num_classes or self._group.size > 1:
             self._sum_by_class()  # which takes less memory than the rows
         if self.num_classes > self._measures_from:
@@ -263,10 +264,9 @@ class Prototypes(Forecaster):
     def step(self) -> None:
         if self._counts is None:
             return
-        counts = self._counts
         if self._group.size > 1:
-            self._group.all_reduce_sum(self._sum_by_class())
-            counts = self._reduced(counts)
+            self._reduce()
+        counts = self._counts
         if self._num_right is not None:
             fit = torch.stack((self._num_right, counts[:-1].sum()))
             self._fit = torch.add(fit, self._fit, alpha=DECAY)
@@ -277,16 +277,15 @@ class Prototypes(Forecaster):
             self._rows.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)[:, None]))
         self.forget()
 
-    def _reduced(self, counts: Tensor) -> Tensor:
-        """Sum over the ranks, in one reduction, the rows of each class, and those that were predicted right."""
-        if self.num_classes > self._measures_from:
-            num_right = self._one.new_zeros(()) if self._num_right is None else self._num_right
-            counts = torch.cat((counts, num_right[None]))
+    def _reduce(self) -> None:
+        """Sum over the ranks, in two reductions."""
+        self._group.all_reduce_sum(self._sum_by_class())
+        num_right = self._one.new_zeros(()) if self._num_right is None else self._num_right
+        counts = torch.cat((self._counts_of_step(), num_right[None]))
         self._group.all_reduce_sum(counts)
+        self._counts = counts[:-1]
         if self.num_classes > self._measures_from:
             self._num_right = counts[-1]
-            counts = counts[:-1]
-        return counts
 
     def _divisors(self, counts: Tensor) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
@@ -312,10 +311,9 @@ class Prototypes(Forecaster):
 
     def _convert(self, device: torch.device, dtype: torch.dtype) -> None:
         """Follow the model to another device, and to a wider dtype."""
-        for name in ("_rows", "_numbers", "_one", "_no_rows", "_fit", "_num_right", "_counts", "_sums"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.to(device, dtype))
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device, dtype))
         self._pending = [(classes.to(device), apart.to(device, dtype)) for classes, apart in self._pending]
 
     # ---- the state ---------------------------------------------------------------------------------------------------
@@ -359,52 +357,55 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
             f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...) with K of at least 2, or use "
             "DCLOptimizer (no gain was measured)"
         )
-    num_classes = logits.shape[1]
-    may_read = _sync.may_sync(step, logits) and labels.numel() > 0
+    may_read = _sync.may_sync(step, logits)
     has_shape_of_logits = labels.shape == logits.shape
-    if labels.dtype.is_floating_point and has_shape_of_logits:
-        shares = wide(to_rows(labels.detach())).clone()  # the script may write to its own before the step
-        if may_read:
-            _check_shares(shares)
-        return Labels(shares, len(shares))
-    if labels.dtype.is_floating_point or labels.dtype == torch.bool or labels.dtype.is_complex or has_shape_of_logits:
+    if labels.is_floating_point() and has_shape_of_logits:
+        return _soft(labels, may_read)
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or has_shape_of_logits:
         raise TypeError(
             f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} are neither class indices nor soft labels "
             f"of the logits' shape {shape}; pass class indices in an integer dtype, or soft or one-hot labels in "
             "floating point, labels.float()"
         )
-    if labels.shape != (*shape[:1], *shape[2:]):
+    expected = (*shape[:1], *shape[2:])
+    if labels.shape != expected:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not fit logits of shape {shape}: as F.cross_entropy, penalty "
-            f"takes logits (N, K, d1, ...) and labels {(*shape[:1], *shape[2:])}. For (batch, time, classes) pass "
+            f"takes logits (N, K, d1, ...) and labels {expected}. For (batch, time, classes) pass "
             "logits.flatten(0, 1), labels.flatten()"
         )
-    rows = labels.detach().reshape(-1).long()
-    if may_read and not 0 <= ignore_index < num_classes and _are_classes(rows, num_classes):
-        return Labels(rows.clone(), len(rows))  # the script may write to its own before the step
+    return _hard(labels, shape[1], ignore_index, may_read)
+
+
+# The script may write to its own labels before the step, so both copy them.
+
+
+def _hard(labels: Tensor, num_classes: int, ignore_index: int, may_read: bool) -> Labels:
+    rows = labels.detach().flatten().long()
     has_label = rows != ignore_index
     if may_read:
-        others = rows.where(has_label, 0)
-        if not _are_classes(others, num_classes):
-            wrong = others[(others < 0) | (others >= num_classes)]
+        wrong = rows[has_label & ((rows < 0) | (rows >= num_classes))]
+        if len(wrong):
             raise ValueError(
                 f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal "
                 f"ignore_index={ignore_index}"
             )
-    number = has_label.sum(dtype=torch.float32)
-    return Labels(rows.where(has_label, constant(num_classes, rows.device)), number)
+    classes = rows.where(has_label, constant(num_classes, rows.device))
+    return Labels(classes, has_label.sum(dtype=torch.float32))
 
 
-def _are_classes(labels: Tensor, num_classes: int) -> bool:
-    lowest, highest = torch.stack(labels.aminmax()).tolist()
-    return lowest >= 0 and highest < num_classes
-
-
-def _check_shares(shares: Tensor) -> None:
-    sums = shares.sum(1)
-    if not ((shares >= -SHARE_TOLERANCE).all() & ((sums - 1).abs() <= SHARE_TOLERANCE).all()):
-        raise ValueError(
-            f"labels has soft labels that are not distributions over {shares.shape[1]} classes (the least share is "
-            f"{float(shares.min()):g}, rows sum to {float(sums.min()):g} up to {float(sums.max()):g}).\n"
-            "  Fix: with sigmoid outputs (binary, multi-label) and regression use DCLOptimizer (no gain was measured)"
-        )
+def _soft(labels: Tensor, may_read: bool) -> Labels:
+    shares = wide(to_rows(labels.detach())).clone()
+    if may_read and len(shares):
+        sums = shares.sum(1)
+        least = float(shares.min())
+        lowest = float(sums.min())
+        highest = float(sums.max())
+        if not min(least, lowest - 1.0, 1.0 - highest) >= -SHARE_TOLERANCE:
+            raise ValueError(
+                f"labels has soft labels that are not distributions over {shares.shape[1]} classes (the least share is "
+                f"{least:g}, rows sum to {lowest:g} up to {highest:g}).\n"
+                "  Fix: with sigmoid outputs (binary, multi-label) and regression use DCLOptimizer (no gain was "
+                "measured)"
+            )
+    return Labels(shares, len(shares))
