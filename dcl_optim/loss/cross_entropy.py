@@ -37,7 +37,9 @@ TOLERANCE = 1e-3  # of |g - a r| / |g| in float32; the rounding of float32 leave
 HALF_TOLERANCE = 2e-2  # where z or g is in half precision; the rounding of bfloat16 leaves about 4e-3
 ROUNDING = 1e-6  # of r in a row, in units of 1, where p is close to 1
 HALF_LENGTH = 0.1  # of r in half precision: less is rounding of p in few certain rows
+HALF_LENGTH_OF_ONE = 0.5  # of one row, of which a smoothing that is rounded moves the scale by more than of several
 MIN_SMOOTHING = 2e-3  # a smaller one is rounding
+MIN_HALF_SMOOTHING = 1e-2
 MAX_SMOOTHING = 0.5
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
@@ -110,7 +112,7 @@ def _read_hard(z: Tensor, g: Tensor, smoothing: float, wants_labels: bool) -> Re
     fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     tells_scale = excess <= 0
     if is_half(z, g):
-        tells_scale = tells_scale & (length > HALF_LENGTH)
+        tells_scale = tells_scale & (length > max(HALF_LENGTH, HALF_LENGTH_OF_ONE / max(len(z), 1)))
     if wants_labels:
         labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
     return Reading(labels, whole / length * num_live, fits, tells_scale, num_live)
@@ -199,6 +201,7 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
     num_classes = z.shape[1]
     tolerance = tolerance_of(z, g)
     p = _probabilities(z)
+    least = MIN_HALF_SMOOTHING if is_half(z, g) else MIN_SMOOTHING
     g = g.to(p.dtype)
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
     top = p.topk(min(2, max(num_classes - 1, 1)), 1).values.sum(1)
@@ -209,12 +212,12 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
         says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
     allowed = 0.02 if tolerance == HALF_TOLERANCE else 1e-4
     is_softmax = (z.amin() > 0) & ((wide(z).sum(1) - 1).abs().amax() <= allowed)
-    found = (says, _fit_smoothing(p * told[:, None], g * told[:, None], told), is_softmax)
+    found = (says, _fit_smoothing(p * told[:, None], g * told[:, None], told, least), is_softmax)
     return Evidence(*torch.stack([value.double() for value in found]).tolist())
 
 
-def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor) -> Tensor:
-    """The label smoothing; 0 if a line without a floor fits as well.
+def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, least: float) -> Tensor:
+    """The label smoothing; 0 if a line without a floor fits as well, or if it is smaller than the least.
 
     At all entries but the label's, g = a (p - f) is a line, with the floor f = smoothing / K.
     """
@@ -234,5 +237,5 @@ def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor) -> Tensor:
     without = torch.linalg.vector_norm((g - through_zero * p) * others)
     smoothing = floor * p.shape[1]
     is_needed = without > 2.0 * rest + 1e-5 * torch.linalg.vector_norm(g)
-    found = is_needed & (smoothing > MIN_SMOOTHING) & (smoothing < MAX_SMOOTHING)
+    found = is_needed & (smoothing > least) & (smoothing < MAX_SMOOTHING)
     return torch.where(found, smoothing, 0.0)
