@@ -157,8 +157,11 @@ def test_prototypes_with_lora_by_the_models_own_loss_and_by_the_term():
         for words, labels in data():
 
             def closure(words=words, labels=labels, model=model, optimizer=optimizer, way=way):
+                optimizer.zero_grad()
                 output = model(input_ids=words, labels=labels)
-                return output.loss + (0.0 if way == "line" else optimizer.penalty(output.logits, labels))
+                loss = output.loss + (0.0 if way == "line" else optimizer.penalty(output.logits, labels))
+                loss.backward()
+                return loss
 
             optimizer.step(closure)
         runs.append((model, optimizer))

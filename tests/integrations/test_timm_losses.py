@@ -19,7 +19,7 @@ from torch import Tensor
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.by_hand import assert_same_training, by_hand, end, term_of, wrap
+from tests.by_hand import EACH, assert_same_training, by_hand, end, wrap
 from tests.helpers import assert_same, cells
 from tests.integrations.timm_models import CLASSES, adamw, create, images
 
@@ -45,32 +45,52 @@ def test_mixup_with_soft_targets_trains_as_the_algorithm_written_out() -> None:
     torch.manual_seed(5)
     for x, y in data:
         optimizer.zero_grad()
-        criterion(model(x), y).backward()
+        z = model(x)
+        (criterion(z, y) + optimizer.penalty(z)).backward()
         optimizer.step()
         assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
     assert_same(by_hand, model, atol=1e-8)
     assert_same(companion, optimizer.companion, atol=1e-8)
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-def test_prototypes_of_mixed_labels_are_as_written_out(way: str) -> None:
-    """The line reads the shares without the smoothing, the term takes them as they are."""
-    criterion, smoothed = timm.loss.SoftTargetCrossEntropy(), list(mixed(4, smoothing=0.1))
-    labels = [y for _, y in (mixed(4, smoothing=0.0) if way == "line" else smoothed)]
+def test_prototypes_of_mixed_labels_are_as_written_out() -> None:
+    """The term takes the shares as they are, with their smoothing."""
+    criterion = timm.loss.SoftTargetCrossEntropy()
     runs = []
-    for make, of_run in ((wrap, way), (by_hand, "term")):
+    for make in (wrap, by_hand):
         model = create()
         optimizer = make("dcp", model, adamw(model))
-        term = term_of(optimizer, of_run)
         torch.manual_seed(5)
-        for (x, y), q in zip(smoothed, labels, strict=True):
+        for x, y in list(mixed(4, smoothing=0.1)):
             optimizer.zero_grad()
             z = model(x)
-            (criterion(z, y) + term(z, q)).backward()
+            (criterion(z, y) + optimizer.penalty(z, y)).backward()
             optimizer.step()
         runs.append(optimizer)
     assert_same_training(*runs, rtol=1e-6, atol=1e-6)
     assert runs[0].logs()["loss_scale"] == pytest.approx(1.0, rel=1e-6)
+
+
+@EACH
+def test_mixup_of_some_batches_is_skipped_by_the_line_with_one_warning(variant: str) -> None:
+    """The first of these batches reads the same backward, so that mixing leaves its labels plain."""
+    criterion, data = timm.loss.SoftTargetCrossEntropy(), list(mixed(3, smoothing=0.1))
+    assert [int((y[0] > 0.05).sum()) for _, y in data] == [1, 2, 2]
+    model = create()
+    optimizer = wrap(variant, model, adamw(model))
+    skipped = []
+
+    def train() -> None:
+        for x, y in data:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+            skipped.append(optimizer.logs()["skipped"])
+
+    with pytest.warns(UserWarning, match=r"(?s)a batch gets no penalty.*factors") as said:
+        train()
+    assert skipped == [0, 1, 2]
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

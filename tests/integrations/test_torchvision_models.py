@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torchvision.models import detection, segmentation, video
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.distances import mse, squared, to_rows
+from dcl_optim.distances import mse, squared
+from dcl_optim.layout import to_rows
 from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same, cells
 
