@@ -13,34 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcl_optim.distances import wide
+from dcl_optim import layout
+from dcl_optim.layout import wide
 from dcl_optim.loss import cross_entropy
-from dcl_optim.loss.cross_entropy import Evidence, Form, Gradient, Reading, candidates, examine, read, tolerance_of
-from tests.helpers import assert_same, cells
+from dcl_optim.loss.cross_entropy import LOG, Reading, examine, read, tolerance_of
+from dcl_optim.loss.reader import _sums_to_zero
+from tests.helpers import cells
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 NOTHING = "tells nothing"  # in place of a form: such a batch is skipped, and the next one is asked
 
 
-def settle(loss: Tensor, z: Tensor, former: Form | None = None) -> tuple[Form | str | None, Reading | None]:
+def settle(loss: Tensor, z: Tensor) -> tuple[float | str | None, Reading | None]:
     """The form of the gradient that a loss sends to z, and the reading by it; None for no known form."""
     (g,) = torch.autograd.grad(loss, z)
-    live = g.abs().amax(1) > 0
-    seen = Gradient(z.detach(), g, live, live.sum(), tolerance_of(z.dtype, g.dtype))
-    evidence = Evidence(*examine(seen).tolist())
+    z = z.detach()
+    evidence = examine(z, g)
     if not evidence.says:
         return NOTHING, None
-    for _, form in candidates(evidence, z.shape[1], former):
-        reading = read(form, seen)
+    for form in (evidence.smoothing, 0.0, LOG) if _sums_to_zero(g, 1) else (LOG,):
+        reading = read(form, z, g)
         if reading.fits:
             return form, reading
     return None, None
-
-
-def labels_of(reading: Reading, classes: int) -> Tensor:
-    """The label of each row, ``classes`` for none; of soft labels the class with the largest share."""
-    labels = reading.labels
-    return labels if labels.ndim == 1 else labels.argmax(1).where(labels.sum(1) > 0, classes)
 
 
 def drawn(
@@ -62,62 +57,73 @@ FACTORS = torch.tensor([[0.5], [3.0], [2.0], [1.25]]).double()
 SURE = torch.tensor([[0.98, 0.015, 0.005], *P[1:].tolist()]).double()
 
 
-def by_hand(form: Form, g: Tensor, z: Tensor | None = None, num_live: int | None = None) -> Reading:
-    live = g.abs().amax(1) > 0
-    number = live.sum() if num_live is None else torch.tensor(num_live)
-    return read(form, Gradient(P.log() if z is None else z, g, live, number))
-
-
 @pytest.mark.parametrize(
     ("form", "z", "g", "labels", "scale"),
     [
-        (Form("hard"), P.log(), 2.0 * (P - E), [0, 1, 0, 2], 8.0),
+        (0.0, P.log(), 2.0 * (P - E), [0, 1, 0, 2], 8.0),
         # A row whose gradient is zero has no label, and does not count.
-        (Form("hard"), P.log(), 2.0 * (P - E) * torch.tensor([[1], [1], [0], [1]]), [0, 1, 3, 2], 6.0),
+        (0.0, P.log(), 2.0 * (P - E) * torch.tensor([[1], [1], [0], [1]]), [0, 1, 3, 2], 6.0),
         # The first row is surer than its target, and its lowest entry of g is another class.
-        (Form("hard", 0.1), SURE.log(), 2.0 * (SURE - (0.9 * E + 0.1 / 3)), [0, 1, 0, 2], 8.0),
-        (Form("weighted"), P.log(), FACTORS * (P - E), [0, 1, 0, 2], 6.75),
-        (Form("log"), P.log(), -FACTORS * E, [0, 1, 0, 2], 6.75),
+        (0.1, SURE.log(), 2.0 * (SURE - (0.9 * E + 0.1 / 3)), [0, 1, 0, 2], 8.0),
+        (LOG, P.log(), -2.0 * E, [0, 1, 0, 2], 8.0),
     ],
-    ids=["hard", "a row without a gradient", "label smoothing", "weighted", "log-probabilities"],
+    ids=["hard", "a row without a gradient", "label smoothing", "log-probabilities"],
 )
 def test_hard_labels_by_hand(form, z, g, labels, scale):
-    reading = by_hand(form, g, z)
+    reading = read(form, z, g)
     assert reading.labels.tolist() == labels
     assert float(reading.scale) == pytest.approx(scale, rel=1e-7)
     assert (bool(reading.fits), bool(reading.tells_scale)) == (True, True)
 
 
+def mixed_by_hand(smoothing: float) -> Tensor:
+    return 2.0 * (P - ((1 - smoothing) * (0.7 * E + 0.3 * E.roll(1, 0)) + smoothing / 3))
+
+
+@pytest.mark.parametrize(
+    ("form", "g"),
+    [
+        (0.0, FACTORS * (P - E)),
+        (0.1, FACTORS * (P - (0.9 * E + 0.1 / 3))),
+        (LOG, -FACTORS * E),
+        (0.0, mixed_by_hand(0.0)),
+        (0.1, mixed_by_hand(0.1)),
+        (LOG, -0.7 * E - 0.3 * E.roll(1, 0)),
+    ],
+)
+def test_rows_with_factors_of_their_own_or_with_several_labels_have_no_form(form, g):
+    reading = read(form, P.log(), g)
+    assert (bool(reading.fits), bool(reading.tells_scale)) == (False, False)
+    assert reading.labels.tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("rest", [0.0, 0.05])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_soft_labels_by_hand(smoothing):
+def test_rows_in_blocks_are_read_as_those_of_one(smoothing, rest, monkeypatch):
+    """Blocks that each have one factor, but not the same, have no form; nor has one block with another rest."""
     torch.manual_seed(0)
-    p = torch.softmax(torch.randn(4, 6).double(), 1)
-    q = torch.zeros(4, 6).double()
-    q[range(4), [0, 1, 0, 2]] += torch.tensor([0.7, 1.0, 0.5, 0.4]).double()
-    q[range(4), [3, 4, 5, 1]] += torch.tensor([0.3, 0.0, 0.5, 0.6]).double()
-    labels, scale, fits, tells, _ = by_hand(
-        Form("soft", smoothing), 2.0 * (p - ((1 - smoothing) * q + smoothing / 6)), p.log()
-    )
-    assert_same(labels, q, atol=1e-12)
-    assert float(scale) == pytest.approx(8.0, rel=1e-9)
-    assert (bool(fits), bool(tells)) == (True, True)
+    z, y = torch.randn(40, 6).double(), torch.arange(40) % 6
+    z[3, y[3]] += 40.0
+    g = torch.softmax(z, 1) - ((1 - smoothing) * F.one_hot(y, 6).double() + smoothing / 6)
+    g[20:30] = 0.0
+    g[12] += rest * torch.tensor([1, -1, 1, -1, 1, -1])
+    whole = read(smoothing, z, g)
+    monkeypatch.setattr(layout, "BLOCK", 60)
+    parts = read(smoothing, z, g)
+    assert bool(whole.fits) == bool(parts.fits) == (rest == 0.0)
+    assert torch.equal(whole.labels, parts.labels)
+    assert float(parts.scale) == pytest.approx(float(whole.scale), rel=1e-12)
+    if rest == 0.0:
+        assert float(parts.scale) == pytest.approx(30.0, rel=1e-9)
+        g[:10] *= 1.5
+        assert not read(smoothing, z, g).fits
 
 
-@pytest.mark.parametrize("kind", ["hard", "weighted", "soft", "log"])
-def test_rows_that_are_a_selection_stand_for_all(kind):
-    """The scale is that of ``num_live`` rows."""
-    z, q = torch.randn(4, 6).double().log_softmax(1), F.one_hot(torch.tensor([0, 1, 0, 5]), 6).double()
-    g = -2.0 * q if kind == "log" else 2.0 * (z.exp() - q)
-    assert float(by_hand(Form(kind), g, z, num_live=40).scale) == pytest.approx(80.0, rel=1e-9)
-
-
-@pytest.mark.parametrize(("wrong", "fits"), [(1, True), (2, False)])
-def test_a_weighted_row_on_no_line_has_no_label_and_three_of_four_have_to_be_on_one(wrong, fits):
-    g = P - E
-    g[:wrong] = torch.tensor([-0.4, 0.1, 0.3])
-    reading = by_hand(Form("weighted"), g)
-    assert bool(reading.fits) == fits
-    assert reading.labels.tolist() == ([3, 1, 0, 2] if fits else [3] * 4)
+@pytest.mark.parametrize("g", [-E, -1.0 - E, torch.zeros(4, 3).double()])
+def test_a_gradient_without_a_positive_entry_is_no_cross_entropys(g):
+    """As that of nll_loss of logits: no row looks live, and none is left that does not fit."""
+    reading = read(0.0, P.log(), g)
+    assert (bool(reading.fits), bool(reading.tells_scale)) == (False, False)
 
 
 def squared_distance(z: Tensor) -> Tensor:
@@ -128,59 +134,42 @@ def not_finite(z: Tensor) -> Tensor:
     return torch.full_like(z, torch.nan)
 
 
-def share_below_zero(z: Tensor) -> Tensor:
-    q = F.one_hot(torch.arange(len(z)) % 6, 6).to(z)
-    q[0, 0], q[0, 5] = 1.3, -0.3
-    return 2.0 * (z.exp() - q)
-
-
-@pytest.mark.parametrize(
-    ("kind", "gradient"),
-    [
-        *itertools.product(["hard", "weighted", "soft", "log"], [squared_distance, not_finite]),
-        ("soft", share_below_zero),
-    ],
-)
-def test_a_gradient_without_the_form_has_no_labels(kind, gradient):
+@pytest.mark.parametrize("gradient", [squared_distance, not_finite])
+@pytest.mark.parametrize("form", [0.0, 0.1, LOG])
+def test_a_gradient_without_the_form_has_no_labels(form, gradient):
     torch.manual_seed(0)
     z = torch.randn(8, 6).double().log_softmax(1)
-    labels, _, fits, tells, _ = by_hand(Form(kind), gradient(z), z)
+    labels, _, fits, tells, _ = read(form, z, gradient(z))
     assert (bool(fits), bool(tells)) == (False, False)
-    assert (labels == 6).all() if labels.ndim == 1 else (labels == 0).all()
+    assert (labels == 6).all()
 
 
 def test_logits_that_are_no_log_probabilities_have_not_the_form_log():
-    assert not by_hand(Form("log"), -E, P.log() + 1.0).fits
+    assert not read(LOG, P.log() + 1.0, -E).fits
 
 
-@pytest.mark.parametrize("kind", ["hard", "weighted"])
-def test_rows_that_are_all_certain_have_labels_and_no_scale(kind):
+def test_rows_that_are_all_certain_have_labels_and_no_scale():
     """All that is left of p - e_y is rounding."""
     rounding = 1e-9 * torch.tensor([[-3, 1, 2], [2, -3, 1], [-3, 2, 1], [1, 2, -3]]).double()
-    labels, _, fits, tells, _ = by_hand(Form(kind), rounding, 40.0 * E)
+    labels, _, fits, tells, _ = read(0.0, 40.0 * E, rounding)
     assert torch.equal(labels, Y)
     assert (bool(fits), bool(tells)) == (True, False)
 
 
-def test_a_weighted_row_that_is_certain_has_no_label_if_its_gradient_is_large():
-    """That of a row whose loss counts as negative: what it raises is not its label."""
-    z = torch.cat([P.log(), torch.tensor([[40.0, 0.0, 1.0]]).double()])
-    g = torch.cat([P - E, torch.tensor([[-0.5, 0.5, 0.0]]).double()])
-    assert by_hand(Form("weighted"), g, z).labels.tolist() == [0, 1, 0, 2, 3]
+@pytest.mark.parametrize(("rows", "tells"), [(1, False), (8, True)])
+def test_a_few_rows_in_half_precision_that_are_almost_certain_have_no_scale(rows, tells):
+    """A smoothing that is rounded by 0.005 moves that of one row by some per cent."""
+    z = torch.tensor([2.5, 0.0, 0.0]).repeat(rows, 1).bfloat16()
+    g = (torch.softmax(z.float(), 1) - F.one_hot(torch.zeros(rows).long(), 3)).bfloat16()
+    assert bool(read(0.0, z, g).tells_scale) == tells
+    assert read(0.0, z.float(), g.float()).fits
 
 
 def test_the_tolerance_is_that_of_the_narrowest_dtype():
-    assert tolerance_of(torch.float32, torch.float64) == cross_entropy.TOLERANCE
-    assert tolerance_of(torch.float32, torch.float16) == cross_entropy.HALF_TOLERANCE
-    assert tolerance_of(torch.bfloat16, torch.float32) == cross_entropy.HALF_TOLERANCE
-
-
-def test_hard_labels_of_a_script_that_mixed_them_before_are_read_as_soft_ones():
-    z, y = drawn(0, 6)
-    assert settle(F.cross_entropy(z, y), z)[0] == Form("hard")
-    form, reading = settle(F.cross_entropy(z, y), z, former=Form("soft"))
-    assert form == Form("soft")
-    assert_same(reading.labels, F.one_hot(y, 6).float(), atol=1e-4)
+    zero = torch.zeros(1)
+    assert tolerance_of(zero, zero.double()) == cross_entropy.TOLERANCE
+    assert tolerance_of(zero, zero.half()) == cross_entropy.HALF_TOLERANCE
+    assert tolerance_of(zero.bfloat16(), zero) == cross_entropy.HALF_TOLERANCE
 
 
 # ---- random losses: no label is wrong --------------------------------------------------------------------------------
@@ -249,10 +238,6 @@ def class_weighted(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, (2 * torch.rand(z.shape[1]) + 0.2).to(z))
 
 
-def sample_weighted(z: Tensor, y: Tensor) -> Tensor:
-    return (F.cross_entropy(z, y, reduction="none") * (2 * torch.rand(len(y)) + 0.2).to(z)).mean()
-
-
 def smoothed(z: Tensor, y: Tensor, smoothing: float = 0.1) -> Tensor:
     return F.cross_entropy(z, y, label_smoothing=smoothing)
 
@@ -263,13 +248,9 @@ HARD: dict[str, Callable[[Tensor, Tensor, Draw], Tensor]] = {
     "ignored rows": lambda z, y, d: F.cross_entropy(z, y),
     "label smoothing": lambda z, y, d: smoothed(z, y, d.smoothing),
     "label smoothing, ignored rows": lambda z, y, d: smoothed(z, y, d.smoothing),
-    "class weights": lambda z, y, d: class_weighted(z, y),
-    "sample weights": lambda z, y, d: sample_weighted(z, y),
-    "focal": lambda z, y, d: focal(z, y),
     "log-probabilities": lambda z, y, d: F.nll_loss(z, y),
 }
 EXACT = ("mean", "sum", "ignored rows", "log-probabilities")  # of which s is the factor of the mean
-WEIGHTED = ("class weights", "sample weights", "focal")
 
 
 def is_uniform(z: Tensor) -> bool:
@@ -284,12 +265,9 @@ def eight_tables(names):
 
 @pytest.mark.parametrize(("name", "table"), eight_tables(HARD))
 def test_random_losses_with_hard_labels(name, table):
-    """No row has a wrong label. Some have none: they are counted.
-
-    Models that are certain of wrong labels make weights look like mixtures of labels: they are not among the draws.
-    """
+    """No row has a wrong label, and none of a batch that is read has none."""
     rows = unread = refused = silent = 0
-    for d in draws(f"{name} {table}", 80, gain=6.0 if name in WEIGHTED else 20.0):
+    for d in draws(f"{name} {table}", 80, gain=20.0):
         torch.manual_seed(d.seed)
         y = torch.randint(d.classes, (d.rows,))
         z = d.logits(F.one_hot(y, d.classes))
@@ -308,7 +286,7 @@ def test_random_losses_with_hard_labels(name, table):
         if reading is None:
             refused += d.classes > 4 or (name in EXACT and not (d.is_half and d.rounds))
             continue
-        right, labels = y.where(y >= 0, d.classes), labels_of(reading, d.classes)
+        right, labels = y.where(y >= 0, d.classes), reading.labels
         assert ((labels == right) | (labels == d.classes)).all(), (d, form)
         unread += int((labels != right).sum())
         if name in EXACT and d.classes > 3 and not is_uniform(z) and reading.tells_scale:
@@ -317,45 +295,8 @@ def test_random_losses_with_hard_labels(name, table):
             assert float(reading.scale) == pytest.approx(expected, rel=tolerance), (d, form)
     assert rows > 1500
     assert silent <= 40
-    assert refused <= (8 if name in WEIGHTED else 3)
-    assert unread <= (0.05 * rows if name in WEIGHTED else 0)
-
-
-@pytest.mark.parametrize(("name", "table"), eight_tables(("mixup", "mixup, label smoothing", "CutMix of some rows")))
-def test_random_mixtures_of_labels(name, table):
-    """``fit`` is what the logits of the mixture have gained, each of its labels by its share."""
-    num_read = tried = wrong = rows = 0
-    for d in draws(f"{name} {table}", 70, classes=5, rows=2):
-        torch.manual_seed(d.seed)
-        q = F.one_hot(torch.randint(d.classes, (d.rows,)), d.classes).double()
-        share = torch.full((d.rows, 1), d.mixed).double()
-        if name == "CutMix of some rows":
-            share = share.where(torch.rand(d.rows, 1) < 0.5, 1.0)
-        q = share * q + (1 - share) * q[torch.randperm(d.rows)]
-        z = d.logits(q)
-        loss = smoothed(d.inside(z), q.to(d.inside(z)), d.smoothing if "smoothing" in name else 0.0)
-        form, reading = settle(d.factor * loss, z)
-        tried += form != NOTHING
-        if reading is not None:
-            labels = reading.labels
-            labels = F.one_hot(labels, d.classes + 1)[:, :-1].double() if labels.ndim == 1 else labels.double()
-            off = (labels - q).abs().amax(1)[labels.sum(1) > 0]
-            wrong += int((off > (0.15 if d.is_half else 0.02)).sum())
-            rows += d.rows
-            num_read += 1
-    assert tried > 50
-    assert num_read >= 0.65 * tried
-    assert wrong <= 0.005 * rows
-
-
-@pytest.mark.parametrize(("classes", "fit"), [(6, 6.5), (30, 8.0)])
-def test_mixed_labels_of_a_fitted_model_are_not_the_hard_ones_of_a_model_that_is_certain_of_another_class(classes, fit):
-    """To the rounding of bfloat16 both have the gradient 0.3 (e_j - e_y)."""
-    z, y = drawn(0, classes, spread=0.3, learned=fit, dtype=torch.bfloat16)
-    q = 0.7 * F.one_hot(y, classes) + 0.3 * F.one_hot((y + 1) % classes, classes)
-    form, reading = settle(F.cross_entropy(z.float(), q), z)
-    assert form.kind == "soft"
-    assert_same(reading.labels, q, atol=0.05)
+    assert refused <= 6
+    assert unread == 0
 
 
 # ---- random losses that are no cross-entropies -----------------------------------------------------------------------
@@ -367,24 +308,36 @@ OTHERS: dict[str, Criterion] = {
     "regression": lambda z, y: F.mse_loss(z, torch.randn(z.shape).to(z)),
     "distillation": lambda z, y: F.cross_entropy(z, F.softmax(2 * torch.randn(z.shape), 1).to(z)),
     "negated": lambda z, y: -F.cross_entropy(z, y),
+    "class weights": class_weighted,
+    "sample weights": lambda z, y: (
+        F.cross_entropy(z, y, reduction="none") * (2 * torch.rand(len(y)) + 0.2).to(z)
+    ).mean(),
+    "mixup": lambda z, y: 0.7 * F.cross_entropy(z, y) + 0.3 * F.cross_entropy(z, y.roll(1)),
 }
+
+
+ROWS = ("class weights", "sample weights", "mixup")  # with factors of their own, or several labels
 
 
 @pytest.mark.parametrize(("name", "table"), eight_tables(OTHERS))
 def test_random_losses_that_are_no_cross_entropies_are_not_read(name, table):
-    """Of three classes or more: two have too few numbers in a row to say so of a few rows, as any of one row."""
+    """Of three classes or more: two have too few numbers in a row to say so of a few rows, as any of one row.
+
+    Where one row outweighs the others, its factor is that of the batch; to the rounding of bfloat16 mixed labels of a
+    fitted model are the hard ones of a model that is certain of another class: such models are not among the draws.
+    """
     said = 0
     for d in draws(f"{name} {table}", 50, classes=3, rows=4):
         torch.manual_seed(d.seed)
         y = torch.randint(d.classes, (d.rows,))
         z = d.logits(F.one_hot(y, d.classes))
         loss = d.factor * OTHERS[name](d.inside(z), y)
-        if is_uniform(z):
+        if is_uniform(z) or (name in ROWS and (d.fit > 6 or len(y.unique()) == 1)):
             continue
         form, reading = settle(loss, z)
         said += form != NOTHING
         assert reading is None, (d, form)
-    assert said > 25
+    assert said > (10 if name in ROWS else 25)
 
 
 MORE_OTHERS = {
@@ -401,20 +354,6 @@ MORE_OTHERS = {
 def test_the_gradients_of_other_losses_have_no_labels(name, classes):
     z, y = drawn(0, classes, rows=32, spread=2.0)
     assert settle(MORE_OTHERS[name](z, y), z) == (None, None)
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.002])
-def test_a_binary_loss_of_uniform_predictions_is_not_taken_for_mixed_labels(spread):
-    z, y = drawn(0, 8, rows=12, spread=spread)
-    assert settle(OTHERS["binary"](z, y), z) == (None, None)
-
-
-def test_labels_with_a_penalty_on_their_logits_are_not_taken_for_mixed_labels_in_bfloat16():
-    """Their shares would sum to about 0.95, which is more than rounding."""
-    torch.manual_seed(0)
-    z, y = (0.1 * torch.randn(36, 12) + 0.05).bfloat16().requires_grad_(), torch.arange(36) % 12
-    own = z.float()[torch.arange(36), y]
-    assert settle(F.cross_entropy(z.float(), y) + 0.5 * own.square().mean(), z) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +374,6 @@ def test_a_prior_bias_and_tiny_batches_pass_for_no_cross_entropy(classes, bias, 
 
 READABLE: dict[str, Criterion] = {
     "mean": F.cross_entropy,
-    "class weights": class_weighted,
     "smoothed": smoothed,
     "smoothed, in float32": lambda z, y: smoothed(z.float(), y),
 }
@@ -445,8 +383,10 @@ TABLE = [
     # A fresh model, whose logits differ a little: enough for the form, little beside the rounding of the rest.
     *itertools.product(["smoothed, in float32"], [3, 10, 1000], ["bfloat16"], [0.0, 0.02, 0.1, 0.5], [0.0]),
     # Rounded log-probabilities move the probabilities of many classes by per cents.
-    *itertools.product(["mean", "smoothed"], [10, 1000, 20_000], ["bfloat16"], [0.0, 0.1, 1.0, 3.0], [0.0]),
-    *itertools.product(["mean", "class weights", "smoothed"], [2], ["float32"], [0.1, 1.0, 4.0], [0.0]),
+    *itertools.product(["mean", "smoothed"], [10, 1000], ["bfloat16"], [0.0, 0.1, 1.0, 3.0], [0.0]),
+    *itertools.product(["mean", "smoothed"], [20_000], ["bfloat16"], [0.0, 0.1, 1.0], [0.0]),
+    ("mean", 20_000, "bfloat16", 3.0, 0.0),
+    *itertools.product(["mean", "smoothed"], [2], ["float32"], [0.1, 1.0, 4.0], [0.0]),
 ]
 
 
@@ -459,7 +399,7 @@ TABLE = [
         *(("smoothed, in float32", 3, "bfloat16", 0.0, 0.0), ("smoothed, in float32", 1000, "bfloat16", 0.02, 0.0)),
         *(("mean", 10, "bfloat16", 0.0, 0.0), ("mean", 20_000, "bfloat16", 3.0, 0.0)),
         *(("smoothed", 1000, "bfloat16", 1.0, 0.0), ("smoothed", 20_000, "bfloat16", 0.1, 0.0)),
-        *(("mean", 2, "float32", 4.0, 0.0), ("class weights", 2, "float32", 0.1, 0.0)),
+        ("mean", 2, "float32", 4.0, 0.0),
         ("smoothed", 2, "float32", 1.0, 0.0),
     ),
 )
@@ -467,9 +407,9 @@ def test_all_labels_are_read(name, classes, dtype, spread, learned):
     for seed in range(3):
         z, y = drawn(seed, classes, 16 if classes > 1000 else 64, spread, learned, getattr(torch, dtype))
         form, reading = settle(3 * READABLE[name](z, y), z)
-        assert torch.equal(labels_of(reading, classes), y)
+        assert torch.equal(reading.labels, y)
         if dtype != "bfloat16":
-            assert form.smoothing == pytest.approx(0.1 * (name == "smoothed"), rel=1e-3)
+            assert form == pytest.approx(0.1 * (name == "smoothed"), rel=1e-3)
             assert float(reading.scale) == pytest.approx(3, rel=1e-3)
 
 
@@ -481,7 +421,7 @@ def test_certain_rows_beside_others_count(dtype, gap):
     z[torch.arange(8), y[:8]] += gap
     z.requires_grad_()
     form, reading = settle(4.0 * F.cross_entropy(wide(z), y), z)
-    assert form == Form("hard")
+    assert form == 0.0
     assert bool(reading.tells_scale)
     assert float(reading.scale) == pytest.approx(4.0, rel=torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-5)
 
@@ -502,46 +442,19 @@ def test_a_certain_row_has_the_label_that_it_is_certain_of():
     assert {*zip(reading.labels.tolist()[::3], (0, 1), strict=True)} <= {(0, 0), (1, 1), (3, 0), (3, 1)}
 
 
-@pytest.mark.parametrize(("margin", "heaviest"), [(25.0, 1.0), (90.0, 1.0), (60.0, 4.0)])
-def test_a_masked_class_does_not_take_the_labels_of_certain_rows(margin, heaviest):
+@pytest.mark.parametrize("margin", [25.0, 90.0])
+def test_a_masked_class_does_not_take_the_labels_of_certain_rows(margin):
     """Its gradient is zero; so is that of a label whose probability rounds to one. The scale is that of the mean."""
     torch.manual_seed(0)
     z, y = torch.randn(32, 6), 1 + torch.arange(32) % 5
     z[range(8), y[:8]] += margin
     z[:, 0] = -1e9
     z.requires_grad_()
-    form, reading = settle(0.5 * F.cross_entropy(z, y, torch.linspace(1.0, heaviest, 6)), z)
-    assert form == Form("hard" if heaviest == 1 else "weighted")
+    form, reading = settle(0.5 * F.cross_entropy(z, y), z)
+    assert form == 0.0
     assert ((reading.labels == y) | (reading.labels == 6)).all()
     assert torch.equal(reading.labels[8:], y[8:])
-    if heaviest == 1:
-        assert float(reading.scale) == pytest.approx(0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize("classes", [2, 4])
-@pytest.mark.parametrize("margin", [9.0, 12.0, 40.0, 78.0])
-def test_class_weights_of_rows_that_are_certain_count_in_the_scale(classes, margin):
-    """1 - p of such a row is rounding, but the other entries of its gradient are exact."""
-    torch.manual_seed(0)
-    y = torch.arange(64) % classes
-    known = torch.arange(classes) < classes // 2
-    z = (torch.randn(64, classes) + margin * known[y][:, None] * F.one_hot(y, classes)).requires_grad_()
-    _, reading = settle(F.cross_entropy(z, y, torch.where(known, 0.2, 2.0)), z)
-    assert float(reading.scale) == pytest.approx(1.0, rel=1e-3)
-
-
-@pytest.mark.parametrize(("classes", "factor"), [(100, 64.0), (1000, 1.0), (1000, 64.0)])
-def test_certain_rows_with_class_weights_are_read_in_float16_too(classes, factor):
-    """Their small entries are rounded more than the label's."""
-    torch.manual_seed(0)
-    z, y = torch.randn(32, classes), torch.arange(32)
-    z[range(32), y] += torch.tensor([14.0] * 16 + [4.0] * 16)
-    z = z.half().requires_grad_()
-    _, reading = settle(factor * F.cross_entropy(z.float(), y, 0.1 + 2 * torch.rand(classes)), z)
-    is_read = reading.labels < classes
-    assert is_read.sum() > 16
-    assert torch.equal(reading.labels[is_read], y[is_read])
-    assert float(reading.scale) == pytest.approx(factor, rel=0.15)
+    assert float(reading.scale) == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +467,7 @@ def test_a_cross_entropy_in_bfloat16_itself_of_confident_predictions_has_no_wron
         z, y = drawn(seed, classes, 32, learned=learned, dtype=torch.bfloat16)
         _, reading = settle(F.cross_entropy(z, y), z)
         if reading is not None:
-            labels = labels_of(reading, classes)
+            labels = reading.labels
             assert ((labels == y) | (labels == classes)).all()
 
 
@@ -569,24 +482,7 @@ def test_two_classes_in_half_precision_are_read_once_predictions_differ_by_more_
         z = (spread * torch.randn(32, 2, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
         for sign in (1, -1):
             form, _ = settle(sign * 64 * F.cross_entropy(z.float(), y), z)
-            assert (
-                (form in (Form("hard"), Form("weighted")) if sign == 1 else form is None)
-                if is_read
-                else form == NOTHING
-            )
-
-
-@pytest.mark.parametrize("rare", [1, 2])
-def test_class_weights_are_read_of_a_label_with_one_row_or_with_rows_close_together(rare):
-    """The other label's rows show the line."""
-    z, y = torch.randn(16, 2, generator=torch.Generator().manual_seed(0)), (torch.arange(16) < rare).long()
-    z[:rare] = torch.tensor([0.3, 0.5])
-    z[0, 0] += 0.01 * (rare - 1)
-    z.requires_grad_()
-    form, reading = settle(F.cross_entropy(z, y, torch.tensor([1.0, 30.0])), z)
-    assert form == Form("weighted")
-    assert torch.equal(reading.labels, y)
-    assert float(reading.scale) == pytest.approx(1.0, rel=1e-5)
+            assert (form == 0.0 if sign == 1 else form is None) if is_read else form == NOTHING
 
 
 @pytest.mark.parametrize("rows", cells([4, 16, 64], 16))

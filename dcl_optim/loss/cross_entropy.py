@@ -130,7 +130,8 @@ def _read_block(z: Tensor, g: Tensor, smoothing: float) -> _Block:
         r.sub_(smoothing / z.shape[1])
     length = torch.linalg.vector_norm(r.mul_(live[:, None]))
     whole = torch.linalg.vector_norm(g)
-    rest = torch.linalg.vector_norm(torch.addcdiv(r, g, whole / length, value=-1.0))
+    a = whole / length
+    rest = torch.linalg.vector_norm(torch.addcmul(g, r, a, value=-1.0)) / a  # nan if no row is live
     return _Block(y, live, num_live, length, whole, rest)
 
 
