@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import have_gradients, parameters_of, requires_grad, trains_any
+from dcl_optim._optim import have_gradients, parameters_of, trains_any
 from dcl_optim._torch import (
     call_after_backward,
     current_backward,
@@ -104,7 +104,6 @@ class Algorithm:
         self._is_strict = strict
         self._num_bypassed = 0
         self._last_begun = -1  # the last backward pass whose end is waited for
-        self._num_writes: int | None = None  # of a trained parameter in the last training forward pass
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self._has_loaded_term = False  # whether that is known from a loaded state alone
         self._said: set[str] = set()
@@ -200,8 +199,10 @@ class Algorithm:
     def _end_backward(self) -> None:
         """Called when a backward pass has ended, and the model's activations are freed."""
         self.forecaster.end_backward()
+        trained = next((p for p in parameters_of(self._base) if p.grad is not None), None)
         self.step.is_running = False
-        self.step.trained = next((p for p in parameters_of(self._base) if p.grad is not None), None)
+        self.step.trained = trained
+        self.step.version = None if trained is None else version_of(trained)
 
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
@@ -298,7 +299,6 @@ class Algorithm:
             self.forecaster.check_values()
         self.num_steps += 1
         self.step = Step(self.num_steps + 1)
-        self._num_writes = None
         if step.not_finite:
             warn_once(self._said, NOT_FINITE)
         if self._has_loaded_term:
@@ -316,7 +316,7 @@ class Algorithm:
         Gradients that are there after they were cleared the script has put there, as gradient surgery does.
         """
         step = self.step
-        if not step.num_batches or have_gradients(self._base, other_than_zero=step.is_zeroed):
+        if not step.are_gradients_gone() or have_gradients(self._base, other_than_zero=step.is_zeroed):
             return False
         self.forget()
         return True
@@ -334,18 +334,18 @@ class Algorithm:
 
     def refuse_bypass(self) -> None:
         """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
-        if self.is_stepping or not self.step.num_batches:
-            return
-        self._num_writes = None
-        self._count_bypass()
+        if not self.is_stepping and self.step.num_batches:
+            self.step.version = None
+            self._count_bypass()
 
     def _refuse_other_steps(self) -> None:
         """Raise if the weights were changed twice without a step of the wrapper, by whatever method (SAM's)."""
-        parameter = next(filter(requires_grad, parameters_of(self._base)))
-        version = version_of(parameter)
-        has_changed = self._num_writes not in (None, version)
-        self._num_writes = version
-        if has_changed and self._is_strict and not self.is_stepping and self.step.num_batches:
+        step = self.step
+        if step.trained is None or step.version is None or self.is_stepping or not self._is_strict:
+            return
+        version = version_of(step.trained)
+        if version != step.version:
+            step.version = version
             self._count_bypass()
 
     def _count_bypass(self) -> None:
@@ -375,7 +375,6 @@ class Algorithm:
         self.reader.load_state(loss)
         self.num_steps = num_steps
         self.uses_term = self._has_loaded_term = uses_term
-        self._num_writes = None
         self.step = Step(num_steps + 1)
         self.last = {}
 

@@ -89,6 +89,7 @@ class Step:
         has_used_term: whether a backward pass has come through a penalty term.
         is_observing: whether the forecaster learns from the next batch: not from a closure's further evaluations.
         trained: a parameter that had a gradient after the last backward pass, if one had.
+        version: how often that parameter was written to before.
         is_running: whether a backward pass has begun and not ended, unless by an error.
         is_zeroed: whether the optimizer's ``zero_grad`` has set gradients to zero in place since the last batch.
         not_finite: whether a batch was skipped because its logits or its gradient were not finite.
@@ -104,6 +105,7 @@ class Step:
         self.has_used_term = False
         self.is_observing = True
         self.trained: Tensor | None = None
+        self.version: int | None = None
         self.is_running = False
         self.is_zeroed = False
         self.not_finite = False
