@@ -58,16 +58,15 @@ CASES = {
     "bfloat16": Case(dtype=torch.bfloat16),
     "loss / 4": Case(quarter),
     "label smoothing": Case(smoothed),
-    "class weights": Case(weighted),
     "ignored labels": Case(ignored=True),
     "100 classes": Case(classes=100),
     "(N, K, H, W)": Case(images=True, classes=5),
     "two classes": Case(classes=2),
-    "mixup": Case(mixed=True),
     "kl": Case(options={"weight": 5.0, "distance": "kl"}),
     "term": Case(quarter, term=True),
     "term, bfloat16": Case(dtype=torch.bfloat16, term=True),
     "term, (N, K, H, W), ignored labels": Case(images=True, classes=5, ignored=True, term=True),
+    "term, class weights": Case(weighted, term=True),
     "term, mixup": Case(mixed=True, term=True),
 }
 

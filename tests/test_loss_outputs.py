@@ -256,31 +256,20 @@ class Several(nn.Module):
         return self.form(features, logits, F.cross_entropy(logits, torch.zeros(len(x)).long(), reduction="none"))
 
 
-AMBIGUOUS = {  # the form, what is taken, what is named as well
-    "features, logits": (lambda f, z, e: (f, z), r"a tuple .* is on item 0 of shape \(16, 5\), not on item 1 of"),
-    "losses, logits": (
-        lambda f, z, e: [e, z],
-        r"a list .* is on item 1 of .*, not on item 0 of shape \(16,\)",
-    ),
-    "logits, losses": (lambda f, z, e: (z, e), r"is on item 0 of shape \(16, 5\), not on item 1 of shape \(16,\)"),
-}
-
-
-@pytest.mark.parametrize("form", AMBIGUOUS)
-def test_a_choice_that_no_name_decides_is_said_once_where_the_line_uses_it(form):
-    make, message = AMBIGUOUS[form]
-    model = Several(make)
-    optimizer, (x, y) = wrap(model), one()
-    z = find_logits(model(x))
-    (F.cross_entropy(z, y) + optimizer.penalty(z)).backward()  # a term says what it is of
-    optimizer.step()
-    loss = F.cross_entropy(find_logits(model(x)), y)
-    with pytest.warns(UserWarning, match=message + r".* pass logits=lambda output: output\[\.\.\.\] to choose"):
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+def test_the_error_of_logits_that_are_another_tensor_of_the_output_names_the_argument(kind):
+    """The first tensor with rows and classes is taken; its gradient is that of the head after it."""
+    model = Several(lambda f, z, e: (f, z))
+    optimizer, (x, y) = kind(sgd(model), model), one()
+    loss = F.cross_entropy(model(x)[1], y)
+    with pytest.raises(RuntimeError, match=r"Fix: add the penalty.*pass logits=lambda output: output\[1\]"):
         loss.backward()
-    optimizer.step()
-    F.cross_entropy(find_logits(model(x)), y).backward()  # nothing more is said
-    optimizer = wrap(model, logits=lambda output: output[1])
-    (0 * model(x)[1]).sum().backward()
+    assert optimizer.logs()["step"] == 0
+    chosen = kind(sgd(model), model, logits=lambda output: output[1])
+    F.cross_entropy(model(x)[1], y).backward()
+    assert chosen.logs()["loss_scale"] == pytest.approx(1.0)
+    with pytest.raises(RuntimeError, match=r"optimizer\.penalty\(.*\)\. See"):  # it was chosen
+        model(x)[1].square().mean().backward()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +303,7 @@ WRONG = {
     "complex": (lambda z: torch.complex(z, z), r"(?s)is of torch.complex128.*real floating-point logits"),
     "integer": (lambda z: z.argmax(1), r"is of torch.int64"),
     "bool": (lambda z: {"logits": z > 0}, r"is of torch.bool"),
-    "nested": (lambda z: ((z, z), z), "no logits found in the model's output of type tuple"),
+    "nested": (lambda z: ((z, z), None), "no logits found in the model's output of type tuple"),
     "empty": (lambda z: (), "no logits found in the model's output of type tuple"),
 }
 

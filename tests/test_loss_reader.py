@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
+from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer, _sync
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, wrap
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -839,7 +839,7 @@ def test_an_unreadable_batch_does_not_count_in_the_training_accuracy():
     found = []
     for silent in (False, True):
         model = mlp()
-        optimizer = DCPOptimizer(sgd(model), model)
+        optimizer = DCPOptimizer(sgd(model), model, weight=AutoWeight(floor=0.01))
         train(model, optimizer, batches(2))
         before = optimizer.logs()["train_accuracy"]
         (train_silently if silent else train)(model, optimizer, batches(2), squares)
