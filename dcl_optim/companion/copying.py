@@ -8,6 +8,7 @@ from itertools import chain
 from types import FunctionType
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from dcl_optim.step import are_close
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
 LIBRARIES = ("torch.", "transformers.")
+KEPT = (Optimizer, getattr(dist, "ProcessGroup", Optimizer))  # which a copy has too: SyncBatchNorm's group
 PASS_A_MODULE = (
     "build a second model (shard it in the same way), load the first one's state_dict into it and pass it as companion="
 )
@@ -61,7 +63,7 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     attributes = [value for module in modules for value in vars(module).values()]
-    memo |= {id(value): value for value in attributes if isinstance(value, Optimizer)}
+    memo |= {id(value): value for value in attributes if isinstance(value, KEPT)}
     computed = [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
     memo |= {id(tensor): tensor.detach().clone() for tensor in computed}  # torch copies no tensor with a graph
     trained = {id(parameter) for parameter in parameters_of(base) if parameter.requires_grad}

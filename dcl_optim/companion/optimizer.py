@@ -11,6 +11,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -149,6 +150,9 @@ def copy_optimizer(base: Optimizer, groups: list[list[Any]], pairs: Iterable[tup
     memo[id(inner)] = copied
     kept = {name: value for name, value in vars(inner).items() if name != "step" and not name.endswith("_hooks")}
     try:
+        modules = [value for value in kept.values() if isinstance(value, nn.Module)]
+        if list(chain.from_iterable(module.parameters() for module in modules)):
+            raise TypeError("it holds a module with the model's parameters")
         options = [{key: value for key, value in group.items() if key != "param_names"} for group in base.param_groups]
         vars(copied).update(copy.deepcopy(kept | {"param_groups": options}, memo))
         copied.__setstate__({})  # makes the tables of hooks

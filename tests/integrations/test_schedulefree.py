@@ -171,6 +171,13 @@ def test_a_variant_that_steps_with_a_closure_only_regularizes_the_gradient_at_y_
 
         base.step(closure)
         second.step()
-        optimizer.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+
+        def wrapped_closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(wrapped_closure)
     assert_same(hand, model, atol=1e-8)
     assert_same(companion, optimizer.companion, atol=1e-8)
