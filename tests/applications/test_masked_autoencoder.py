@@ -121,6 +121,7 @@ def test_the_loss_is_the_squared_error_on_the_hidden_patches(target):
     torch.testing.assert_close(output.loss, torch.stack(errors).mean())
 
 
+@pytest.mark.filterwarnings("ignore:the first prediction of dcl_optim's companion")  # changed on purpose
 def test_the_penalty_is_the_mean_squared_difference_of_the_reconstructions():
     model, twin, x = autoencoder(dtype=torch.float64), autoencoder(dtype=torch.float64), pictures()
     setting = replace(SMALL, weight=0.3)
