@@ -39,6 +39,9 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
         return copy_model(model, base)
     if not isinstance(given, nn.Module):
         raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
+    theirs = set(map(id, model.parameters()))
+    if any(parameter.requires_grad for parameter in given.parameters() if id(parameter) in theirs):
+        raise ValueError("companion shares trained parameters with the model; it must have its own")
     return given
 
 
