@@ -2,37 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
 SYNC_INTERVAL = 100  # steps
-
-
-class Question(NamedTuple):
-    """A tensor whose values are wanted, and what gets them.
-
-    Attributes:
-        tensor: of any dtype and one dimension.
-        answer: called with the values as floats.
-    """
-
-    tensor: Tensor
-    answer: Callable[[list[float]], None]
-
-
-def read_together(questions: list[Question]) -> None:
-    """Read the values of all questions at once, and give the answers."""
-    if not questions:
-        return
-    device = questions[-1].tensor.device
-    values = torch.cat([question.tensor.to(device).double() for question in questions]).tolist()
-    for question in questions:
-        number = len(question.tensor)
-        question.answer(values[:number])
-        values = values[number:]
 
 
 def may_sync(step: int, tensor: Tensor) -> bool:

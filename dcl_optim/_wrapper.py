@@ -73,7 +73,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
             return functools.partial(self._switch, name)
         hint = f"; its base has, as optimizer.base.{name}" if has_it else ""
         if has_it and name.endswith("_step"):
-            hint = ": closure(); optimizer.step(closure) takes all steps of SAM"
+            hint = ": optimizer.step(closure) takes all steps of SAM"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass

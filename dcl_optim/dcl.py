@@ -144,6 +144,7 @@ class DCLOptimizer(ForecastOptimizer):
             logits: z, what the model's training forward pass returned, or the tensor that ``logits=`` made of it. The
                 rows of the distance lie along dimension 1, as in ``F.cross_entropy``, or along the dimension of the
                 classes that an earlier cross-entropy showed.
+            labels: none; they raise an error, since the companion needs no labels.
 
         Returns:
             A scalar in float32 or wider, differentiable once with respect to the logits.

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim._hooks import Hook
 from tests import by_hand
 from tests.helpers import (
     CLASSES,
@@ -42,7 +41,7 @@ def test_a_copy_with_the_model_goes_on_independently(copied):
     assert_same(model, twin)
     assert_same(optimizer.companion, twin_optimizer.companion)
     assert twin_optimizer.model is twin
-    assert sum(isinstance(hook, Hook) for hook in twin._forward_hooks.values()) == 1
+    assert sum(type(hook).__name__ == "Hook" for hook in twin._forward_hooks.values()) == 1
 
 
 def test_a_copy_of_a_model_that_holds_its_optimizer():

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from tests.test_public_api import documented
 
 # Abstract, or what a forecaster gets and does not make; docs/dev/extending.md shows them.
-WITHOUT_EXAMPLE = {"ForecastOptimizer", "Forecaster", "Forward", "Labels", "Pull", "Question", "Rows"}
+WITHOUT_EXAMPLE = {"ForecastOptimizer", "Forecaster", "Forward", "Labels", "Pull"}
 
 
 PUBLIC = {
@@ -29,7 +29,7 @@ def document(name):
 
 def test_the_page_has_what_the_package_exports():
     assert {"DCLOptimizer", "DCPOptimizer", "mse", "Forecaster", "training_curves", "RunningAverage"} <= PUBLIC.keys()
-    assert len(PUBLIC) > 30
+    assert len(PUBLIC) >= 30
 
 
 def test_every_argument_is_documented():

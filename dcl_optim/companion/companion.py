@@ -189,7 +189,7 @@ class Companion(Forecaster):
         return find_logits(self._replay.call(network.module, args, kwargs), self._logits)
 
     def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The first prediction: check that the companion is a network of its own, and a copy equal to the model."""
+        """The first prediction: check that the companion shares nothing that it trains, and a copy equals the model."""
         model = unwrapped(self._model)
         given = copying.leaves_of(tensors_of((args, kwargs)))  # before the forward edits them
         before = copying.written(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter, is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Network:
     Attributes:
         module: the companion.
         optimizer: its optimizer.
-        has_predicted: whether it has, and was found to be a network of its own.
+        has_predicted: whether it has, and was found to share nothing that it trains.
         is_loaded: whether it has weights of a state.
         loaded_since: whether weights were loaded into the model since the last forward pass.
     """
@@ -62,6 +63,9 @@ class Network:
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._known = _trained_by(base)
         self._last = self._known
+        self._model = model
+        self._is_copy = options.companion is None
+        self._forward = vars(model).get("forward")
         if any(map(nn.parameter.is_lazy, model.parameters())):
             raise ValueError(LAZY)
         device = next(parameters_of(base)).device
@@ -71,7 +75,7 @@ class Network:
             self.optimizer = CompanionOptimizer(base, groups, self._pairs, options.make_optimizer, options.lr_scale)
         self._modules = [(model, self.module)]
         self._shared: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, of the model and the copy
-        if options.companion is None:
+        if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
             own = {id(ours) for _, ours in self._pairs}
             both = zip(model.parameters(), self.module.parameters(), strict=True)
@@ -81,7 +85,7 @@ class Network:
     def base_has_changed(self) -> bool:
         """Whether the base optimizer trains a parameter that it did not, or has one in another place or group.
 
-        A parameter that is frozen stays as it is in the companion, and learns again when it is unfrozen.
+        The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
         trained, places = _trained_by(self._base)
         last, last_places = self._last
@@ -100,11 +104,21 @@ class Network:
             self._num_ranks = self._group.size
             self._group.broadcast(p.data for p in self.module.parameters() if p.requires_grad)
             self._group.broadcast(self.module.buffers())
+        if vars(self._model).get("forward") is not self._forward and self._is_copy:
+            self._follow_forward()
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.train(theirs.training)
         for theirs_now, ours_now in self._views:
             ours_now.data = theirs_now.data  # of which a script may have assigned another
+
+    def _follow_forward(self) -> None:
+        """Follow what a library has put in place of the model's forward since: Lightning for a call, Accelerate."""
+        self._forward = forward = vars(self._model).get("forward")
+        if forward is None:
+            vars(self.module).pop("forward", None)
+        elif getattr(forward, "__self__", None) is self._model:
+            self.module.forward = MethodType(forward.__func__, self.module)
 
     def state_dict(self) -> dict[str, Any]:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""

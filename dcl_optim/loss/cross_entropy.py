@@ -102,12 +102,13 @@ class _Block(NamedTuple):
     num_live: Tensor
     length: Tensor  # of r
     whole: Tensor  # of g
+    slope: Tensor  # a
     rest: Tensor  # of r - g/a, with the a of this block
 
 
 def _read_hard(z: Tensor, g: Tensor, smoothing: float, wants_labels: bool) -> Reading:
     found = [_read_block(z[block], g[block], smoothing) for block in blocks(z)]
-    labels, live, num_live, length, whole, rest = found[0] if len(found) == 1 else _together(found)
+    labels, live, num_live, length, _, slope, rest = found[0] if len(found) == 1 else _together(found)
     excess = torch.sub(rest, length, alpha=tolerance_of(z, g))
     fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     tells_scale = excess <= 0
@@ -115,7 +116,7 @@ def _read_hard(z: Tensor, g: Tensor, smoothing: float, wants_labels: bool) -> Re
         tells_scale = tells_scale & (length > max(HALF_LENGTH, HALF_LENGTH_OF_ONE / max(len(z), 1)))
     if wants_labels:
         labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
-    return Reading(labels, whole / length * num_live, fits, tells_scale, num_live)
+    return Reading(labels, slope * num_live, fits, tells_scale, num_live)
 
 
 def _read_block(z: Tensor, g: Tensor, smoothing: float) -> _Block:
@@ -132,19 +133,20 @@ def _read_block(z: Tensor, g: Tensor, smoothing: float) -> _Block:
     whole = torch.linalg.vector_norm(g)
     a = whole / length
     rest = torch.linalg.vector_norm(torch.addcmul(g, r, a, value=-1.0)) / a  # nan if no row is live
-    return _Block(y, live, num_live, length, whole, rest)
+    return _Block(y, live, num_live, length, whole, a, rest)
 
 
 def _together(found: list[_Block]) -> _Block:
     """All rows, whose blocks must have the same factor a too."""
     labels, live, *sums = zip(*found, strict=True)
-    num_live, lengths, wholes, rests = (torch.stack(one) for one in sums)
+    num_live, lengths, wholes, _, rests = (torch.stack(one) for one in sums)
     length = torch.linalg.vector_norm(lengths)
     whole = torch.linalg.vector_norm(wholes)
-    apart = (wholes / (whole / length) - lengths).abs()
+    slope = whole / length
+    apart = (wholes / slope - lengths).abs()
     rests = torch.where((lengths == 0) & (wholes == 0), 0.0, rests)  # a block without a live row
     rest = torch.linalg.vector_norm(rests + apart)
-    return _Block(torch.cat(labels), torch.cat(live), num_live.sum(), length, whole, rest)
+    return _Block(torch.cat(labels), torch.cat(live), num_live.sum(), length, whole, slope, rest)
 
 
 def _probabilities(z: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class LossReader:
         self._name = name
         self._said: set[str] = set()
         self._num_skipped = 0
-        self._unread: list[Tensor] = []  # of batches that wait on a device: whether each is skipped
+        self._waiting: list[Reading] = []  # of batches whose values were not read: they are on a device
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
@@ -149,7 +149,7 @@ class LossReader:
             if reading is None and forward.state is State.OPEN:
                 self._num_skipped += int(total != 0)
         elif reading is not None and not may_read and forward.state is State.OPEN:
-            self._unread.append((reading.num_live > 0) & ~reading.fits)
+            self._waiting.append(reading._replace(labels=reading.fits))  # without the memory of the labels
         return self._loss_of(reading, is_finite)
 
     def _loss_of(self, reading: Reading | None, is_finite: bool) -> Loss:
@@ -222,9 +222,12 @@ class LossReader:
 
     def num_skipped(self) -> int:
         """Count the batches that got no penalty. Synchronizes."""
-        if self._unread:
-            self._num_skipped += int(torch.stack([one.to(self._unread[-1].device) for one in self._unread]).sum())
-            self._unread = []
+        if self._waiting:
+            device = self._waiting[-1].fits.device
+            fits = torch.stack([reading.fits.to(device) for reading in self._waiting])
+            num_live = torch.stack([reading.num_live.to(device) for reading in self._waiting])
+            self._num_skipped += int(((num_live > 0) & ~fits).sum())
+            self._waiting = []
         return self._num_skipped
 
 
