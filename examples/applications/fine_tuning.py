@@ -130,7 +130,6 @@ class Settings:
         return dict(zip(adapters.METHODS, (self.full_lr, self.probe_lr, self.lora_lr), strict=True))[method]
 
 
-
 def load_data(settings: Settings, seed: int) -> Data:
     """The images to fine-tune on; of the scripts those that the network was not pretrained on."""
     from_imagenet = settings.network in pretrained.ON_IMAGENET
