@@ -235,7 +235,9 @@ def test_both_parts_are_those_that_are_measured_alone():
 
 def test_label_noise_needs_a_data_set_in_memory(monkeypatch):
     monkeypatch.setattr(datasets, "load", lambda *arguments, **options: object())
-    with pytest.raises(ValueError, match=r"label_noise=0.1, shots=None, pretrained=False are for data sets in memory, not digits"):
+    with pytest.raises(
+        ValueError, match=r"label_noise=0.1, shots=None, pretrained=False are for data sets in memory, not digits"
+    ):
         Run(replace(TINY, label_noise=0.1), 0, CPU)
 
 
@@ -435,8 +437,8 @@ def test_what_is_published_has_no_losses_and_one_average_and_counts_as_the_run(s
     assert small("run", "small", "--only", "CE", "--seeds", "1") == []
 
 
-# A part of an experiment's runs would be a choice: the repository has all of them, or none yet. Of the rivals it has the
-# first ones of their queue: tests/paper/test_paper_rivals.py.
+# A part of an experiment's runs would be a choice: the repository has all of them, or none yet. Of the rivals it has
+# the first ones of their queue: tests/paper/test_paper_rivals.py.
 NOT_RUN = {"main-cifar100"}
 
 
