@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper import evidence, pays, peers, size
+from examples.paper import evidence, losses, pays, peers, size
 from examples.paper.configuration import BY_BATCH, DCL, DCP_01, PAPER, Configuration, Experiment
 from examples.paper.pays import DIGITS
 from examples.paper.rivals import experiments as rivals
@@ -100,4 +100,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     **peers.EXPERIMENTS,
     **size.EXPERIMENTS,
     **rivals.EXPERIMENTS,
+    **losses.EXPERIMENTS,
 }
