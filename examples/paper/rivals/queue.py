@@ -142,16 +142,15 @@ def run(folder: Path, checkpoints: Path, until: str | None) -> None:
         print(f"{item.stage}: {item.experiment}, {item.label}, seed {item.seed}: {seconds}", flush=True)
 
 
-def show(folder: Path) -> None:
-    """Print how many runs of each stage have a record."""
+def counts(folder: Path) -> dict[str, tuple[int, int]]:
+    """How many runs of each stage have a record, and how many there are."""
     done = _done(folder)
-    counts: dict[str, list[int]] = {}
+    found: dict[str, tuple[int, int]] = {}
     for item in wanted(folder):
-        of_stage = counts.setdefault(item.stage, [0, 0])
-        of_stage[0] += (item.experiment, item.label, item.seed) in done
-        of_stage[1] += 1
-    for stage, (made, all_of_stage) in counts.items():
-        print(f"{stage}: {made} of {all_of_stage}")
+        made, of_stage = found.get(item.stage, (0, 0))
+        is_made = (item.experiment, item.label, item.seed) in done
+        found[item.stage] = (made + is_made, of_stage + 1)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -162,7 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="their folder")
     options = parser.parse_args(arguments)
     if options.list:
-        show(options.results)
+        for stage, (made, of_stage) in counts(options.results).items():
+            print(f"{stage}: {made} of {of_stage}")
         return
     try:
         run(options.results, options.checkpoints, options.until)
