@@ -262,11 +262,13 @@ def test_no_run_starts_after_the_time_that_is_given(tiny, monkeypatch, capsys):
 def test_chosen_runs_come_once_all_runs_of_the_choice_are_there(tmp_path, monkeypatch):
     chosen = queue.Item("chosen", "rivals-text", "CE", 9)
     monkeypatch.setattr(queue, "confirmations", lambda choice: iter([chosen]))
-    monkeypatch.setattr(queue, "choices", lambda: iter([queue.Item("first", "rivals-text", "CE", 0)]))
+    items = [queue.Item("first", "rivals-text", "CE", seed) for seed in (0, 1)]
+    monkeypatch.setattr(queue, "choices", lambda: iter(items))
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "none")
-    assert chosen not in list(queue.wanted(tmp_path))
-    record = {"label": "CE", "seed": 0, "accuracy": {"model": 0.5}, "validation_accuracy": {"model": 0.5}}
-    records.append(record, tmp_path / "rivals-text.jsonl")
+    for seed in (0, 1):
+        assert chosen not in list(queue.wanted(tmp_path))
+        record = {"label": "CE", "seed": seed, "accuracy": {"model": 0.5}, "validation_accuracy": {"model": 0.5}}
+        records.append(record, tmp_path / "rivals-text.jsonl")
     assert chosen in list(queue.wanted(tmp_path))
 
 
