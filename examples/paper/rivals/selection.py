@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.paper import records
-from examples.paper.rivals import choice, values
+from examples.paper.rivals import choice, rules, values
 from examples.paper.rivals.experiments import name_of, search_of
 from examples.paper.rivals.settings import CHOICE_ROUNDS, FAST, PLACES, SEARCHED
 
@@ -47,8 +47,16 @@ def validation(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> dict[st
 
 
 def searched(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> dict[str, dict[str, dict[int, float]]]:
-    """The same of the search for the default."""
-    return {name: of_place(folder, search_of(name), name, "validation", rounds) for name in SEARCHED}
+    """The same of the search for the default, where today's default may be known from the other experiment alone."""
+    found = {}
+    (default,) = values.LABELS["DCP"]
+    for name in SEARCHED:
+        scores = of_place(folder, search_of(name), name, "validation", rounds)
+        known = of_place(folder, name_of(name), name, "validation", rounds).get(default)
+        if known is not None:
+            scores.setdefault(rules.TODAY.row(PLACES[name].classes), known)
+        found[name] = scores
+    return found
 
 
 def of_place(
