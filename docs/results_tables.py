@@ -470,6 +470,7 @@ MADE: dict[str, tuple[str, ...]] = {
     "[Logits](gains.md#size-and-shape-of-the-logits)": ("data-kanji-480",),
     "[Controls](gains.md#controls)": ("controls-kanji",),
     "[Other images](gains.md#other-images-in-every-seed)": ("draws-kanji-5", "draws-kanji-3", "draws-kanji-5-noise-20"),
+    "[A loss with smaller gradients](rivals.md#a-loss-with-smaller-gradients)": ("losses-kanji",),
     "[Defaults](ablations.md#the-defaults)": tuple(
         f"defaults-{data}-{length}" for data in ("digits", "fashion", "scripts") for length in ("short", "long")
     ),
@@ -488,6 +489,7 @@ def made() -> str:
 
     sizes = {
         "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": sorted(size.EXPERIMENTS),
+        "[Rivals](rivals.md)": sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl")),
     }
     lines = []
     for place, names in (MADE | sizes).items():
@@ -509,6 +511,41 @@ def _took(found: Sequence[Mapping[str, Any]]) -> list[str]:
     devices = sorted({record["device"].removesuffix(" Processor").replace("(R)", "") for record in found})
     hours = f"{sum(record['seconds'] for record in found) / 3600:.1f}"
     return [", ".join(devices), str(len(found)), hours] if found else ["", "not run", ""]
+
+
+def rivals(table: str) -> str:
+    """One of the tables of ``python -m examples.paper.rivals.tables``."""
+    from examples.paper.rivals import tables
+
+    found: str = getattr(tables, table)(RESULTS)
+    return found
+
+
+def rivals_stages() -> str:
+    """How many runs of each stage of the queue are made."""
+    from benchmarks.table import grid
+    from examples.paper.rivals import queue
+
+    rows = [[stage, f"{made} of {of_stage}"] for stage, (made, of_stage) in queue.counts(RESULTS).items()]
+    return "\n".join(grid(["stage", "runs"], rows, words=1))
+
+
+def losses() -> str:
+    """DCP with cross-entropy and with generalized cross-entropy, by its weight; validation images."""
+    from benchmarks.table import grid
+    from dcl_optim.demo.report import mean_and_error, plus_minus
+    from examples.paper.losses import EXPERIMENTS
+    from examples.paper.table import accuracy, by_label, paired
+
+    (name,) = EXPERIMENTS
+    found = by_label(_records(name))
+    rows = []
+    for label in EXPERIMENTS[name].runs:
+        alone = label.split(",")[0]
+        reached = plus_minus(*mean_and_error([accuracy(record) for record in found[label].values()]), places=1)
+        gained = plus_minus(*mean_and_error(paired(found[label], found[alone])), sign="+", places=1)
+        rows.append([label, reached, "" if label == alone else gained])
+    return "\n".join(grid(["loss, λ", "validation images, %", "minus the loss alone"], rows, words=1))
 
 
 def source(module: str, *names: str) -> str:

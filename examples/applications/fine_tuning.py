@@ -78,7 +78,7 @@ from examples.applications.loop import Progress, fit
 from examples.paper import datasets, networks
 from examples.paper.datasets import Data
 from examples.paper.datasets.base import InMemory
-from examples.paper.trainer import in_precision
+from examples.paper.trainer import SIDE, in_precision
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,6 @@ class Settings:
     def lr(self, method: str) -> float:
         """The learning rate of one of :data:`examples.applications.adapters.METHODS`."""
         return dict(zip(adapters.METHODS, (self.full_lr, self.probe_lr, self.lora_lr), strict=True))[method]
-
-
-SIDE = 64  # pixels that images in memory are scaled to for ImageNet's networks, whose features are 32 times smaller
 
 
 def load_data(settings: Settings, seed: int) -> Data:

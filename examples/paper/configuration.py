@@ -39,6 +39,7 @@ class Configuration:
         precision: "float32", or "bfloat16" for autocast in the network's forward pass, also when it is measured.
         shots: train on so many images of each class, drawn by the run's seed, as the wrong labels then are too; None:
             the training images and wrong labels are the same for every seed.
+        pretrained: fine-tune ImageNet's weights, with images that are enlarged to 64 pixels.
     """
 
     data: str
@@ -56,12 +57,15 @@ class Configuration:
     label_noise: float = 0.0
     precision: str = "float32"
     shots: int | None = None
+    pretrained: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The configuration in types that JSON knows."""
         found = asdict(self) | {"averages": list(self.averages)}
         if self.shots is None:
             del found["shots"]  # as in the records that are older
+        if not self.pretrained:
+            del found["pretrained"]
         return found
 
     def key(self, seed: int) -> str:
@@ -75,7 +79,8 @@ class Experiment:
 
     Attributes:
         title: what it asks.
-        part: what is measured at the end: "validation" for choices, "test" for what was chosen before.
+        part: what is measured at the end: "validation" for choices, "test" for what was chosen before, and "both" for
+            the test part with the validation part's accuracy beside it, by which values are chosen.
         seeds: how many.
         baseline: the label that the others are compared to.
         runs: the configurations by their label in the table.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.paper import evidence, pays, peers, size
+from examples.paper import evidence, losses, pays, peers, size
 from examples.paper.configuration import BY_BATCH, DCL, DCP_01, PAPER, Configuration, Experiment
 from examples.paper.pays import DIGITS
+from examples.paper.rivals import experiments as rivals
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
 SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40, train_size=8_000)
@@ -98,4 +99,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     **pays.EXPERIMENTS,
     **peers.EXPERIMENTS,
     **size.EXPERIMENTS,
+    **rivals.EXPERIMENTS,
+    **losses.EXPERIMENTS,
 }

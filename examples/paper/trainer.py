@@ -21,12 +21,14 @@ from examples.paper.datasets import Data
 from examples.paper.datasets.base import InMemory, steps_per_epoch
 from examples.paper.methods.averages import moving_average
 from examples.paper.methods.base import Predictor, predictor
+from examples.paper.networks.weights import lites
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda parameters, **options: torch.optim.SGD(parameters, momentum=0.9, **options),
     "adamw": torch.optim.AdamW,
 }
 PRECISIONS = ("float32", "bfloat16")
+SIDE = 64  # pixels of what is fine-tuned from ImageNet's weights: features are 32 times smaller
 SECONDS_BETWEEN_SAVES = 30.0
 AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fifth of the time
 # What JSON has no value for, by the name that a configuration gives, from the number of steps in the training and in
@@ -82,6 +84,8 @@ class Run:
         for decay in configuration.averages:
             if not 0 <= decay < 1:
                 raise ValueError(f"averages={configuration.averages!r} are decays in [0, 1), which {decay!r} is not")
+        if configuration.pretrained and configuration.network != "efficientnet-lite0":
+            raise ValueError(f"pretrained=True needs network='efficientnet-lite0', not {configuration.network!r}")
         self.configuration, self.seed, self.device = configuration, seed, device
         self.data = data or load_data(configuration, seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -98,7 +102,8 @@ class Run:
         self.seconds = 0.0
 
     def _build(self, name: str) -> nn.Module:
-        network = networks.build(name, self.data.classes, self.data.shape)
+        weights = lites() if self.configuration.pretrained else None
+        network = networks.build(name, self.data.classes, self.data.shape, weights)
         model = in_precision(network, self.configuration.precision).to(self.device)
         # Convolutions over few channels are faster so, on a CPU too.
         return model.to(memory_format=torch.channels_last)
@@ -113,6 +118,8 @@ class Run:
             build=lambda: self._build(chosen.network),
             optimizer=optimizer,
             classes=self.data.classes,
+            epochs=chosen.epochs,
+            samples=self.data.train_size(),
             device=self.device,
             scheduler=lambda stepped: CosineAnnealingLR(stepped, chosen.epochs),
             partners=lambda labels: self._moved(self.data.same_class(labels.cpu(), torch.default_generator)),
@@ -138,8 +145,8 @@ class Run:
         for network in self.method.networks().values():
             network.train()
         first = len(self.losses) * self._steps_per_epoch()
-        for number, (x, y, _) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator), first):
-            loss = self.method.step(self._moved(x), y.to(self.device))
+        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator), first):
+            loss = self.method.step(self._moved(x), y.to(self.device), index)
             for average in self.averages.values() if number % AVERAGED_EVERY == 0 else ():
                 average.update_parameters(self.method.main.network)
             total, count = total + loss * len(y), count + len(y)
@@ -165,13 +172,15 @@ class Run:
         """What each predictor, the deployed one first, reaches on a part of the data and on the training part.
 
         The temperature of the scaled likelihood is fitted on the validation part, also where that is the part; the
-        training part's labels are those that were trained on, noise included.
+        training part's labels are those that were trained on, noise included. For "both" see
+        :class:`~examples.paper.configuration.Experiment`.
         """
+        measured = "test" if part == "both" else part
         keys = ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
         found: dict[str, dict[str, Any]] = {key: {} for key in keys}
         validation = list(self.logits("validation"))
         temperatures = {name: _temperature(z, y) for name, z, y in validation}
-        for name, z, y in validation if part == "validation" else self.logits(part):
+        for name, z, y in validation if part == "validation" else self.logits(measured):
             found["accuracy"][name] = _accuracy(z, y)
             found["quality"][name] = measures.quality(z, y, temperatures[name])
             found["spread"][name] = measures.spread(z, y)
@@ -181,6 +190,8 @@ class Run:
             found["perplexity"][name] = float(metrics.non_target_perplexity(z, y).nanmean())
         for corruption in self.data.corruptions if part == "test" else ():
             found["corrupted"][corruption] = {name: _accuracy(z, y) for name, z, y in self.logits(part, corruption)}
+        if part == "both":
+            found["validation_accuracy"] = {name: _accuracy(z, y) for name, z, y in validation}
         return found | {"seconds": round(self.seconds, 3)}
 
     def save(self, path: Path) -> None:
@@ -204,13 +215,15 @@ def load_data(configuration: Configuration, seed: int) -> Data:
     if not 0 <= chosen.label_noise <= 1:
         raise ValueError(f"label_noise={chosen.label_noise!r} must be in [0, 1]")
     data = datasets.load(chosen.data, train_size=chosen.train_size, augmentation=chosen.augmentation)
-    if not chosen.label_noise and chosen.shots is None:
+    if not chosen.label_noise and chosen.shots is None and not chosen.pretrained:
         return data
     if not isinstance(data, InMemory):
-        given = f"label_noise={chosen.label_noise}, shots={chosen.shots}"
+        given = f"label_noise={chosen.label_noise}, shots={chosen.shots}, pretrained={chosen.pretrained}"
         raise ValueError(f"{given} are for data sets in memory, not {chosen.data}")
     if chosen.shots is not None:
         data.limit(chosen.shots, seed)
+    if chosen.pretrained:
+        data.enlarge(SIDE)
     data.relabel(chosen.label_noise, torch.Generator().manual_seed(0 if chosen.shots is None else seed))
     return data
 

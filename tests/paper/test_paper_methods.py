@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from examples.paper.methods import METHODS, NAMES, Method, Setting, make
 SAMPLES, BATCH, FEATURES, CLASSES, EPOCHS = 24, 8, 6, 4, 4
 STEPS = SAMPLES // BATCH
 
+# Options that bring what a method adds into the first epochs.
+EARLY: dict[str, dict[str, Any]] = {"saf": {"lag": 1, "start": 1}, "mean-teacher": {"ramp_up": 1}}
+
 
 def network(width: int = 8, batch_norm: bool = True, dropout: float = 0.3) -> nn.Sequential:
     norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
@@ -32,6 +36,8 @@ def setting(build: Callable[[], nn.Module] = network, momentum: float = 0.9, epo
         build=build,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=momentum, weight_decay=1e-2),
         classes=CLASSES,
+        epochs=epochs,
+        samples=SAMPLES,
         device=torch.device("cpu"),
         scheduler=lambda optimizer: CosineAnnealingLR(optimizer, epochs),
         partners=partners,
@@ -45,11 +51,11 @@ def partners(labels: Tensor) -> Tensor:
 
 def started(name: str, given: Setting | None = None, seed: int = 0, **options: Any) -> Method:
     torch.manual_seed(seed)
-    return make(name, given or setting(), **options)
+    return make(name, given or setting(), **(options or EARLY.get(name, {})))
 
 
-def batches(epochs: int = EPOCHS) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Epoch, step, inputs, labels: the samples in another order each epoch, with noise of its own."""
+def batches(epochs: int = EPOCHS) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """Epoch, step, inputs, labels, indices: the samples in another order each epoch, with noise of its own."""
     generator = torch.Generator().manual_seed(5)
     samples = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
     labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
@@ -57,12 +63,12 @@ def batches(epochs: int = EPOCHS) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         order = torch.randperm(SAMPLES, generator=generator)
         for step, index in enumerate(order.split(BATCH)):
             noise = torch.randn(BATCH, FEATURES, generator=generator, dtype=torch.float64)
-            yield epoch, step, samples[index] + 0.3 * noise, labels[index]
+            yield epoch, step, samples[index] + 0.3 * noise, labels[index], index
 
 
-def advance(method: Method, batch: tuple[int, int, Tensor, Tensor]) -> Tensor:
-    _, step, x, y = batch
-    loss = method.step(x, y)
+def advance(method: Method, batch: tuple[int, int, Tensor, Tensor, Tensor]) -> Tensor:
+    _, step, x, y, index = batch
+    loss = method.step(x, y, index)
     if step == STEPS - 1:
         method.end_epoch()
     return loss
@@ -170,6 +176,10 @@ REMOVED: dict[str, dict[str, Any]] = {
     "plain": {"label_smoothing": 0.0},
     "dcl": {"weight": 0.0},
     "dcp": {"weight": 0.0},
+    "saf": {"weight": 0.0, "lag": 1, "start": 1},
+    "dml": {"weight": 0.0},
+    "ps-kd": {"alpha": 0.0},
+    "mean-teacher": {"weight": 0.0},
     "voting": {"estimators": 3},
 }
 
@@ -184,6 +194,13 @@ def test_without_what_it_adds_the_model_is_trained_plainly_to_the_last_bit(name:
     )
 
 
+def test_gam_without_radii_is_plain_training_up_to_rounding() -> None:
+    given = setting(functools.partial(network, dropout=0.0))
+    plain, method = started("plain", given), started("gam", given, rho=0.0, rho_gradient=0.0)
+    train(plain), train(method)
+    assert_close(plain.networks()["model"], method.networks()["model"])
+
+
 # ---- loss, cost, names -----------------------------------------------------------------------------------------------
 
 
@@ -192,7 +209,7 @@ def test_the_loss_returned_is_the_tasks(name: str) -> None:
     given = setting(functools.partial(network, dropout=0.0))
     method = started(name, given)
     for batch in batches():
-        _, _, x, y = batch
+        _, _, x, y, _ = batch
         nets = list(method.networks().values()) if name == "voting" else [method.networks()["model"]]
         expected = sum(-F.log_softmax(copy.deepcopy(net)(x), 1)[torch.arange(BATCH), y].mean() for net in nets)
         loss = advance(method, batch)
@@ -242,6 +259,21 @@ WRONG = [
     ("dcp", "random_prototypes", -1.0),
     ("cs-kd", "weight", -1.0),
     ("cs-kd", "temperature", 0.0),
+    ("dcp", "among", -1),
+    ("gam", "rho", -0.1),
+    ("gam", "rho_gradient", -0.1),
+    ("gam", "gamma", -0.1),
+    ("gam", "beta_0", 1.1),
+    ("gam", "beta_1", -0.1),
+    ("saf", "weight", -1.0),
+    ("saf", "temperature", 0.0),
+    ("saf", "lag", 0),
+    ("saf", "start", 2),
+    ("dml", "weight", -1.0),
+    ("ps-kd", "alpha", 1.1),
+    ("mean-teacher", "weight", -1.0),
+    ("mean-teacher", "ramp_up", -1),
+    ("mean-teacher", "decay", 1.1),
     ("voting", "estimators", 0),
     ("voting", "estimators", 1.5),
 ]
@@ -251,6 +283,12 @@ WRONG = [
 def test_an_option_out_of_range_is_refused_by_name(name: str, option: str, value: float) -> None:
     with pytest.raises(ValueError, match=option):
         make(name, setting(), **{option: value})
+
+
+def test_sam_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(ImportError, match="pip install pytorch_optimizer"):
+        make("plain", setting(), rho=0.1)
 
 
 def test_the_options_are_the_wrappers_that_change_what_is_learned() -> None:

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def test_every_experiment_names_what_there_is(name):
     experiment = EXPERIMENTS[name]
     assert experiment.baseline in experiment.runs
-    assert experiment.part in ("validation", "test")
+    assert experiment.part in ("validation", "test", "both")
     for configuration in experiment.runs.values():
         assert configuration.data in datasets.NAMES
         assert configuration.network in networks.NAMES
@@ -221,9 +221,23 @@ def test_shots_and_their_wrong_labels_are_drawn_by_the_seed():
     assert torch.equal(*(next(iter(data.fixed("test")))[0] for data in (first, other)))
 
 
+def test_both_parts_are_those_that_are_measured_alone():
+    run = Run(TINY, 0, CPU)
+    run.train_epoch()
+    both, *alone = (run.figures(part) for part in ("both", "validation", "test"))
+    assert both["validation_accuracy"] == alone[0]["accuracy"] != alone[1]["accuracy"]
+    assert both["accuracy"] == alone[1]["accuracy"]
+    assert both["quality"] == alone[1]["quality"]
+    assert both["corrupted"] == {}
+    assert "validation_accuracy" not in alone[0]
+    assert "validation_accuracy" not in alone[1]
+
+
 def test_label_noise_needs_a_data_set_in_memory(monkeypatch):
     monkeypatch.setattr(datasets, "load", lambda *arguments, **options: object())
-    with pytest.raises(ValueError, match=r"label_noise=0.1, shots=None are for data sets in memory, not digits"):
+    with pytest.raises(
+        ValueError, match=r"label_noise=0.1, shots=None, pretrained=False are for data sets in memory, not digits"
+    ):
         Run(replace(TINY, label_noise=0.1), 0, CPU)
 
 
@@ -234,6 +248,7 @@ def test_label_noise_needs_a_data_set_in_memory(monkeypatch):
         ({"averages": (-0.1,)}, r"which -0.1 is not"),
         ({"label_noise": 1.5}, r"label_noise=1.5 must be in \[0, 1\]"),
         ({"optimizer": "lion"}, "optimizer='lion' is unknown; choose one of sgd, adamw"),
+        ({"pretrained": True}, "pretrained=True needs network='efficientnet-lite0', not 'small-cnn'"),
         ({"precision": "half"}, "precision='half' is unknown; choose one of float32, bfloat16"),
     ],
 )
@@ -422,11 +437,12 @@ def test_what_is_published_has_no_losses_and_one_average_and_counts_as_the_run(s
     assert small("run", "small", "--only", "CE", "--seeds", "1") == []
 
 
-# A part of an experiment's runs would be a choice: the repository has all of them, or none yet.
+# A part of an experiment's runs would be a choice: the repository has all of them, or none yet. Of the rivals it has
+# the first ones of their queue: tests/paper/test_paper_rivals.py.
 NOT_RUN = {"main-cifar100"}
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if not name.startswith("rivals-")])
 def test_the_records_of_the_repository_are_the_experiments_own(name):
     found = records.read(Path(__file__).parents[2] / records.COMMITTED / f"{name}.jsonl")
     missing = list(jobs.pending(EXPERIMENTS[name], found, EXPERIMENTS[name].seeds))

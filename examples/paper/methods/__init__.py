@@ -8,13 +8,23 @@ from examples.paper.methods.base import Method, Setting
 from examples.paper.methods.class_wise import ClassWiseDistillation
 from examples.paper.methods.companion import CompanionLearning, CompanionPrototype
 from examples.paper.methods.ensembles import Voting
+from examples.paper.methods.mean_teacher import MeanTeacher
+from examples.paper.methods.mutual import MutualLearning
 from examples.paper.methods.plain import Plain
+from examples.paper.methods.self_distillation import SelfDistillation
+from examples.paper.methods.sharpness import GradientNormAware
+from examples.paper.methods.sharpness_free import SharpnessFree
 
 METHODS: dict[str, type[Method]] = {
     "plain": Plain,
     "dcl": CompanionLearning,
     "dcp": CompanionPrototype,
     "cs-kd": ClassWiseDistillation,
+    "gam": GradientNormAware,
+    "saf": SharpnessFree,
+    "dml": MutualLearning,
+    "ps-kd": SelfDistillation,
+    "mean-teacher": MeanTeacher,
     "voting": Voting,
 }
 NAMES = tuple(METHODS)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,6 +32,8 @@ class Setting:
         build: gives a fresh network, drawn from torch's global generator.
         optimizer: builds the optimizer of some parameters.
         classes: number of classes.
+        epochs: how many will be trained.
+        samples: size of the training set; the ``index`` of a sample is in 0..samples - 1.
         device: where the networks and the batches are.
         scheduler: builds the learning-rate schedule of an optimizer; stepped once an epoch.
         partners: gives a random training sample of the class of each label (B,): augmented inputs (B, C, H, W) on the
@@ -40,6 +43,8 @@ class Setting:
     build: Callable[[], nn.Module]
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     classes: int
+    epochs: int
+    samples: int
     device: torch.device
     scheduler: Callable[[Optimizer], LRScheduler]
     partners: Callable[[Tensor], Tensor]
@@ -110,12 +115,13 @@ class Method(ABC):
         return {name: trained.network for name, trained in self.trained.items()}
 
     @abstractmethod
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """Train on one batch.
 
         Args:
             x: network inputs, (B, C, H, W), on the setting's device.
             y: class indices, (B,), there too.
+            index: which training samples they are, (B,), on any device.
 
         Returns:
             The task loss before the step, detached: cross-entropy, or what a method's options make of it, without
@@ -155,6 +161,15 @@ class Method(ABC):
         return {**self.trained, **self.kept}
 
 
+class Buffers(nn.Module):
+    """Named tensors that belong to a method's state."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
 def keywords_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a function's keyword-only arguments."""
     return tuple(
@@ -188,6 +203,19 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def frozen_statistics(network: nn.Module) -> Iterator[None]:
+    """Inside the block batch norm normalises by the batch, as in training, but leaves its running statistics alone."""
+    tracking = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    try:
+        for module in tracking:
+            module.track_running_stats = False
+        yield
+    finally:
+        for module in tracking:
+            module.track_running_stats = True
 
 
 def logits_of(network: nn.Module, x: Tensor) -> Tensor:

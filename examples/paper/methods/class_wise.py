@@ -35,7 +35,7 @@ class ClassWiseDistillation(Method):
         super().__init__(setting, model=Trained(setting))
         self._weight, self._temperature = weight, temperature
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         z = self.main.network(x)
         with torch.no_grad():
             partners = self.main.network(self.setting.partners(y))

@@ -33,7 +33,7 @@ class Voting(Method):
     def predictors(self) -> dict[str, Predictor]:
         return {"ensemble": ensemble(list(self.networks().values())), **super().predictors()}
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         losses = []
         for trained in self.trained.values():
             loss = self.criterion(trained.network(x), y)

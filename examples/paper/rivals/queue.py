@@ -1,0 +1,174 @@
+"""The order in which the runs are made, so that an early end leaves comparisons that are complete.
+
+    python -m examples.paper.rivals.queue                 # all runs that have no record, one after the other
+    python -m examples.paper.rivals.queue --until 03:10   # starts no run after this time of the day (UTC)
+    python -m examples.paper.rivals.queue --list          # the stages, and how many runs of each are made
+
+The stages: every method with its first value, the search for the default, the other values; all of it with the seeds of
+the first round, then of the second and third. The values are chosen then, on validation images; what follows are the
+chosen ones in new seeds, DCP on top, and the expensive settings. A run has its record in runs/results, and the same
+command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from examples.paper import records
+from examples.paper.experiments import EXPERIMENTS
+from examples.paper.jobs import Job, finish
+from examples.paper.rivals import selection, values
+from examples.paper.rivals.experiments import name_of, search_of, top_of
+from examples.paper.rivals.settings import CHOICE_ROUNDS, CONFIRMATION_ROUNDS, EXPENSIVE, FAST, PLACES, SEARCHED
+
+CHECKPOINTS = Path("runs/paper")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A run: its stage, experiment, row and seed."""
+
+    stage: str
+    experiment: str
+    label: str
+    seed: int
+
+
+def choices() -> Iterator[Item]:
+    """The runs that values and the default are chosen by."""
+    first = ["CE", *(labels[0] for labels in values.LABELS.values())]
+    for number_of_round in CHOICE_ROUNDS:
+        yield from _methods(f"first values, round {number_of_round}", first, number_of_round)
+        yield from _search(f"default, round {number_of_round}", number_of_round)
+        some = next(iter(FAST.values()))
+        others = [label for label in values.rows(some.plain) if label not in first]
+        yield from _methods(f"other values, round {number_of_round}", others, number_of_round)
+
+
+def _methods(stage: str, labels: Sequence[str], number_of_round: int) -> Iterator[Item]:
+    for label in labels:
+        for name, place in FAST.items():
+            for seed in place.of_round(number_of_round):
+                yield Item(stage, name_of(name), label, seed)
+
+
+def _search(stage: str, number_of_round: int) -> Iterator[Item]:
+    rows = {name: list(EXPERIMENTS[search_of(name)].runs) for name in SEARCHED}
+    for position in range(max(map(len, rows.values()))):
+        for name, labels in rows.items():
+            for label in labels[position : position + 1]:
+                for seed in PLACES[name].of_round(number_of_round):
+                    yield Item(stage, search_of(name), label, seed)
+
+
+def confirmations(chosen: selection.Chosen) -> Iterator[Item]:
+    """The runs of what was chosen: on top, in new seeds, in the expensive settings."""
+    for number_of_round in CONFIRMATION_ROUNDS:
+        for name, place in FAST.items():
+            for seed in place.of_round(number_of_round):
+                for label in chosen.labels(name):
+                    yield Item(f"chosen, round {number_of_round}", name_of(name), label, seed)
+                for label in chosen.under(name):
+                    yield Item(f"on top, round {number_of_round}", top_of(name), values.top_label(label), seed)
+    longest = list(EXPENSIVE)[-1]  # seven minutes a run
+    cheaper = [(seed, name) for seed in CHOICE_ROUNDS for name in EXPENSIVE if name != longest]
+    for seed, name in [*cheaper, *((seed, longest) for seed in CHOICE_ROUNDS)]:
+        for label in chosen.for_all():
+            yield Item(f"{name}, seed {seed}", name_of(name), label, seed)
+
+
+def wanted(folder: Path) -> Iterator[Item]:
+    """All runs in their order; those of chosen values come only once all runs of the choice are there."""
+    of_choice = list(choices())
+    yield from of_choice
+    done = _done(folder)
+    if all((item.experiment, item.label, item.seed) in done for item in of_choice):
+        yield from confirmations(selection.choose(folder))
+
+
+def _done(folder: Path) -> set[tuple[str, str, int]]:
+    return {
+        (name, record["label"], record["seed"])
+        for name in EXPERIMENTS
+        if name.startswith("rivals-")
+        for record in records.finished(folder, f"{name}.jsonl")
+    }
+
+
+def make(item: Item, folder: Path, checkpoints: Path, known: dict[str, records.Record]) -> bool:
+    """Make a run's record, by training or from another experiment's; say whether it was trained."""
+    experiment = EXPERIMENTS[item.experiment]
+    configuration = experiment.runs[item.label]
+    identity = records.identity(configuration.as_dict(), item.seed, experiment.part)
+    made = known.get(identity)
+    trained = made is None
+    path = folder / f"{item.experiment}.jsonl"
+    if made is None:
+        job = Job(item.label, configuration, item.seed, experiment.part, "cpu", 1, checkpoints)
+        made = finish(job)
+        records.append(made, path)
+        job.checkpoint.unlink(missing_ok=True)
+    else:
+        records.append(made | {"label": item.label}, path)
+    known[identity] = made
+    return trained
+
+
+def run(folder: Path, checkpoints: Path, until: str | None) -> None:
+    """Make all runs that have no record, until a time of the day."""
+    done = _done(folder)
+    names = [name for name in EXPERIMENTS if name.startswith("rivals-")]
+    known = records.by_identity(place / f"{name}.jsonl" for place in (records.COMMITTED, folder) for name in names)
+    for item in wanted(folder):
+        if (item.experiment, item.label, item.seed) in done:
+            continue
+        if until is not None and f"{datetime.now(timezone.utc):%H:%M}" >= until:
+            print(f"it is {until}: the same command goes on from here", flush=True)
+            return
+        begin = time.monotonic()
+        try:
+            trained = make(item, folder, checkpoints, known)
+        except (ArithmeticError, RuntimeError, ValueError):  # such as logits that are not finite
+            print(f"{item.experiment}, {item.label}, seed {item.seed}: {traceback.format_exc()}", flush=True)
+            continue
+        seconds = f"{time.monotonic() - begin:.0f} s" if trained else "known"
+        print(f"{item.stage}: {item.experiment}, {item.label}, seed {item.seed}: {seconds}", flush=True)
+
+
+def counts(folder: Path) -> dict[str, tuple[int, int]]:
+    """How many runs of each stage have a record, and how many there are."""
+    done = _done(folder)
+    found: dict[str, tuple[int, int]] = {}
+    for item in wanted(folder):
+        made, of_stage = found.get(item.stage, (0, 0))
+        is_made = (item.experiment, item.label, item.seed) in done
+        found[item.stage] = (made + is_made, of_stage + 1)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--until", help="HH:MM in UTC, after which no run starts")
+    parser.add_argument("--list", action="store_true", help="count the runs, and make none")
+    parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder of the records")
+    parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="their folder")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for stage, (made, of_stage) in counts(options.results).items():
+            print(f"{stage}: {made} of {of_stage}")
+        return
+    try:
+        run(options.results, options.checkpoints, options.until)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The tables of the rivals: one value for all, tuned, DCP on top, and the search for the default.
+
+    python -m examples.paper.rivals.tables                 # all of them, from the records that there are
+    python -m examples.paper.rivals.tables --rounds 3 4 5  # in the seeds that no choice has seen
+
+Test accuracies are of chosen values only; the table of the search is of validation images alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.table import grid
+from dcl_optim.demo.report import mean_and_error, plus_minus
+from examples.paper import records
+from examples.paper.gains import holm
+from examples.paper.rivals import choice, rules, selection, values
+from examples.paper.rivals.experiments import name_of, top_of
+from examples.paper.rivals.settings import CHOICE_ROUNDS, CONFIRMATION_ROUNDS, FAST, PLACES, SEARCHED
+from examples.paper.table import probability, probability_cell
+
+HEADS = {
+    "kanji-3": "kanji, 3",
+    "kanji-5": "kanji, 5",
+    "kanji-5-noise-20": "kanji, 5, 20 % wrong",
+    "kanji-5-noise-40": "kanji, 5, 40 % wrong",
+    "kanji-32": "kanji, 32",
+    "scripts": "scripts",
+    "text": "text",
+    "digits-5": "digits, 5",
+    "digits-30-noise-30": "digits, 30, 30 % wrong",
+    "fashion-500-noise-30": "Fashion, 50, 30 % wrong",
+    "fashion-5000": "Fashion, 500",
+}
+RULES_SHOWN = 12
+
+
+def measured(folder: Path, part: str, rounds: tuple[int, ...]) -> dict[str, dict[str, dict[int, float]]]:
+    """The accuracies of the fast settings in the seeds of some rounds."""
+    return {name: selection.of_place(folder, name_of(name), name, part, rounds) for name in FAST}
+
+
+def one_value(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> str:
+    """(a): each method with one value for all settings, the largest mean gain on test images first."""
+    chosen = selection.choose(folder).for_one
+    test = measured(folder, "test", rounds)
+    lines = []
+    for method, label in chosen.items():
+        gains = [choice.mean_gain(setting, label) for setting in test.values()]
+        lines.append((method, _value(method, label), gains))
+    return _by_setting(lines, ["method", "value"])
+
+
+def tuned(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> str:
+    """(b): each method with its value for the setting, plain training with its learning rate and weight decay."""
+    chosen = selection.choose(folder).by_place
+    test = measured(folder, "test", rounds)
+    lines = []
+    for method in ("CE", *values.METHODS):
+        labels = [chosen[name].get(method) for name in FAST]
+        gains = [
+            None if label is None else choice.mean_gain(test[name], label)
+            for name, label in zip(FAST, labels, strict=True)
+        ]
+        lines.append(("CE, tuned" if method == "CE" else method, "", gains))
+    return _by_setting(lines, ["method"])
+
+
+def tuned_values(folder: Path) -> str:
+    """The values of (b)."""
+    chosen = selection.choose(folder).by_place
+    lines = [
+        [method, *(_value(method, chosen[name].get(method, "")) for name in FAST)]
+        for method in ("CE", *values.METHODS)
+        if any(_value(method, chosen[name].get(method, "")) for name in FAST)
+    ]
+    return "\n".join(grid(["method", *HEADS.values()], lines, words=1 + len(HEADS)))
+
+
+def on_top(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
+    """(c): what DCP's default gains on top of tuned plain training and of the best rivals of each setting."""
+    chosen = selection.choose(folder)
+    cells: dict[tuple[str, str], list[float]] = {}
+    for name in FAST:
+        alone = selection.of_place(folder, name_of(name), name, "test", rounds)
+        both = selection.of_place(folder, top_of(name), name, "test", rounds)
+        for label in chosen.under(name):
+            found = choice.gains({**both, label: alone.get(label, {})}, values.top_label(label), label)
+            if found:
+                cells[name, label] = found
+    p = {f"{name}\n{label}": probability(found) for (name, label), found in cells.items()}
+    corrected = holm({key: one for key, one in p.items() if one is not None})
+    lines = [
+        [
+            PLACES[name].title,
+            label,
+            plus_minus(*mean_and_error(found), sign="+"),
+            probability_cell(corrected.get(f"{name}\n{label}")),
+            str(len(found)),
+        ]
+        for (name, label), found in cells.items()
+    ]
+    return "\n".join(grid(["", "on top of", "gain", "p", "seeds"], lines, words=2))
+
+
+def search(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS, shown: int | None = RULES_SHOWN) -> str:
+    """The rules with the smallest regret, today's default, and the best fixed pair of each setting, on validation."""
+    found = selection.searched(folder, rounds)
+    classes = {name: PLACES[name].classes for name in SEARCHED}
+    judged = choice.judge(found, classes, rules.RULES)
+    today = [one for one in judged[shown:] if one.rule == rules.TODAY] if shown is not None else []
+    lines = [
+        [
+            f"{one.rule} (today)" if one.rule == rules.TODAY else str(one.rule),
+            f"{one.mean_regret:.2f}",
+            f"{min(one.gains.values()):+.1f}",
+            *(f"{one.gains[name]:+.1f}" for name in SEARCHED),
+        ]
+        for one in [*judged[:shown], *today]
+    ]
+    references = [rules.fixed_row(weight, alpha) for weight, alpha in rules.REFERENCES]
+    best = {name: choice.tuned(setting, references) for name, setting in found.items()}
+    gains = {name: choice.mean_gain(found[name], label) for name, label in best.items() if label is not None}
+    cells = [f"{gains[name]:+.1f} ({best[name]})" if name in gains else "" for name in SEARCHED]
+    lines.append(["the best fixed pair", "0", "", *cells])
+    heads = ["rule", "mean regret", "worst gain", *(HEADS[name] for name in SEARCHED)]
+    return "\n".join(grid(heads, lines, words=1))
+
+
+def against_best(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
+    """The test of (a): DCP's default minus the best rival, chosen on validation, over all settings and seeds."""
+    validation = selection.validation(folder)
+    chosen = selection.choose(folder).for_one
+    means = {
+        label: mean
+        for method, label in chosen.items()
+        if method != "DCP" and (mean := choice.mean_over_settings(validation, label)) is not None
+    }
+    if not means or "DCP" not in chosen:
+        return "not known yet"
+    best = max(means, key=lambda label: means[label])
+    test = measured(folder, "test", rounds)
+    found = [one for setting in test.values() for one in choice.gains(setting, chosen["DCP"], best)]
+    if not found:
+        return f"the best rival on validation images is {best}; no pair is measured in these seeds"
+    p = probability_cell(probability(found))
+    difference = plus_minus(*mean_and_error(found), sign="+")
+    return f"DCP's default minus {best}, the best rival on validation images: {difference}, p {p}, {len(found)} pairs"
+
+
+def seeds(folder: Path) -> str:
+    """How many seeds each setting has, of CE and of the row with the fewest."""
+    lines = []
+    for name in FAST:
+        found = selection.of_place(folder, name_of(name), name, "validation", CHOICE_ROUNDS)
+        wanted = list(values.rows(PLACES[name].plain))
+        plain = found.get("CE", {})
+        accuracy = f"{statistics.fmean(plain.values()):.1f}" if plain else ""
+        counts = [str(len(plain)), str(sum(label in found for label in wanted)), str(len(wanted))]
+        lines.append([PLACES[name].title, accuracy, *counts])
+    return "\n".join(grid(["", "CE, validation, %", "seeds of CE", "rows with a run", "rows"], lines, words=1))
+
+
+def _by_setting(lines: Sequence[tuple[str, str, Sequence[float | None]]], words: list[str]) -> str:
+    """A table of gains by the setting, with their mean and the worst; methods that were not run in all are left out."""
+    complete = []
+    for method, value, gains in lines:
+        known = [gain for gain in gains if gain is not None]
+        if len(known) == len(gains):
+            complete.append((statistics.fmean(known), [method, value][: len(words)], known))
+    complete.sort(key=lambda line: -line[0])
+    rows = [
+        [*names, f"{mean:+.1f}", f"{min(known):+.1f}", *(f"{gain:+.1f}" for gain in known)]
+        for mean, names, known in complete
+    ]
+    return "\n".join(grid([*words, "mean", "worst", *HEADS.values()], rows, words=len(words)))
+
+
+def _value(method: str, label: str) -> str:
+    """A row's value, without the method's name."""
+    return label.removeprefix(method).strip()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder of the records")
+    parser.add_argument("--rounds", type=int, nargs="+", default=CHOICE_ROUNDS, help="whose seeds are shown")
+    options = parser.parse_args(arguments)
+    rounds = tuple(options.rounds)
+    print(seeds(options.results))
+    for title, table in (("(a) One value for all", one_value), ("(b) Tuned", tuned)):
+        print(f"\n{title}\n\n{table(options.results, rounds)}")
+    print(f"\n{against_best(options.results, rounds)}")
+    print(f"\nThe tuned values\n\n{tuned_values(options.results)}")
+    print(f"\n(c) On top\n\n{on_top(options.results)}")
+    print(f"\nThe search for the default, on validation images\n\n{search(options.results)}")
+
+
+if __name__ == "__main__":
+    main()
