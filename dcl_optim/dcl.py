@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -134,7 +134,7 @@ class DCLOptimizer(ForecastOptimizer):
             strict=strict,
         )
 
-    def penalty(self, logits: Tensor, *labels: Tensor) -> Tensor:
+    def penalty(self, logits: Tensor, *labels: NoReturn) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss.
 
         Autograd carries every factor of the loss. After its first call in a step the hooks add nothing. The companion
