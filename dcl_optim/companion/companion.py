@@ -159,9 +159,9 @@ class Companion(Forecaster):
 
     def _copy_again(self, network: Network) -> None:
         """Follow a change of what the base trains; a state that was loaded and not used yet survives a move."""
-        state = self.state_dict()
+        state = self.state_dict() if network.is_loaded and not network.has_predicted else None
         self.reset()
-        if network.is_loaded and not network.has_predicted:
+        if state is not None:
             with suppress(ValueError):  # raised if other parameters train than those that it was saved with
                 self.check_state(state)
                 self.load_state_dict(state)

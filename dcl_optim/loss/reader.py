@@ -171,15 +171,14 @@ class LossReader:
         """Choose form and class dimension, and read; give also the sum of the gradient's absolute values."""
         known = self.dim_of(gradient)
         dims = range(1, max(gradient.ndim, 2)) if known is None else [known]
-        # Along the classes the gradient of a softmax cross-entropy sums to 0.
-        sums = [dim for dim in dims if _sums_to_zero(gradient, dim)]
-        dim = (sums or dims)[0]
-        z = to_rows(forward.logits, dim)
-        g = to_rows(gradient, dim)
-        total = float(torch.linalg.vector_norm(g, ord=1, dtype=torch.promote_types(g.dtype, torch.float32)))
+        total = _total(gradient)
         if not 0 < total < math.inf:
             return None, total
-        evidence = examine(*_sample(z, g))
+        # Along the classes the gradient of a softmax cross-entropy sums to 0.
+        sums = [dim for dim in dims if gradient.ndim > 1 and _total_of_sums(gradient, dim) <= SUMS_TO_ZERO * total]
+        dim = (sums or dims)[0]
+        z = to_rows(forward.logits, dim)
+        evidence = examine(*_sample(z, to_rows(gradient, dim)))
         says = evidence.says or z.shape[1] == 1
         forms = [(form, dim) for dim in sums for form in dict.fromkeys((evidence.smoothing, 0.0))]
         forms += [(LOG, dim) for dim in dims]
@@ -192,14 +191,16 @@ class LossReader:
                 forward.lay_out(dim)
                 return reading, total
         self.known = self.known._replace(num_silent=self.known.num_silent + 1)
-        is_known = self.known.form is not None
-        if says or is_known or self.known.num_silent >= PATIENCE:
-            message = self._unreadable(z, evidence.is_softmax, says, bool(sums), forward.is_one_of_several)
-            if not is_known:
-                raise RuntimeError(message)
-            if forward.state is State.OPEN:  # else these logits have their penalty from another loss
-                warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
+        if says or self.known.form is not None or self.known.num_silent >= PATIENCE:
+            self._refuse(forward, self._unreadable(z, evidence.is_softmax, says, bool(sums), forward.is_one_of_several))
         return None, total
+
+    def _refuse(self, forward: Forward, message: str) -> None:
+        """A gradient has no known form: an error, or a warning once a form is known."""
+        if self.known.form is None:
+            raise RuntimeError(message)
+        if forward.state is State.OPEN:  # else these logits have their penalty from another loss
+            warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
 
     def _unreadable(self, z: Tensor, is_softmax: float, says: float, sums: bool, several: bool) -> str:
         """The message about a gradient that cannot be read."""
@@ -241,9 +242,11 @@ def _sample(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return z[rows], g[rows]
 
 
-def _sums_to_zero(gradient: Tensor, dim: int) -> bool:
-    if gradient.ndim <= 1:
-        return False
-    sums = torch.linalg.vector_norm(gradient.sum(dim, dtype=torch.promote_types(gradient.dtype, torch.float32)), ord=1)
-    whole = torch.linalg.vector_norm(gradient, ord=1, dtype=sums.dtype)
-    return bool(sums <= SUMS_TO_ZERO * whole)
+def _total(gradient: Tensor) -> float:
+    """The sum of absolute values, which synchronizes."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(gradient, ord=1, dtype=dtype))
+
+
+def _total_of_sums(gradient: Tensor, dim: int) -> float:
+    return _total(gradient.sum(dim, dtype=torch.promote_types(gradient.dtype, torch.float32)))
