@@ -17,7 +17,7 @@ from dcl_optim import layout
 from dcl_optim.layout import wide
 from dcl_optim.loss import cross_entropy
 from dcl_optim.loss.cross_entropy import LOG, Reading, examine, read, tolerance_of
-from dcl_optim.loss.reader import _sums_to_zero
+from dcl_optim.loss.reader import _sums_to_zero, _total
 from tests.helpers import cells
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +31,7 @@ def settle(loss: Tensor, z: Tensor) -> tuple[float | str | None, Reading | None]
     evidence = examine(z, g)
     if not evidence.says:
         return NOTHING, None
-    for form in (evidence.smoothing, 0.0, LOG) if _sums_to_zero(g, 1) else (LOG,):
+    for form in (evidence.smoothing, 0.0, LOG) if _sums_to_zero(g, 1, _total(g)) else (LOG,):
         reading = read(form, z, g)
         if reading.fits:
             return form, reading

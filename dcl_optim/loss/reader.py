@@ -175,7 +175,7 @@ class LossReader:
         if not 0 < total < math.inf:
             return None, total
         # Along the classes the gradient of a softmax cross-entropy sums to 0.
-        sums = [dim for dim in dims if gradient.ndim > 1 and _total_of_sums(gradient, dim) <= SUMS_TO_ZERO * total]
+        sums = [dim for dim in dims if _sums_to_zero(gradient, dim, total)]
         dim = (sums or dims)[0]
         z = to_rows(forward.logits, dim)
         evidence = examine(*_sample(z, to_rows(gradient, dim)))
@@ -248,5 +248,8 @@ def _total(gradient: Tensor) -> float:
     return float(torch.linalg.vector_norm(gradient, ord=1, dtype=dtype))
 
 
-def _total_of_sums(gradient: Tensor, dim: int) -> float:
-    return _total(gradient.sum(dim, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+def _sums_to_zero(gradient: Tensor, dim: int, total: float) -> bool:
+    if gradient.ndim <= 1:
+        return False
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return _total(gradient.sum(dim, dtype=dtype)) <= SUMS_TO_ZERO * total
