@@ -62,6 +62,11 @@ STALE = (
     "a backward pass came through what {}.penalty returned before the last step, which is the penalty of other "
     "weights.\n  Fix: call penalty in each step"
 )
+IDLE_STEPS = 20  # in a row, after which they are a mistake
+NOT_TRAINED = (
+    f"{{}}.step was called {IDLE_STEPS} steps in a row without a training forward pass of the wrapped model: was the "
+    "model built again after the optimizer?\n  Fix: build the base optimizer and the wrapper again too"
+)
 NO_TERM = (
     "the loaded state is of a script that adds {}.penalty to its loss, and no penalty was called in the first step: "
     "without it there is none.\n  Fix: add it, or wrap the optimizer and load the state of the base alone"
@@ -103,6 +108,7 @@ class Algorithm:
         self._is_training_forward = False  # whether the forward pass that runs is one
         self._is_strict = strict
         self._num_bypassed = 0
+        self._num_idle = 0  # steps in a row without a training forward pass
         self._last_begun = -1  # the last backward pass whose end is waited for
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self._has_loaded_term = False  # whether that is known from a loaded state alone
@@ -297,6 +303,11 @@ class Algorithm:
         if _sync.is_sync_step(step.number):
             self.reader.num_skipped()
             self.forecaster.check_values()
+        if not step.num_batches:
+            self.last = {}  # those of an older batch
+        self._num_idle = self._num_idle + 1 if self._is_idle() else 0
+        if self._num_idle == IDLE_STEPS:
+            warn_once(self._said, NOT_TRAINED.format(self._name))
         self.num_steps += 1
         self.step = Step(self.num_steps + 1)
         if step.not_finite:
@@ -304,6 +315,12 @@ class Algorithm:
         if self._has_loaded_term:
             self._has_loaded_term = False
             warn_once(self._said, NO_TERM.format(self._name))
+
+    def _is_idle(self) -> bool:
+        """Whether nothing was there to step on, though parameters are to be trained."""
+        if self.step.num_forwards or self.step.num_batches or not self.hooks.attached:
+            return False
+        return trains_any(self._base) and not have_gradients(self._base)
 
     def note_zero_grad(self, set_to_none: bool) -> None:
         """The script clears the gradients. A term that no backward pass has come through is forgotten."""

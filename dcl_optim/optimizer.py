@@ -269,7 +269,7 @@ class ForecastOptimizer(OptimizerWrapper):
         The keys stay while the settings do.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; ``skipped`` (batches since the optimizer was made that the line gave no penalty); with
+        the last backward pass, nan after a step without one; ``skipped`` (batches since the optimizer was made that the line gave no penalty); with
         DCP ``prototype_norm`` and ``prototype_margin``; with an automatic weight ``train_accuracy``.
 
         Args:
