@@ -19,6 +19,7 @@ from dcl_optim._hooks import Hook, ModuleHooks
 from dcl_optim._optim import have_gradients, parameters_of, trains_any
 from dcl_optim._torch import (
     call_after_backward,
+    constant,
     current_backward,
     is_recorded,
     reaches_parameters,
@@ -265,10 +266,15 @@ class Algorithm:
             return
         self.step.has_used_term = True
         self.last = figures
-        if _sync.may_sync(forward.step, s) and not bool((forward.logits < torch.inf).all() & (s.abs() < torch.inf)):
-            self._miss(forward, part, figures["alpha"], is_finite=False)
-        else:
-            self._learn(forward, part, pull, labels, s, figures["alpha"])
+        if forward.logits.numel():
+            # 0 times a scale that is not finite is nan. Classes that are masked, minus infinity, are finite here.
+            is_finite = torch.add(forward.logits.amax(), s, alpha=0) < torch.inf
+            if not _sync.may_sync(forward.step, s):
+                labels, s = _only_if(is_finite, labels, s, forward.rows.shape[1])
+            elif not bool(is_finite):
+                self._miss(forward, part, figures["alpha"], is_finite=False)
+                return
+        self._learn(forward, part, pull, labels, s, figures["alpha"])
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
@@ -397,6 +403,14 @@ class Algorithm:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"last": {}, "step": self.step.without_forwards()}
+
+
+def _only_if(counts: Tensor, labels: Labels | None, s: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:
+    """Labels and loss scale of a batch that counts; else no row has a label, or without labels the scale is 0."""
+    if labels is None:
+        return None, s.where(counts, constant(0.0, s.device))
+    none = num_classes if labels.rows.ndim == 1 else 0.0
+    return labels._replace(rows=labels.rows.where(counts, constant(none, s.device))), s
 
 
 class _Term(torch.autograd.Function):
