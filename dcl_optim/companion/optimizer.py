@@ -25,6 +25,7 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
+DIVIDE_BY_THE_FIRST_GRADIENT = ("AdaShift", "RACS")  # of pytorch_optimizer
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
     "  Fix: unfreeze one, or ask for optimizer.companion before a forward pass with other parameters (functional_call)"
@@ -141,6 +142,11 @@ def copy_optimizer(base: Optimizer, groups: list[list[Any]], pairs: Iterable[tup
         raise ValueError(
             f"{kind.__name__} cannot train the companion: it steps with a closure only, and the companion has none; "
             + PASS_ANOTHER
+        )
+    if kind.__name__ in DIVIDE_BY_THE_FIRST_GRADIENT:
+        raise ValueError(
+            f"{kind.__name__} cannot train the companion: it divides by its first gradient, and that of a copy of the "
+            f"model is zero; {PASS_ANOTHER}"
         )
     memo: dict[int, Any] = {id(group["params"]): own for group, own in zip(base.param_groups, groups, strict=True)}
     memo |= {id(theirs): ours for theirs, ours in pairs}
