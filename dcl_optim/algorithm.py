@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,12 +103,12 @@ class Algorithm:
         self.step = Step(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = False
-        self.is_stepping = False  # whether the wrapper steps the base optimizer
+        self.is_strict = strict
         self._base = base
         self._logits = logits
         self._name = name
         self._is_training_forward = False  # whether the forward pass that runs is one
-        self._is_strict = strict
+        self._is_stepping = False  # whether the wrapper steps the base optimizer
         self._num_bypassed = 0
         self._num_idle = 0  # steps in a row without a training forward pass
         self._last_begun = -1  # the last backward pass whose end is waited for
@@ -293,15 +294,16 @@ class Algorithm:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """The wrapper steps the base optimizer."""
-        self.is_stepping = True
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Say that the wrapper steps the base optimizer in the block. If it raises, the step goes on as before."""
+        self._is_stepping = True
         self._num_bypassed = 0
-
-    def leave_step(self) -> None:
-        """The base optimizer has stepped, or its step has raised: then the step goes on as before."""
-        self.is_stepping = False
-        self.step.is_observing = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            self.step.is_observing = True
 
     def end_step(self) -> None:
         """Both networks have stepped."""
@@ -357,14 +359,14 @@ class Algorithm:
 
     def refuse_bypass(self) -> None:
         """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
-        if not self.is_stepping and self.step.num_batches:
+        if not self._is_stepping and self.step.num_batches:
             self.step.version = None
             self._count_bypass()
 
     def _refuse_other_steps(self) -> None:
         """Raise if the weights were changed twice without a step of the wrapper, by whatever method (SAM's)."""
         step = self.step
-        if step.trained is None or step.version is None or self.is_stepping or not self._is_strict:
+        if step.trained is None or step.version is None or self._is_stepping or not self.is_strict:
             return
         version = version_of(step.trained)
         if version != step.version:
