@@ -66,7 +66,7 @@ STALE = (
 )
 IDLE_STEPS = 20  # in a row, after which they are a mistake
 NOT_TRAINED = (
-    f"{{}}.step was called {IDLE_STEPS} steps in a row without a training forward pass of the wrapped model: was the "
+    f"{{}}.step was called {IDLE_STEPS} times in a row without a training forward pass of the wrapped model: was the "
     "model built again after the optimizer?\n  Fix: build the base optimizer and the wrapper again too"
 )
 NO_TERM = (

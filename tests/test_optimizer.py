@@ -234,7 +234,7 @@ def test_steps_of_a_model_that_was_built_again_log_no_old_figures_and_are_said_o
     logs = optimizer.logs()
     assert logs["step"] == 21
     assert all(math.isnan(logs[name]) for name in ("penalty", "weight", "alpha", "loss_scale"))
-    with pytest.warns(UserWarning, match="20 steps in a row.*built again after the optimizer"):
+    with pytest.warns(UserWarning, match="20 times in a row.*built again after the optimizer"):
         train(again, optimizer, batches(1))
     train(again, optimizer, batches(25))  # an error if it warned again
     train(model, optimizer, batches(1))
