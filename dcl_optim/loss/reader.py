@@ -37,6 +37,7 @@ FACTORS = (
     "the rows have different factors, as with class weights, focal or symmetric losses, or more than one class, as "
     "with mixup, or the logits are changed before the loss"
 )
+OF_AN_ATTACK = "; for the gradient of an attack use torch.autograd.grad, or model.eval()"
 NOTHING = "batches that show no form: single rows of two classes, or a model that is certain of every row"
 PROBABILITIES = "the rows of the model's output are probabilities"
 NEEDS_LOGITS = "return logits or log_softmax from the model, or pass logits=, and use F.cross_entropy or F.nll_loss"
@@ -228,6 +229,7 @@ class LossReader:
             seen = NOTHING
         else:
             seen = FACTORS if sums else SUMS
+            fix += OF_AN_ATTACK
         what = "the labels" if self.reads_labels else "the factor"
         return UNREADABLE.format(name=self._name, what=what, seen=seen, fix=fix)
 
