@@ -19,6 +19,7 @@ from dcl_optim.layout import to_rows, wide
 UPDATES = ("rows", "batch")
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 MAX_BYTES = 2**30  # of the (K, K) prototypes
+NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 FEWEST_IN_BATCH = 8  # rows; fewer lie in the order of their labels by chance
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
@@ -44,7 +45,9 @@ class Prototypes(Forecaster):
 
     Prediction: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
     weigh :math:`t_{ik}` in the mean of class k. The penalty is :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the
-    n rows with a label; :math:`w_i = 0` for a class that no step has seen.
+    n rows with a label; :math:`w_i = \min(1, n_{y_i})`, which is 0 for a class that no step has seen.
+
+    A step that learns from no row ages all prototypes: :math:`n_k \leftarrow \alpha\,n_k`.
 
     The tables have a row K for the rows without a label, which counts as a class that no step has seen.
 
@@ -101,7 +104,7 @@ class Prototypes(Forecaster):
         self._numbers = self._rows.new_zeros(num_classes + 1)  # n_k
         self._one = self._rows.new_ones(())
         self._no_rows = torch.zeros_like(self._numbers)  # of each class in an empty batch
-        self._no_rows[num_classes:] = -math.inf  # so that no step gives row K a number
+        self._no_rows[num_classes:] = NEVER  # so that no step gives row K a number above 0
         self._fit = self._rows.new_tensor([0.0, TINY])  # decayed numbers of rows predicted right, and with a label
         self.num_classes = num_classes
 
@@ -154,8 +157,8 @@ class Prototypes(Forecaster):
         return pull_of(self.distance, forward.rows, c, weights / number)
 
     def _of_classes(self, classes: Tensor) -> tuple[Tensor, Tensor]:
-        """The prototype of each row's class, and 1 for a class that was seen, else 0."""
-        return self._rows.index_select(0, classes), self._numbers.index_select(0, classes).sign_()
+        """The prototype of each row's class, and its number: at most 1, and less after many steps that learned nothing."""
+        return self._rows.index_select(0, classes), self._numbers.index_select(0, classes).clamp_(0.0, 1.0)
 
     def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
@@ -244,6 +247,7 @@ class Prototypes(Forecaster):
                     "  Fix: pass num_classes="
                 )
             self._prepare(forward)
+        if self.num_classes:
             self._counts_of_step()
 
     def _counts_of_step(self) -> Tensor:
@@ -290,16 +294,15 @@ class Prototypes(Forecaster):
     def _divisors(self, counts: Tensor) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
         is_here = counts > 0
-        infinity = constant(math.inf, counts.device)
+        ages = torch.ge(is_here, is_here.any())  # the classes that are here, or all if none is
         if self._counts_rows:
             numbers = torch.add(counts, self._numbers, alpha=self._alpha)
-            divisors = torch.where(is_here, numbers, infinity)
-            self._numbers = torch.where(is_here, numbers, self._numbers)
-            return divisors
-        # Equation 6, where the first mean becomes the prototype.
-        rates = 1.0 - self._alpha * self._numbers.sign()
-        self._numbers = torch.maximum(self._numbers, is_here.to(counts))
-        return torch.where(is_here, counts / rates, infinity)
+            divisors = numbers
+        else:  # Equation 6, where the first mean becomes the prototype
+            numbers = torch.maximum(self._alpha * self._numbers, is_here.to(counts))
+            divisors = counts / (1.0 - self._alpha * self._numbers.clamp(0.0, 1.0))
+        self._numbers = torch.where(ages, numbers, self._numbers)
+        return torch.where(is_here, divisors, constant(math.inf, counts.device))
 
     def forget(self) -> None:
         self._pending = []
