@@ -168,7 +168,9 @@ class DCPOptimizer(ForecastOptimizer):
             forward = step.forward_of(logits)
             if forward is None or forward.class_dim != 1:
                 forward = Forward(logits, step.number)
-            return forward, labels_of(labels, logits, step.number, ignored)
+            checked = labels_of(labels, logits, step.number, ignored)
+            self.forecaster.check_logits(logits, step.number)
+            return forward, checked
 
         return self._term(logits, make)
 
