@@ -60,7 +60,8 @@ class Prototypes(Forecaster):
     weigh :math:`t_{ik}` in the mean of class k. The penalty is :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the
     n rows with a label; :math:`w_i = \min(1, n_{y_i})`, which is 0 for a class that no step has seen.
 
-    A step that learns from no row ages all prototypes: :math:`n_k \leftarrow \alpha\,n_k`.
+    A step that learns from no row, since its batch could not be read, is not finite or has no label, ages all
+    prototypes: :math:`n_k \leftarrow \alpha\,n_k`.
 
     The tables have a row K for the rows without a label, which counts as a class that no step has seen.
 
@@ -189,17 +190,11 @@ class Prototypes(Forecaster):
         if not self.num_classes:
             self._create(rows.shape[1], rows)
         if rows.shape[1] != self.num_classes:
-            self._refuse_width(forward)
+            message = OTHER_WIDTH if self._given is None else OTHER_NUM_CLASSES
+            raise ValueError(message.format(self.num_classes, rows.shape[1], tuple(forward.logits.shape)))
         dtype = torch.promote_types(self._rows.dtype, rows.dtype)
         if self._rows.device != rows.device or self._rows.dtype != dtype:
             self._convert(rows.device, dtype)
-
-    def _refuse_width(self, forward: Forward) -> None:
-        """Raise ValueError, since there are not as many logits in a row as classes."""
-        shape = tuple(forward.logits.shape)
-        found = forward.rows.shape[1]
-        message = OTHER_WIDTH if self._given is None else OTHER_NUM_CLASSES
-        raise ValueError(message.format(self.num_classes, found, shape))
 
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
         """Raise ValueError if the labels are the rows' places, as of in-batch negatives, when they are first seen."""
@@ -210,9 +205,8 @@ class Prototypes(Forecaster):
         if number != self.num_classes or number < FEWEST_ROWS:
             return
         classes = self._classes_of(labels.rows)
-        has_label = classes < number
         is_in_place = classes == torch.arange(number, device=classes.device)
-        if bool((is_in_place | ~has_label).all() & (2 * has_label.sum() > number)):
+        if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
             raise ValueError(IN_BATCH.format(number))
 
     def check_logits(self, logits: Tensor, step: int) -> None:
@@ -322,7 +316,7 @@ class Prototypes(Forecaster):
     def _divisors(self, counts: Tensor) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
         is_here = counts > 0
-        ages = torch.ge(is_here, is_here.any())  # the classes that are here, or all if none is
+        ages = is_here >= is_here.any()  # the classes that are here, or all if none is
         if self._counts_rows:
             numbers = torch.add(counts, self._numbers, alpha=self._alpha)
             divisors = numbers
@@ -405,11 +399,8 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
         return Labels(shares, len(shares))
     classes = labels.detach().flatten().long()
     has_label = classes != ignore_index
-    wrong = classes[has_label & ((classes < 0) | (classes >= shape[1]))] if may_read else ()
-    if len(wrong):
-        raise ValueError(
-            f"labels has {int(wrong[0])}; labels must lie in 0..{shape[1] - 1} or equal ignore_index={ignore_index}"
-        )
+    if may_read:
+        _refuse_classes(classes[has_label & ((classes < 0) | (classes >= shape[1]))], shape[1], ignore_index)
     classes = classes.where(has_label, constant(shape[1], classes.device))
     return Labels(classes, has_label.sum(dtype=torch.float32))
 
@@ -421,11 +412,16 @@ def _refuse_probabilities(logits: Tensor) -> None:
         raise ValueError(PROBABILITIES)
 
 
+def _refuse_classes(wrong: Tensor, num_classes: int, ignore_index: int) -> None:
+    if len(wrong):
+        raise ValueError(
+            f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal ignore_index={ignore_index}"
+        )
+
+
 def _check_shares(shares: Tensor) -> None:
     sums = shares.sum(1)
-    least = float(shares.min())
-    lowest = float(sums.min())
-    highest = float(sums.max())
+    least, lowest, highest = torch.stack((shares.min(), sums.min(), sums.max())).tolist()
     if not min(least, lowest - 1.0, 1.0 - highest) >= -SHARE_TOLERANCE:
         raise ValueError(
             f"labels has soft labels that are not distributions over {shares.shape[1]} classes (the least share is "

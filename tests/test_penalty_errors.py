@@ -140,7 +140,9 @@ def test_labels_of_a_third_of_the_logits_name_the_head_once(highest: int, option
     if resumes:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     if highest == 3 and not options and not resumes:
-        with pytest.warns(UserWarning, match=r"(?s)12 logits a row.*above 3.*the model's head.*num_classes=12") as found:
+        with pytest.warns(
+            UserWarning, match=r"(?s)12 logits a row.*above 3.*the model's head.*num_classes=12"
+        ) as found:
             train_features(optimizer, highest, 1)
         assert found[0].filename == __file__
     train_features(optimizer, highest, 30)

@@ -154,7 +154,7 @@ def test_labels_may_be_written_over_before_the_step():
     assert optimizer.forecaster.seen.nonzero().flatten().tolist() == [3, 5]
 
 
-# ---- steps that learn from no row -------------------------------------------------------------------------------------
+# ---- steps that learn from no row ------------------------------------------------------------------------------------
 
 SOME = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 5])
 CLASS_WEIGHTS = torch.arange(1.0, CLASSES + 1).double()
@@ -195,6 +195,7 @@ def test_a_step_that_learns_from_no_row_ages_all_prototypes(reads, loss_of, upda
             optimizer.step()
             assert_same(optimizer.prototypes, means, **CLOSE)
             numbers *= alpha
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         z = torch.randn(len(y), CLASSES).double()
         penalty = (numbers.clamp(max=1)[y] * (z - means[y]).square().mean(1)).mean()
         optimizer.zero_grad()
@@ -781,7 +782,7 @@ def trained_unevenly(rank: int | None = None) -> dict[str, Any]:
 
 
 def trained_in_parts(rank: int | None = None) -> dict[str, Any]:
-    """One rank has its rows in two forwards, the other in one, of soft labels; in two steps one or both have no label."""
+    """One rank has its rows in two forwards, the other in one, of soft labels; in two steps one or both have none."""
     model = network()
     group = None if rank is None else dist.group.WORLD  # no DistributedDataParallel
     optimizer = wrap(model, lr=0.0, process_group=group)
