@@ -64,19 +64,6 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
 
 
 @PER_NAME
-def test_with_weight_zero_the_run_is_schedulefrees_bit_for_bit(name: str) -> None:
-    plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    base = make(name, plain.parameters())
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=0.0)
-    for trained, stepping in ((plain, base), (model, optimizer)):
-        stepping.train()
-        train(trained, stepping, batches(5, dtype=torch.float32))
-        stepping.eval()
-    assert_same(plain, model)
-    assert_same(base.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
-
-
-@PER_NAME
 def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     model, resumed, data = mlp(), mlp(seed=5), list(batches(8))
     optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT)
