@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import multiprocessing
 import os
 import sys
@@ -138,6 +139,14 @@ def assert_same(first: Any, second: Any, **tolerance: float) -> None:
             assert_same(a, b, **tolerance)
     else:
         assert first == second
+
+
+def through_a_file(saved: Any, weights_only: bool = True) -> Any:
+    """What torch.load gives of what torch.save wrote."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 # The ranks fork from a server that has these imported, which takes 3 s, and has run nothing.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.by_hand import VARIANTS, apart, by_hand, end, learned, term_of, wrap
-from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, surviving_tensors
+from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, surviving_tensors, through_a_file
 
 CLIP = 0.3
 # A step's gradient passes through a few roundings of the dtype, and the errors of steps add up as the steps do: the
@@ -224,13 +223,6 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
 
 
 # ---- resumption ------------------------------------------------------------------------------------------------------
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("way", WAYS)

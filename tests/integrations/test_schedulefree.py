@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step, dcp_step
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, train
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, through_a_file, train
 
 WEIGHT = 0.4
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -70,14 +69,11 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
     optimizer.train()
     train(model, optimizer, data[:4])
     optimizer.eval()
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
+    state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     optimizer.train()
     train(model, optimizer, data[4:])
 
     second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT)
-    state = torch.load(file, weights_only=True)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     second.train()
