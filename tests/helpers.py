@@ -101,10 +101,6 @@ def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
-def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return model, copy.deepcopy(model)
-
-
 def cells(table: Iterable[Any], *chosen: Any) -> list[Any]:
     """Give parametrize a whole table: the chosen cells run wherever the test does, the others are marked stress.
 
