@@ -345,13 +345,15 @@ EMPTY = torch.empty(0, FEATURES, dtype=torch.float64), torch.empty(0, dtype=torc
 
 def loss_by(way: str, optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
     labels = F.one_hot(y, CLASSES).double() if way == "term, soft labels" else y
-    return F.cross_entropy(z, y, reduction="sum") / 16 + term_of(optimizer, way)(z, labels)
+    smoothing = 0.1 if way == "line, smoothing" else 0.0
+    loss = F.cross_entropy(z, y, reduction="sum", label_smoothing=smoothing) / 16
+    return loss + term_of(optimizer, way.partition(",")[0])(z, labels)
 
 
 @pytest.mark.parametrize(
     ("variant", "way", "distance"),
     [
-        *((variant, "line", "mse") for variant in VARIANTS),
+        *((variant, way, "mse") for variant in VARIANTS for way in ("line", "line, smoothing")),
         *((variant, "term", distance) for variant in VARIANTS for distance in ("mse", "kl", "infonce")),
         ("dcp", "term, soft labels", "mse"),
     ],
