@@ -187,6 +187,7 @@ OTHERS: dict[str, Criterion] = {
     "temperature in the loss": lambda z, y: F.cross_entropy(z / 2, y),
     "with a logit penalty": lambda z, y: F.cross_entropy(z, y) + 0.1 * z.square().mean(),
     "nll of logits": F.nll_loss,
+    "smoothing of more than a half": lambda z, y: smoothed(z, y, 0.6),
 }
 
 
