@@ -368,6 +368,19 @@ def test_batches_that_tell_nothing_are_left_out_until_one_tells_the_form(variant
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 8)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_batch_that_tells_no_scale_keeps_the_last_one(variant):
+    """One row in half precision, of which the model is almost certain."""
+    model = nn.Linear(3, 3, bias=False).bfloat16()
+    nn.init.eye_(model.weight)
+    optimizer = KINDS[variant](sgd(model, lr=0.0), model)
+    found = []
+    for x, y in ((torch.eye(3).repeat(4, 1), torch.arange(12) % 3), (torch.tensor([[2.5, 0, 0]]), torch.tensor([0]))):
+        train(model, optimizer, [(x.bfloat16(), y)], lambda z, y: 8 * F.cross_entropy(z.float(), y))
+        found.append(optimizer.logs()["loss_scale"])
+    assert found == [pytest.approx(8.0, rel=1e-2), found[0]]
+
+
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
