@@ -32,10 +32,9 @@ def _experiments() -> dict[str, Experiment]:
         if name in FAST:
             title = f"DCP on top of its rivals: {place.title}"
             found[top_of(name)] = Experiment(title, "both", seeds, "CE", values.on_top(place.plain))
-        if name in SEARCHED:
             title = f"candidates for DCP's default: {place.title}"
-            runs = rules.rows(place.plain, place.classes)
-            found[search_of(name)] = Experiment(title, "both", seeds, "CE", runs)
+            make_rows = rules.rows if name in SEARCHED else rules.confirmation_rows
+            found[search_of(name)] = Experiment(title, "both", seeds, "CE", make_rows(place.plain, place.classes))
     return found
 
 

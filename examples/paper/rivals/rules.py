@@ -66,6 +66,8 @@ class Rule:
 
 SAME = {"update": "rows", "distance": "mse"}
 TODAY = Rule(0.97, 6.0, 100.0)
+# The candidate after two rounds, by the validation images of the six settings of the search. The third was not made.
+CANDIDATE = Rule(0.97, 2.0, 10.0)
 
 
 def fixed_row(weight: float, alpha: float) -> str:
@@ -90,3 +92,11 @@ def rows(plain: Configuration, classes: int) -> dict[str, Configuration]:
     made = {fixed_row(weight, alpha): _fixed(weight, alpha) for weight, alpha in REFERENCES}
     made |= {rule.row(classes): rule.options(classes) for rule in RULES}
     return {"CE": plain} | {label: replace(plain, method="dcp", options=options) for label, options in made.items()}
+
+
+def confirmation_rows(plain: Configuration, classes: int) -> dict[str, Configuration]:
+    """The runs that confirm the candidate in a setting that the search has not seen: CE, today's rule, the candidate."""
+    found = {"CE": plain}
+    for rule in (TODAY, CANDIDATE):
+        found[rule.row(classes)] = replace(plain, method="dcp", options=rule.options(classes))
+    return found
