@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dcl_optim._hooks import Hook, ModuleHooks
 from dcl_optim._optim import have_gradients, parameters_of, trains_any
 from dcl_optim._torch import (
     call_after_backward,
+    constant,
     current_backward,
     is_recorded,
     reaches_parameters,
@@ -62,6 +64,11 @@ STALE = (
     "a backward pass came through what {}.penalty returned before the last step, which is the penalty of other "
     "weights.\n  Fix: call penalty in each step"
 )
+IDLE_STEPS = 20  # in a row, after which they are a mistake
+NOT_TRAINED = (
+    f"{{}}.step was called {IDLE_STEPS} times in a row without a training forward pass of the wrapped model: was the "
+    "model built again after the optimizer?\n  Fix: build the base optimizer and the wrapper again too"
+)
 NO_TERM = (
     "the loaded state is of a script that adds {}.penalty to its loss, and no penalty was called in the first step: "
     "without it there is none.\n  Fix: add it, or wrap the optimizer and load the state of the base alone"
@@ -96,13 +103,14 @@ class Algorithm:
         self.step = Step(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = False
-        self.is_stepping = False  # whether the wrapper steps the base optimizer
+        self.is_strict = strict
         self._base = base
         self._logits = logits
         self._name = name
         self._is_training_forward = False  # whether the forward pass that runs is one
-        self._is_strict = strict
+        self._is_stepping = False  # whether the wrapper steps the base optimizer
         self._num_bypassed = 0
+        self._num_idle = 0  # steps in a row without a training forward pass
         self._last_begun = -1  # the last backward pass whose end is waited for
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self._has_loaded_term = False  # whether that is known from a loaded state alone
@@ -259,10 +267,15 @@ class Algorithm:
             return
         self.step.has_used_term = True
         self.last = figures
-        if _sync.may_sync(forward.step, s) and not bool((forward.logits < torch.inf).all() & (s.abs() < torch.inf)):
-            self._miss(forward, part, figures["alpha"], is_finite=False)
-        else:
-            self._learn(forward, part, pull, labels, s, figures["alpha"])
+        if forward.logits.numel():
+            # 0 times a scale that is not finite is nan. Classes that are masked, minus infinity, are finite here.
+            is_finite = torch.add(forward.logits.amax(), s, alpha=0) < torch.inf
+            if not _sync.may_sync(forward.step, s):
+                labels, s = _only_if(is_finite, labels, s, forward.rows.shape[1])
+            elif not bool(is_finite):
+                self._miss(forward, part, figures["alpha"], is_finite=False)
+                return
+        self._learn(forward, part, pull, labels, s, figures["alpha"])
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
@@ -281,15 +294,16 @@ class Algorithm:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """The wrapper steps the base optimizer."""
-        self.is_stepping = True
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Say that the wrapper steps the base optimizer in the block. If it raises, the step goes on as before."""
+        self._is_stepping = True
         self._num_bypassed = 0
-
-    def leave_step(self) -> None:
-        """The base optimizer has stepped, or its step has raised: then the step goes on as before."""
-        self.is_stepping = False
-        self.step.is_observing = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            self.step.is_observing = True
 
     def end_step(self) -> None:
         """Both networks have stepped."""
@@ -297,6 +311,11 @@ class Algorithm:
         if _sync.is_sync_step(step.number):
             self.reader.num_skipped()
             self.forecaster.check_values()
+        if not step.num_batches:
+            self.last = {}  # those of an older batch
+        self._num_idle = self._num_idle + 1 if self._is_idle() else 0
+        if self._num_idle == IDLE_STEPS:
+            warn_once(self._said, NOT_TRAINED.format(self._name))
         self.num_steps += 1
         self.step = Step(self.num_steps + 1)
         if step.not_finite:
@@ -304,6 +323,12 @@ class Algorithm:
         if self._has_loaded_term:
             self._has_loaded_term = False
             warn_once(self._said, NO_TERM.format(self._name))
+
+    def _is_idle(self) -> bool:
+        """Whether nothing was there to step on, though parameters are to be trained."""
+        if self.step.num_forwards or self.step.num_batches or not self.hooks.attached:
+            return False
+        return trains_any(self._base) and not have_gradients(self._base)
 
     def note_zero_grad(self, set_to_none: bool) -> None:
         """The script clears the gradients. A term that no backward pass has come through is forgotten."""
@@ -334,14 +359,14 @@ class Algorithm:
 
     def refuse_bypass(self) -> None:
         """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
-        if not self.is_stepping and self.step.num_batches:
+        if not self._is_stepping and self.step.num_batches:
             self.step.version = None
             self._count_bypass()
 
     def _refuse_other_steps(self) -> None:
         """Raise if the weights were changed twice without a step of the wrapper, by whatever method (SAM's)."""
         step = self.step
-        if step.trained is None or step.version is None or self.is_stepping or not self._is_strict:
+        if step.trained is None or step.version is None or self._is_stepping or not self.is_strict:
             return
         version = version_of(step.trained)
         if version != step.version:
@@ -380,6 +405,14 @@ class Algorithm:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"last": {}, "step": self.step.without_forwards()}
+
+
+def _only_if(counts: Tensor, labels: Labels | None, s: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:
+    """Labels and loss scale of a batch that counts; else no row has a label, or without labels the scale is 0."""
+    if labels is None:
+        return None, s.where(counts, constant(0.0, s.device))
+    none = num_classes if labels.rows.ndim == 1 else 0.0
+    return labels._replace(rows=labels.rows.where(counts, constant(none, s.device))), s
 
 
 class _Term(torch.autograd.Function):

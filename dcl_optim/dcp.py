@@ -34,7 +34,8 @@ class DCPOptimizer(ForecastOptimizer):
     .. math:: p^k \leftarrow p^k + \frac{1}{n_k}\sum_{i:\,y_i=k}(z_i - p^k)
 
     (the paper's appendix, Equations 5 and 6). The first mean of a class is its first prototype. Until then its rows get
-    no penalty.
+    no penalty. A step that learns from no row ages all prototypes, :math:`n_k \leftarrow \alpha\,n_k`; the penalty of a
+    row counts :math:`\min(1, n_k)` times.
 
     **Labels** are read from the gradient of a softmax cross-entropy of the model's logits
     (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
@@ -145,10 +146,14 @@ class DCPOptimizer(ForecastOptimizer):
             with a label; a class that no step has seen contributes 0.
 
         Raises:
-            TypeError, ValueError: logits or labels are of another kind or shape, or labels are out of range;
-                or it was called with these logits before, or after a backward pass in which they got their penalty.
+            TypeError, ValueError: logits or labels are of another kind or shape, labels are out of range, or the first
+                logits are probabilities; or it was called with these logits before, or after a backward pass in which
+                they got their penalty.
             RuntimeError: another optimizer has wrapped the model since; or in backward, with create_graph=True or after
                 the step.
+
+        Warns:
+            UserWarning: in 99 steps no label was above a third of the classes, and ``num_classes`` was not given.
 
         Examples:
             >>> import torch
@@ -168,7 +173,9 @@ class DCPOptimizer(ForecastOptimizer):
             forward = step.forward_of(logits)
             if forward is None or forward.class_dim != 1:
                 forward = Forward(logits, step.number)
-            return forward, labels_of(labels, logits, step.number, ignored)
+            checked = labels_of(labels, logits, step.number, ignored)
+            self.forecaster.check_logits(logits, step.number)
+            return forward, checked
 
         return self._term(logits, make)
 

@@ -92,7 +92,8 @@ class Forecaster(ABC):
     def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
         """Note a forward pass that is not observed: it is not finite, or its loss was not read.
 
-        Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then.
+        Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then. With
+        ``reads_labels``, a device's unread batches are observed, with K for each label, where no value may be read.
         """
 
     def measure_accuracy(self, from_classes: float) -> None:  # noqa: B027

@@ -85,7 +85,6 @@ class ForecastOptimizer(OptimizerWrapper):
         checked_alpha = Checked(alpha, "alpha", upper=1.0)
         self.model = model
         self.forecaster = forecaster()
-        self._strict = strict
         self._algorithm = Algorithm(
             model,
             base_optimizer,
@@ -143,9 +142,10 @@ class ForecastOptimizer(OptimizerWrapper):
             is_cleared = algorithm.forget_cleared()
             if not is_cleared and self._is_state_initialization():
                 self.forecaster.create_state()
-                return self._step_base()
+                return self.base.step()
             self._before_step(is_cleared)
-            result = self._step_base()  # θ, by the gradients of Equation 2
+            with algorithm.stepping():
+                result = self.base.step()  # θ, by the gradients of Equation 2
         else:
             result = self._step_with(closure)
         self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
@@ -160,13 +160,6 @@ class ForecastOptimizer(OptimizerWrapper):
         if self._algorithm.forget_lost_term():
             raise RuntimeError(NOT_ADDED.format(self._name))
         self.forecaster.before_step()
-
-    def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
-        self._algorithm.begin_step()
-        try:
-            return self.base.step() if closure is None else self.base.step(closure)
-        finally:
-            self._algorithm.leave_step()
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
@@ -187,7 +180,8 @@ class ForecastOptimizer(OptimizerWrapper):
                 algorithm.step.is_observing = False  # further evaluations are elsewhere
             return losses[-1]
 
-        self._step_base(evaluate)
+        with algorithm.stepping():
+            self.base.step(evaluate)
         return losses[0] if losses else None
 
     def _refuse_superseded(self) -> None:
@@ -207,7 +201,7 @@ class ForecastOptimizer(OptimizerWrapper):
     def _require_batch(self) -> None:
         algorithm = self._algorithm
         step = algorithm.step
-        if not (self._strict and algorithm.hooks.attached) or not have_gradients(self.base):
+        if not (algorithm.is_strict and algorithm.hooks.attached) or not have_gradients(self.base):
             return
         term = algorithm.reader.term
         if step.num_backwards:
@@ -269,8 +263,9 @@ class ForecastOptimizer(OptimizerWrapper):
         The keys stay while the settings do.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
-        the last backward pass; ``skipped`` (batches since the optimizer was made that the line gave no penalty); with
-        DCP ``prototype_norm`` and ``prototype_margin``; with an automatic weight ``train_accuracy``.
+        the last backward pass, nan after a step without one; ``skipped`` (batches since the optimizer was made that the
+        line gave no penalty); with DCP ``prototype_norm`` and ``prototype_margin``; with an automatic weight
+        ``train_accuracy``.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim import _sync
-from dcl_optim._torch import constant
+from dcl_optim._torch import constant, warn
 from dcl_optim._validation import check_state
 from dcl_optim.distances import Distance, difference
 from dcl_optim.distributed import DataParallelGroup
@@ -19,8 +19,10 @@ from dcl_optim.layout import to_rows, wide
 UPDATES = ("rows", "batch")
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 MAX_BYTES = 2**30  # of the (K, K) prototypes
+NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
 DECAY = 0.98  # of the running mean of the training accuracy, a step
-FEWEST_IN_BATCH = 8  # rows; fewer lie in the order of their labels by chance
+FEWEST_ROWS = 8  # fewer lie in the order of their labels, or sum to 1, by chance
+SUM_TOLERANCE = 1e-4  # of a row of probabilities in float32 or wider
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
 IN_BATCH = (
     "the labels of this batch are its rows' places, 0, 1, 2, ... up to its last logit: scores against the rows of a "
@@ -28,6 +30,18 @@ IN_BATCH = (
     "  Fix: use DCLOptimizer (no gain was measured for such losses). If these are classes, pass num_classes={}"
 )
 
+KINDS = (
+    "pass class indices in an integer dtype, (N,) or (N, d1, ...), or soft or one-hot labels in floating point, "
+    "labels.float(), in the shape of the logits, (N, K) or (N, K, d1, ...)"
+)
+PROBABILITIES = (
+    "logits has rows that are probabilities, whose distances are so small that the penalty has hardly any effect.\n"
+    "  Fix: pass the logits themselves, before softmax, or their log_softmax. See docs/troubleshooting.md"
+)
+FEATURES = (
+    "penalty gets {0} logits a row, in logits of shape {1}, but no label so far was above {2}: these may be features.\n"
+    "  Fix: pass the output of the model's head, its last layer. If they are logits, pass num_classes={0}"
+)
 OTHER_NUM_CLASSES = (
     "num_classes={0} but there are {1} logits a row, in logits of shape {2}; pass num_classes={1}, or logits with the "
     "classes in dimension 1"
@@ -44,7 +58,10 @@ class Prototypes(Forecaster):
 
     Prediction: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
     weigh :math:`t_{ik}` in the mean of class k. The penalty is :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the
-    n rows with a label; :math:`w_i = 0` for a class that no step has seen.
+    n rows with a label; :math:`w_i = \min(1, n_{y_i})`, which is 0 for a class that no step has seen.
+
+    A step that learns from no row, since its batch could not be read, is not finite or has no label, ages all
+    prototypes: :math:`n_k \leftarrow \alpha\,n_k`.
 
     The tables have a row K for the rows without a label, which counts as a class that no step has seen.
 
@@ -84,7 +101,9 @@ class Prototypes(Forecaster):
         self.distance = distance
         self._group = group
         self._measures_from = math.inf  # with more classes the accuracy is measured
-        self._may_be_in_batch = num_classes is None  # so far each row's label was its place
+        self._may_be_in_batch = num_classes is None  # until labels were seen
+        self._may_be_probabilities = True  # until the term got logits
+        self._may_be_features = num_classes is None  # until step 100
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -101,7 +120,7 @@ class Prototypes(Forecaster):
         self._numbers = self._rows.new_zeros(num_classes + 1)  # n_k
         self._one = self._rows.new_ones(())
         self._no_rows = torch.zeros_like(self._numbers)  # of each class in an empty batch
-        self._no_rows[num_classes:] = -math.inf  # so that no step gives row K a number
+        self._no_rows[num_classes:] = NEVER  # so that no step gives row K a number above 0
         self._fit = self._rows.new_tensor([0.0, TINY])  # decayed numbers of rows predicted right, and with a label
         self.num_classes = num_classes
 
@@ -154,8 +173,8 @@ class Prototypes(Forecaster):
         return pull_of(self.distance, forward.rows, c, weights / number)
 
     def _of_classes(self, classes: Tensor) -> tuple[Tensor, Tensor]:
-        """The prototype of each row's class, and 1 for a class that was seen, else 0."""
-        return self._rows.index_select(0, classes), self._numbers.index_select(0, classes).sign_()
+        """The prototype of each row's class, and for how many rows it stands, at most 1."""
+        return self._rows.index_select(0, classes), self._numbers.index_select(0, classes).clamp_(0.0, 1.0)
 
     def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
@@ -171,33 +190,39 @@ class Prototypes(Forecaster):
         if not self.num_classes:
             self._create(rows.shape[1], rows)
         if rows.shape[1] != self.num_classes:
-            self._refuse_width(forward)
+            message = OTHER_WIDTH if self._given is None else OTHER_NUM_CLASSES
+            raise ValueError(message.format(self.num_classes, rows.shape[1], tuple(forward.logits.shape)))
         dtype = torch.promote_types(self._rows.dtype, rows.dtype)
         if self._rows.device != rows.device or self._rows.dtype != dtype:
             self._convert(rows.device, dtype)
-
-    def _refuse_width(self, forward: Forward) -> None:
-        """Raise ValueError, since there are not as many logits in a row as classes."""
-        shape = tuple(forward.logits.shape)
-        found = forward.rows.shape[1]
-        message = OTHER_WIDTH if self._given is None else OTHER_NUM_CLASSES
-        raise ValueError(message.format(self.num_classes, found, shape))
 
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
         """Raise ValueError if the labels are the rows' places, as of in-batch negatives, when they are first seen."""
         number = len(labels.rows)
         if not self._may_be_in_batch or not _sync.may_sync(forward.step, labels.rows):
             return
-        self._may_be_in_batch = number == self.num_classes and number >= FEWEST_IN_BATCH
-        if not self._may_be_in_batch:
+        self._may_be_in_batch = False
+        if number != self.num_classes or number < FEWEST_ROWS:
             return
-        hard = self._hard(labels.rows).tolist()
-        in_place = [label == place for place, label in enumerate(hard) if label != number]
-        self._may_be_in_batch = all(in_place)
-        if self._may_be_in_batch and 2 * len(in_place) > number:
+        classes = self._classes_of(labels.rows)
+        is_in_place = classes == torch.arange(number, device=classes.device)
+        if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
             raise ValueError(IN_BATCH.format(number))
 
-    def _hard(self, labels: Tensor) -> Tensor:
+    def check_logits(self, logits: Tensor, step: int) -> None:
+        """Check what the term got: refuse probabilities at the first look, and warn once of features, in step 100."""
+        if not _sync.may_sync(step, logits):
+            return
+        if self._may_be_probabilities and logits.numel() >= FEWEST_ROWS * logits.shape[1]:
+            _refuse_probabilities(logits.detach())
+            self._may_be_probabilities = False
+        if self._may_be_features and step >= _sync.SYNC_INTERVAL:
+            self._may_be_features = False
+            classes = self.seen.nonzero().flatten().tolist()
+            if classes and 3 * (classes[-1] + 1) <= self.num_classes:
+                warn(FEATURES.format(self.num_classes, tuple(logits.shape), classes[-1]))
+
+    def _classes_of(self, labels: Tensor) -> Tensor:
         """The class of each row (N,), K for none; of soft labels that of the largest share."""
         if labels.ndim == 1:
             return labels
@@ -215,7 +240,7 @@ class Prototypes(Forecaster):
         if self._num_pending > self.num_classes or self._group.size > 1:
             self._sum_by_class()  # which takes less memory than the rows
         if self.num_classes > self._measures_from:
-            num_right = (forward.rows.argmax(1) == self._hard(labels.rows)).sum(dtype=self._fit.dtype)
+            num_right = (forward.rows.argmax(1) == self._classes_of(labels.rows)).sum(dtype=self._fit.dtype)
             self._num_right = num_right if self._num_right is None else self._num_right + num_right
 
     def _add_rows(self, z: Tensor, classes: Tensor, pull: Pull) -> None:
@@ -244,6 +269,7 @@ class Prototypes(Forecaster):
                     "  Fix: pass num_classes="
                 )
             self._prepare(forward)
+        if self.num_classes:
             self._counts_of_step()
 
     def _counts_of_step(self) -> Tensor:
@@ -290,16 +316,15 @@ class Prototypes(Forecaster):
     def _divisors(self, counts: Tensor) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
         is_here = counts > 0
-        infinity = constant(math.inf, counts.device)
+        ages = is_here >= is_here.any()  # the classes that are here, or all if none is
         if self._counts_rows:
             numbers = torch.add(counts, self._numbers, alpha=self._alpha)
-            divisors = torch.where(is_here, numbers, infinity)
-            self._numbers = torch.where(is_here, numbers, self._numbers)
-            return divisors
-        # Equation 6, where the first mean becomes the prototype.
-        rates = 1.0 - self._alpha * self._numbers.sign()
-        self._numbers = torch.maximum(self._numbers, is_here.to(counts))
-        return torch.where(is_here, counts / rates, infinity)
+            divisors = numbers
+        else:  # Equation 6, where the first mean becomes the prototype
+            numbers = torch.maximum(self._alpha * self._numbers, is_here.to(counts))
+            divisors = counts / (1.0 - self._alpha * self._numbers.clamp(0.0, 1.0))
+        self._numbers = torch.where(ages, numbers, self._numbers)
+        return torch.where(is_here, divisors, constant(math.inf, counts.device))
 
     def forget(self) -> None:
         self._pending = []
@@ -341,11 +366,11 @@ class Prototypes(Forecaster):
         self._rows[:-1] = values
         self._numbers[:-1] = numbers.to(self._numbers)
         self._fit = state["fit"].to(self._fit)
-        self._may_be_in_batch = self._given is None and not len(numbers)
+        self._may_be_in_batch = self._may_be_features = self._given is None and not len(numbers)
 
 
 def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labels:
-    """Check labels that the penalty term got: class indices, or soft labels of the logits' shape; lay them out as rows.
+    """Check labels that the penalty term got, and lay them out as rows: class indices, or soft labels.
 
     Values are checked where they may be read.
     """
@@ -357,55 +382,50 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
             f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...) with K of at least 2, or use "
             "DCLOptimizer (no gain was measured)"
         )
-    may_read = _sync.may_sync(step, logits)
-    has_shape_of_logits = labels.shape == logits.shape
-    if labels.is_floating_point() and has_shape_of_logits:
-        return _soft(labels, may_read)
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or has_shape_of_logits:
-        raise TypeError(
-            f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} are neither class indices nor soft labels "
-            f"of the logits' shape {shape}; pass class indices in an integer dtype, or soft or one-hot labels in "
-            "floating point, labels.float()"
-        )
-    expected = (*shape[:1], *shape[2:])
-    if labels.shape != expected:
+    if labels.dtype == torch.bool or labels.is_complex():
+        raise TypeError(f"labels has {labels.dtype}; {KINDS}")
+    is_soft = labels.is_floating_point()
+    if labels.shape != (shape if is_soft else (*shape[:1], *shape[2:])):
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {shape}: as F.cross_entropy, penalty "
-            f"takes logits (N, K, d1, ...) and labels {expected}. For (batch, time, classes) pass "
-            "logits.flatten(0, 1), labels.flatten()"
+            f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} do not fit logits of shape {shape}; "
+            f"{KINDS}. For (batch, time, classes) pass logits.flatten(0, 1), labels.flatten()"
         )
-    return _hard(labels, shape[1], ignore_index, may_read)
-
-
-# The script may write to its own labels before the step, so both copy them.
-
-
-def _hard(labels: Tensor, num_classes: int, ignore_index: int, may_read: bool) -> Labels:
-    rows = labels.detach().flatten().long()
-    has_label = rows != ignore_index
+    # The script may write to its own labels before the step, so both are copied.
+    may_read = _sync.may_sync(step, logits)
+    if is_soft:
+        shares = wide(to_rows(labels.detach())).clone()
+        if may_read and len(shares):
+            _check_shares(shares)
+        return Labels(shares, len(shares))
+    classes = labels.detach().flatten().long()
+    has_label = classes != ignore_index
     if may_read:
-        wrong = rows[has_label & ((rows < 0) | (rows >= num_classes))]
-        if len(wrong):
-            raise ValueError(
-                f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal "
-                f"ignore_index={ignore_index}"
-            )
-    classes = rows.where(has_label, constant(num_classes, rows.device))
+        _refuse_classes(classes[has_label & ((classes < 0) | (classes >= shape[1]))], shape[1], ignore_index)
+    classes = classes.where(has_label, constant(shape[1], classes.device))
     return Labels(classes, has_label.sum(dtype=torch.float32))
 
 
-def _soft(labels: Tensor, may_read: bool) -> Labels:
-    shares = wide(to_rows(labels.detach())).clone()
-    if may_read and len(shares):
-        sums = shares.sum(1)
-        least = float(shares.min())
-        lowest = float(sums.min())
-        highest = float(sums.max())
-        if not min(least, lowest - 1.0, 1.0 - highest) >= -SHARE_TOLERANCE:
-            raise ValueError(
-                f"labels has soft labels that are not distributions over {shares.shape[1]} classes (the least share is "
-                f"{least:g}, rows sum to {lowest:g} up to {highest:g}).\n"
-                "  Fix: with sigmoid outputs (binary, multi-label) and regression use DCLOptimizer (no gain was "
-                "measured)"
-            )
-    return Labels(shares, len(shares))
+def _refuse_probabilities(logits: Tensor) -> None:
+    sums = wide(logits).sum(1)
+    tolerance = SUM_TOLERANCE if logits.dtype.itemsize >= 4 else SHARE_TOLERANCE
+    if bool((logits.amin() >= 0) & ((sums - 1.0).abs().amax() <= tolerance)):
+        raise ValueError(PROBABILITIES)
+
+
+def _refuse_classes(wrong: Tensor, num_classes: int, ignore_index: int) -> None:
+    if len(wrong):
+        raise ValueError(
+            f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal ignore_index={ignore_index}"
+        )
+
+
+def _check_shares(shares: Tensor) -> None:
+    sums = shares.sum(1)
+    least, lowest, highest = torch.stack((shares.min(), sums.min(), sums.max())).tolist()
+    if not min(least, lowest - 1.0, 1.0 - highest) >= -SHARE_TOLERANCE:
+        raise ValueError(
+            f"labels has soft labels that are not distributions over {shares.shape[1]} classes (the least share is "
+            f"{least:g}, rows sum to {lowest:g} up to {highest:g}).\n"
+            "  Fix: with sigmoid outputs (binary, multi-label) and regression use DCLOptimizer (no gain was "
+            "measured)"
+        )

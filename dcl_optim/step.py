@@ -170,6 +170,7 @@ class Step:
     def without_batches(self) -> Step:
         """The same step without what was learned: forward passes and terms whose backward pass may still come."""
         step = Step(self.number)
+        step.num_forwards = self.num_forwards
         step.has_term = self.has_term and not self.has_used_term
         step._forwards = self._forwards
         return step

@@ -176,7 +176,7 @@ FAULTS = [
     Fault("unseen prototypes pull", "prototypes:Prototypes.pull",
           result("result._replace(weights=None)"), "prototypes*"),
     Fault("absent classes forget", "prototypes:Prototypes._divisors",
-          replace("torch.where(is_here, numbers, self._numbers)", "numbers"), "prototypes* weights"),
+          replace("torch.where(ages, numbers, self._numbers)", "numbers"), "prototypes* weights"),
     # the state and the ranks
     Fault("steps not saved", "optimizer:ForecastOptimizer._own_state", result("result | {'steps': 0}"), "resume*"),
     Fault("accuracy not saved", "prototypes:Prototypes.state_dict", result("result | {'fit': torch.ones(2)}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -396,6 +397,38 @@ def test_an_attack_sees_the_scripts_loss_and_is_not_learned_from(variant, way, w
         assert optimizer.logs()["penalty"] > 0
         found.append((model.state_dict(), optimizer.state_dict()))
     assert_same(*found)
+
+
+def adversarial_direction(model: nn.Module, x: Tensor, how: str) -> Tensor:
+    """That of virtual adversarial training, by a divergence that the line cannot read."""
+    model.train(how != "in evaluation mode")
+    clean = F.softmax(model(x).detach(), 1)
+    d = (1e-2 * torch.sin(torch.arange(x.numel(), dtype=x.dtype))).view_as(x).requires_grad_()
+    divergence = F.kl_div(F.log_softmax(model(x + d), 1), clean, reduction="batchmean")
+    if how == "by autograd.grad":
+        return torch.autograd.grad(divergence, d)[0]
+    divergence.backward()
+    model.zero_grad()
+    model.train()
+    assert d.grad is not None
+    return d.grad
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_attack_by_backward_that_cannot_be_read_is_refused_with_two_ways_that_work(variant):
+    found = []
+    for how in ("by autograd.grad", "in evaluation mode", "by backward"):
+        model = mlp()
+        optimizer = wrap(variant, model)
+        refusal = r"Fix: add the penalty.*; for the gradient of an attack use torch.autograd.grad, or model.eval\(\)"
+        with pytest.raises(RuntimeError, match=refusal) if how == "by backward" else nullcontext():
+            for x, y in batches(3):
+                x = x + adversarial_direction(model, x, how)
+                optimizer.zero_grad()
+                backward(model, x, y)
+                optimizer.step()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(found[0], found[1])
 
 
 def test_an_attack_on_an_output_that_is_trained_on_afterwards():

@@ -69,6 +69,8 @@ CASES = {
     "term, class weights": Case(weighted, term=True),
     "term, mixup": Case(mixed=True, term=True),
 }
+BAD = ("a logit", "the loss")  # what is infinite
+FORECASTERS = {"DCL": ("DCL", False), "DCP": ("DCP", False), "DCP, mixup": ("DCP", True)}
 
 
 def network(case: Case) -> nn.Module:
@@ -115,6 +117,31 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
+def forecasts_after(bad: str, method: str, mixed: bool, device: torch.device) -> Tensor:
+    """The companion or the prototypes after 12 steps by the term, the 11th with a batch that is bad, or left out."""
+    case = Case(mixed=mixed)
+    model = network(case).to(device)
+    optimizer = WRAPPERS[method](torch.optim.SGD(model.parameters(), lr=0.05), model, weight=0.5)
+    for step, (x, y) in enumerate(batches(case) * 3, 1):
+        is_bad = step == 11  # in which no value may be read
+        if is_bad and bad == "left out":
+            continue
+        optimizer.zero_grad()
+        bias = model[-1].bias.detach().clone()
+        if is_bad and bad == "a logit":
+            model[-1].bias.data[0] = torch.inf
+        z, y = model(x.to(device)), y.to(device)
+        loss = F.cross_entropy(z, y) + (optimizer.penalty(z, y) if method == "DCP" else optimizer.penalty(z))
+        (loss * torch.inf if is_bad and bad == "the loss" else loss).backward()
+        if is_bad:  # as a script that cleans its gradients
+            model[-1].bias.data.copy_(bias)
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+        optimizer.step()
+    found = [optimizer.prototypes] if method == "DCP" else optimizer.companion.parameters()
+    return torch.cat([tensor.detach().cpu().flatten() for tensor in found])
+
+
 def main() -> None:
     device, found = fake_device.register(), {}
     torch.set_num_threads(1)
@@ -124,6 +151,9 @@ def main() -> None:
             there, here = trained(case, method, device), trained(case, method, fake_device.CPU)
             differences = {"weights": apart(there[0], here[0]), "prototypes": apart(there[1], here[1])}
             found[f"{method}, {name}"] = differences | {"moved": apart(here[0], plain)}
+    for name, (method, mixed) in FORECASTERS.items():
+        runs = {bad: forecasts_after(bad, method, mixed, device) for bad in ("left out", *BAD)}
+        found |= {f"{name}, {bad}": apart(runs[bad], runs["left out"]) for bad in BAD}
     print(json.dumps(found))
 
 
@@ -140,6 +170,14 @@ def test_a_device_computes_what_the_cpu_computes(found: Any, name: str, method: 
     assert case["weights"] < weights
     assert case["prototypes"] < prototypes
     assert case["moved"] > MOVED * TOLERANCES[torch.float32][0]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", FORECASTERS)
+def test_the_term_learns_nothing_from_a_batch_that_is_not_finite_where_no_value_is_read(
+    found: Any, name: str, bad: str
+) -> None:
+    assert found[f"{name}, {bad}"] == 0.0
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(
         fix = r"one output for each class, or use DCLOptimizer with loss \+ optimizer\.penalty\(logits\)"
     if name == "nll of a softmax layer":  # with probabilities the term would have hardly any effect
         fix = r"return logits or log_softmax from the model, or pass logits=, and use F\.cross_entropy or F\.nll_loss"
-    message = rf"cannot read the labels.*\n  Seen: .*{seen}.*\n  Fix: .*{fix}\. See docs/losses\.md"
+    message = rf"cannot read the labels.*\n  Seen: .*{seen}.*\n  Fix: .*{fix}.*\. See docs/losses\.md"
     with pytest.raises(RuntimeError, match=message) as caught:
         value.backward()
     assert is_short(str(caught.value))

@@ -272,7 +272,7 @@ def sample_weighted(z: Tensor, y: Tensor) -> Tensor:
 
 
 REFUSED: list[Criterion] = [weighted, sample_weighted, focal, symmetric, mixed]
-EXAMPLES = {"dcl": r"optimizer\.penalty\(logits\)\.", "dcp": r"optimizer\.penalty\(logits, labels\)\."}
+EXAMPLES = {"dcl": r"optimizer\.penalty\(logits\)", "dcp": r"optimizer\.penalty\(logits, labels\)"}
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)

@@ -220,3 +220,58 @@ def test_two_optimizers_over_one_model():
     assert_same(model, theirs, **CLOSE)
     assert_same(body.companion, omega, **CLOSE)
     assert_same(body.companion[2], mlp(seed=3)[2])
+
+
+# ---- steps without a batch -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_of_a_model_that_was_built_again_log_no_old_figures_and_are_said_once(variant):
+    model, again = mlp(), mlp(seed=1)
+    optimizer = wrap(variant, model)
+    train(model, optimizer, batches(2))
+    train(again, optimizer, batches(19))
+    logs = optimizer.logs()
+    assert logs["step"] == 21
+    assert all(math.isnan(logs[name]) for name in ("penalty", "weight", "alpha", "loss_scale"))
+    with pytest.warns(UserWarning, match="20 times in a row.*built again after the optimizer"):
+        train(again, optimizer, batches(1))
+    train(again, optimizer, batches(25))  # an error if it warned again
+    train(model, optimizer, batches(1))
+    assert optimizer.logs()["penalty"] > 0
+
+
+def cleared_before_the_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    backward(model, x, y)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def frozen(model, optimizer, x, y):
+    model.requires_grad_(False)
+    optimizer.step()
+
+
+def detached(model, optimizer, x, y):
+    optimizer.detach()
+    optimizer.step()
+
+
+def now_and_then(model, optimizer, x, y):
+    for _ in range(19):
+        optimizer.step()
+    train(model, optimizer, [(x, y)])
+    optimizer.zero_grad()
+
+
+def in_eval_mode(model, optimizer, x, y):
+    train(model.eval(), optimizer, [(x, y)])
+
+
+@pytest.mark.parametrize("loop", [cleared_before_the_step, frozen, detached, now_and_then, in_eval_mode])
+def test_other_loops_without_batches_warn_of_nothing(loop):
+    model = mlp()
+    optimizer = wrap("dcl", model, strict=False)
+    for x, y in batches(25):
+        loop(model, optimizer, x, y)

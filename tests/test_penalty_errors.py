@@ -35,8 +35,8 @@ OF_DCP: dict[str, Case] = {
     "transposed": (lambda p, z, y: p(dense(z), y.expand(3, -1)), ValueError, ["labels", "(3, 16)", "(16, 5, 3)"]),
     "flattened labels": (lambda p, z, y: p(dense(z), y.repeat(3)), ValueError, ["labels", "(48,)", "(16, 5, 3)"]),
     "sigmoids' labels": (lambda p, z, y: p(z, torch.ones_like(z)), ValueError, ["labels", "DCLOptimizer"]),
-    "labels of floats": (lambda p, z, y: p(z, y.double()), TypeError, ["labels", "float64", "(16,)"]),
-    "one-hot integers": (lambda p, z, y: p(z, F.one_hot(y, 5)), TypeError, ["labels", "int64", "(16, 5)", "float()"]),
+    "labels of floats": (lambda p, z, y: p(z, y.double()), ValueError, ["labels", "float64", "(16,)"]),
+    "one-hot integers": (lambda p, z, y: p(z, F.one_hot(y, 5)), ValueError, ["labels", "int64", "(16, 5)", "float()"]),
     "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool"]),
     "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list"]),
     "an ignored float": (lambda p, z, y: p(z, y, ignore_index=1.5), TypeError, ["ignore_index=1.5", "an integer"]),
@@ -90,6 +90,62 @@ def test_scores_against_the_batch_have_no_classes(classes: int, options: dict[st
         return
     with pytest.raises(ValueError, match=r"(?s)in-batch negatives.*num_classes=8"):
         optimizer.penalty(optimizer.model(x), places)
+
+
+LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "softmax": (lambda z: z.softmax(1), True),
+    "softmax in bfloat16": (lambda z: z.bfloat16().softmax(1), True),
+    "softmax that underflows": (lambda z: (1e4 * z).softmax(1), True),
+    "log_softmax": (lambda z: z.log_softmax(1), False),
+    "sigmoid": (lambda z: z.sigmoid(), False),
+    "a sum of 1 with negative entries": (lambda z: z - z.mean(1, keepdim=True) + 0.2, False),
+    "another sum": (lambda z: 1.001 * z.softmax(1), False),
+    "few rows, which may sum to 1 by chance": (lambda z: z.softmax(1)[:7], False),
+}
+
+
+@pytest.mark.parametrize("dense_too", [False, True])
+@pytest.mark.parametrize("what", LOGITS)
+def test_probabilities_in_place_of_logits_are_refused_each_time(what: str, dense_too: bool) -> None:
+    logits_of, refuses = LOGITS[what]
+    optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
+    for _ in range(2):
+        z, labels = logits_of(optimizer.model(x)), y
+        if dense_too:
+            z, labels = z[:, :, None], y[:, None]
+        if refuses:
+            with pytest.raises(ValueError, match=r"(?s)^logits.*probabilities.*before softmax"):
+                optimizer.penalty(z, labels)
+        else:
+            optimizer.penalty(z, labels[: len(z)])
+    assert refuses == (optimizer.prototypes.shape == (0, 0))
+
+
+def train_features(optimizer: Any, highest: int, steps: int) -> Any:
+    x, y = torch.ones(highest + 1, FEATURES).double(), torch.arange(highest + 1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        z = optimizer.model(x)
+        (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("highest", "options", "resumes"), [(3, {}, False), (4, {}, False), (3, {"num_classes": 12}, False), (3, {}, True)]
+)
+def test_labels_of_a_third_of_the_logits_name_the_head_once(highest: int, options: Any, resumes: bool) -> None:
+    """The features of a layer before the head: 12, and 4 classes."""
+    optimizer = train_features(wrap("dcp", nn.Linear(FEATURES, 12).double(), **options), highest, 99)
+    if resumes:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if highest == 3 and not options and not resumes:
+        with pytest.warns(
+            UserWarning, match=r"(?s)12 logits a row.*above 3.*the model's head.*num_classes=12"
+        ) as found:
+            train_features(optimizer, highest, 1)
+        assert found[0].filename == __file__
+    train_features(optimizer, highest, 30)
 
 
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])

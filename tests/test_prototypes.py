@@ -154,6 +154,86 @@ def test_labels_may_be_written_over_before_the_step():
     assert optimizer.forecaster.seen.nonzero().flatten().tolist() == [3, 5]
 
 
+# ---- steps that learn from no row ------------------------------------------------------------------------------------
+
+SOME = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 5])
+CLASS_WEIGHTS = torch.arange(1.0, CLASSES + 1).double()
+
+
+def unread(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(optimizer.model(z), y, weight=CLASS_WEIGHTS)
+
+
+def not_finite(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+    return NAN * F.cross_entropy(optimizer.model(z), y)
+
+
+def no_label(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(optimizer.model(z), y - 100 - y, reduction="sum")
+
+
+def no_label_of_the_term(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+    return optimizer.penalty(optimizer.model(z), y - 100 - y)
+
+
+@pytest.mark.filterwarnings("ignore:a batch gets no penalty", "ignore:non-finite logits")
+@pytest.mark.parametrize(("update", "alpha"), [("rows", 0.5), ("batch", 0.5), ("rows", 0.0), ("batch", 0.0)])
+@pytest.mark.parametrize("loss_of", [unread, not_finite, no_label, no_label_of_the_term])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_step_that_learns_from_no_row_ages_all_prototypes(reads, loss_of, update, alpha, monkeypatch):
+    """By hand: n ← α n in each, the next batch has the penalty min(1, n), and its rows count for the more."""
+    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads or step == 1)
+    optimizer = wrap(Logits(), lr=0.0, alpha=alpha, update=update, distance="squared")
+    by_term = loss_of is no_label_of_the_term
+    numbers, means = torch.zeros(CLASSES).double(), torch.zeros(CLASSES, CLASSES).double()
+    torch.manual_seed(0)
+    for y, num_aging in zip((*SOME, SOME[0]), (0, 4, 1), strict=True):
+        for _ in range(num_aging):
+            optimizer.zero_grad()
+            loss_of(optimizer, torch.randn(4, CLASSES).double(), SOME[1]).backward()
+            optimizer.model.zero.grad.zero_()
+            optimizer.step()
+            assert_same(optimizer.prototypes, means, **CLOSE)
+            numbers *= alpha
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        z = torch.randn(len(y), CLASSES).double()
+        penalty = (numbers.clamp(max=1)[y] * (z - means[y]).square().mean(1)).mean()
+        optimizer.zero_grad()
+        (optimizer.penalty if by_term else F.cross_entropy)(optimizer.model(z), y).backward()
+        assert optimizer.logs()["penalty"] == pytest.approx(float(penalty), rel=1e-9)
+        optimizer.step()
+        for k in y.unique().tolist():
+            mine = z[y == k]
+            count = len(mine) if update == "rows" else 1 - alpha * float(numbers[k])
+            numbers[k] = alpha * numbers[k] + count
+            means[k] += count / numbers[k] * (mine.mean(0) - means[k])
+        assert_same(optimizer.prototypes, means, **CLOSE)
+        assert_same(optimizer.state_dict()[KEY]["forecaster"]["numbers"], numbers, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:a batch gets no penalty")
+def test_where_19_batches_of_20_are_not_read_the_penalty_is_that_of_prototypes_of_today():
+    """But for 20 steps of the model: 1.3 times the spread of the classes if all are read, 6 times without aging."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).double()
+    optimizer = DCPOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    x = 2 * torch.randn(CLASSES, FEATURES).double().repeat(20, 1)
+    x += 0.3 * torch.randn_like(x)
+    y = torch.arange(len(x)) % CLASSES
+    penalty, spread = 0.0, 0.0
+    for step in range(300):
+        rows, is_read = torch.randint(len(x), (32,)), step % 20 == 0
+        z = model(x).detach()
+        means = torch.stack([z[y == k].mean(0) for k in range(CLASSES)])
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows], weight=None if is_read else CLASS_WEIGHTS).backward()
+        if is_read and step > 60:
+            penalty += optimizer.logs()["penalty"]
+            spread += float(FUNCTIONS["mse"](z[rows], means[y[rows]]).mean())
+        optimizer.step()
+    assert spread < penalty < 3 * spread
+
+
 # ---- ignored rows ----------------------------------------------------------------------------------------------------
 
 
@@ -702,15 +782,20 @@ def trained_unevenly(rank: int | None = None) -> dict[str, Any]:
 
 
 def trained_in_parts(rank: int | None = None) -> dict[str, Any]:
-    """One rank has its rows in two forwards, the other in one, of soft labels."""
+    """One rank has its rows in two forwards, the other in one, of soft labels; in two steps one or both have none."""
     model = network()
     group = None if rank is None else dist.group.WORLD  # no DistributedDataParallel
     optimizer = wrap(model, lr=0.0, process_group=group)
-    for x, y in batches(4):
+    for step, (x, y) in enumerate(batches(6)):
         optimizer.zero_grad()
         inputs, labels = part_of(rank, x, y)
+        if step in (2, 4):
+            without = ROWS // 2 if step == 2 else ROWS
+            labels = labels.clone()
+            labels[: max(without - ROWS // 2 * (rank or 0), 0)] = -100
         for rows in torch.arange(len(labels)).split(2 if rank == 0 else ROWS):
-            given = labels[rows] if rank == 0 else one_hot(labels[rows])
+            is_soft = rank == 1 and step not in (2, 4)
+            given = one_hot(labels[rows]) if is_soft else labels[rows]
             optimizer.penalty(model(inputs[rows]), given).backward()
         optimizer.step()
     return snapshot(model, optimizer)

@@ -274,7 +274,7 @@ class Companion(Forecaster):
         if learns and self._group.size > 1:  # every rank must bring the same tensors to the reduction
             network.optimizer.fill_gradients()
         self._average(list(gradients_of(network.optimizer.optimizer)) if learns else [])
-        if learns:
+        if learns:  # also where the scales are zeros on a device, of batches that were not read
             network.optimizer.step()
             network.optimizer.optimizer.zero_grad()
         self._start()

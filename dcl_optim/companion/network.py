@@ -71,13 +71,13 @@ class Network:
         device = next(parameters_of(base)).device
         with replayed(capture_rng(device)), torch.inference_mode(False):  # the script's generators stay as they were
             self.module = build(model, base, options.companion)
-            groups, self._pairs = _paired(model, base, self.module)
-            self.optimizer = CompanionOptimizer(base, groups, self._pairs, options.make_optimizer, options.lr_scale)
+            self._twins, others = _twins_of(model, base, self.module)
+            self.optimizer = CompanionOptimizer(base, self._twins, others, options.make_optimizer, options.lr_scale)
         self._modules = [(model, self.module)]
         self._shared: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, of the model and the copy
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
-            own = {id(ours) for _, ours in self._pairs}
+            own = set(map(id, self._twins.values()))
             both = zip(model.parameters(), self.module.parameters(), strict=True)
             self._shared = [(theirs, ours) for theirs, ours in both if id(ours) not in own]
         self._views = [(theirs, ours) for theirs, ours in self._shared if ours is not theirs]
@@ -93,7 +93,7 @@ class Network:
             return False
         self._last = trained, places
         ids = set(map(id, trained))
-        for theirs, ours in self._pairs:
+        for theirs, ours in self._twins.items():
             ours.requires_grad_(id(theirs) in ids)
         known = dict(zip(map(id, self._known[0]), self._known[1], strict=True))
         return any(known.get(id(parameter)) != place for parameter, place in zip(trained, places, strict=True))
@@ -149,24 +149,13 @@ class Network:
         self.loaded_since = False
 
 
-def _paired(
-    model: nn.Module, base: Optimizer, module: nn.Module
-) -> tuple[list[list[nn.Parameter]], list[tuple[Tensor, nn.Parameter]]]:
-    """The companion's parameters for each of the base's groups, by their names in the model; and pairs of both.
-
-    Parameters whose names the model does not know come after those of the first group.
-    """
+def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[nn.Parameter]]:
+    """The companion's parameters for those of the base, by their names in the model; and those of other names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in names}
-    groups = []
-    pairs = []
-    for group in base.param_groups:
-        paired = [(p, own.pop(names[id(p)])) for p in group["params"] if names.get(id(p)) in own]
-        groups.append([ours for _, ours in paired])
-        pairs += paired
+    twins: dict[Tensor, Tensor] = {p: own[names[id(p)]] for p in parameters_of(base) if names.get(id(p)) in own}
     known = set(names.values())
-    groups[0] += [parameter for name, parameter in own.items() if name not in known]
-    return groups, pairs
+    return twins, [parameter for name, parameter in own.items() if name not in known]
 
 
 def _trained_by(base: Optimizer) -> tuple[list[Tensor], list[Any]]:

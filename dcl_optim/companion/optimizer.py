@@ -25,6 +25,7 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
+DIVIDE_BY_THE_FIRST_GRADIENT = ("AdaShift", "RACS")  # of pytorch_optimizer
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
     "  Fix: unfreeze one, or ask for optimizer.companion before a forward pass with other parameters (functional_call)"
@@ -38,8 +39,8 @@ class CompanionOptimizer:
 
     Args:
         base: the model's optimizer.
-        groups: the companion's parameters, a list for each of the base's groups.
-        pairs: a parameter of the model and the companion's in its place.
+        twins: for parameters of the base, the companion's in their place.
+        others: further parameters of the companion, which come after those of the first group.
         make: the callable; None for an optimizer like the base.
         lr_scale: the companion's learning rate divided by the base's.
     """
@@ -47,21 +48,22 @@ class CompanionOptimizer:
     def __init__(
         self,
         base: Optimizer,
-        groups: list[list[nn.Parameter]],
-        pairs: list[tuple[Tensor, nn.Parameter]],
+        twins: dict[Tensor, Tensor],
+        others: list[nn.Parameter],
         make: MakeOptimizer | None,
         lr_scale: float,
     ) -> None:
         self._base = base
         self._follows = make is None
         self._lr_scale = lr_scale
-        trained = [parameter for group in groups for parameter in group]
-        if not trained:
+        groups = [[twins[p] for p in group["params"] if p in twins] for group in base.param_groups]
+        groups[0] += others
+        if not any(groups):
             raise ValueError(NOTHING_TO_TRAIN)
         if make is None:
-            self.optimizer = copy_optimizer(base, groups, pairs)
+            self.optimizer = copy_optimizer(base, groups, twins)
         else:
-            self.optimizer = make(trained)
+            self.optimizer = make(list(chain.from_iterable(groups)))
             if not isinstance(self.optimizer, Optimizer):
                 raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
             self.switch("train")
@@ -121,29 +123,24 @@ def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str
 def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
-        copy_optimizer(base, [group["params"] for group in base.param_groups], [(p, p) for p in parameters_of(base)])
+        copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
 
 
-def copy_optimizer(base: Optimizer, groups: list[list[Any]], pairs: Iterable[tuple[Tensor, Tensor]]) -> Optimizer:
+def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
     """Copy an optimizer for other parameters, without its state and its hooks.
 
     Args:
         base: the optimizer; of one that wraps another, such as SAM, the inner one is copied.
         groups: the parameters in place of the base's, group by group.
-        pairs: each parameter of the base that has one in its place, with that one.
+        twins: for parameters of the base, those in their place.
     """
     inner = inner_of(base)
     kind = type(inner)
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{kind.__name__} cannot train the companion: it steps with a closure only, and the companion has none; "
-            + PASS_ANOTHER
-        )
+    _refuse(kind)
     memo: dict[int, Any] = {id(group["params"]): own for group, own in zip(base.param_groups, groups, strict=True)}
-    memo |= {id(theirs): ours for theirs, ours in pairs}
+    memo |= {id(theirs): ours for theirs, ours in twins.items()}
     nested = [value for value in vars(inner).values() if isinstance(value, Optimizer)]
     memo |= {id(one.state): defaultdict(dict) for one in (inner, *nested)}
     copied: Optimizer = kind.__new__(kind)
@@ -161,6 +158,18 @@ def copy_optimizer(base: Optimizer, groups: list[list[Any]], pairs: Iterable[tup
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
         ) from error
     return copied
+
+
+def _refuse(kind: type[Optimizer]) -> None:
+    """Raise ValueError for a class of optimizers that cannot train a companion."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    reason = ""
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        reason = "it steps with a closure only, and the companion has none"
+    if kind.__name__ in DIVIDE_BY_THE_FIRST_GRADIENT:
+        reason = "it divides by its first gradient, and that of a copy of the model is zero"
+    if reason:
+        raise ValueError(f"{kind.__name__} cannot train the companion: {reason}; {PASS_ANOTHER}")
 
 
 @contextmanager

@@ -107,8 +107,12 @@ class _Block(NamedTuple):
 
 
 def _read_hard(z: Tensor, g: Tensor, smoothing: float, wants_labels: bool) -> Reading:
-    found = [_read_block(z[block], g[block], smoothing) for block in blocks(z)]
-    labels, live, num_live, length, _, slope, rest = found[0] if len(found) == 1 else _together(found)
+    parts = blocks(z)
+    if len(parts) == 1:
+        read_rows = _read_block(z, g, smoothing)
+    else:
+        read_rows = _together([_read_block(z[part], g[part], smoothing) for part in parts])
+    labels, live, num_live, length, _, slope, rest = read_rows
     excess = torch.sub(rest, length, alpha=tolerance_of(z, g))
     fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     tells_scale = excess <= 0

@@ -37,6 +37,7 @@ FACTORS = (
     "the rows have different factors, as with class weights, focal or symmetric losses, or more than one class, as "
     "with mixup, or the logits are changed before the loss"
 )
+OF_AN_ATTACK = "; for the gradient of an attack use torch.autograd.grad, or model.eval()"
 NOTHING = "batches that show no form: single rows of two classes, or a model that is certain of every row"
 PROBABILITIES = "the rows of the model's output are probabilities"
 NEEDS_LOGITS = "return logits or log_softmax from the model, or pass logits=, and use F.cross_entropy or F.nll_loss"
@@ -169,31 +170,41 @@ class LossReader:
 
     def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, float]:
         """Choose form and class dimension, and read; give also the sum of the gradient's absolute values."""
-        known = self.dim_of(gradient)
-        dims = range(1, max(gradient.ndim, 2)) if known is None else [known]
         total = _total(gradient)
         if not 0 < total < math.inf:
             return None, total
+        known = self.dim_of(gradient)
+        dims = range(1, max(gradient.ndim, 2)) if known is None else [known]
         # Along the classes the gradient of a softmax cross-entropy sums to 0.
         sums = [dim for dim in dims if _sums_to_zero(gradient, dim, total)]
         dim = (sums or dims)[0]
         z = to_rows(forward.logits, dim)
         evidence = examine(*_sample(z, to_rows(gradient, dim)))
         says = evidence.says or z.shape[1] == 1
-        forms = [(form, dim) for dim in sums for form in dict.fromkeys((evidence.smoothing, 0.0))]
-        forms += [(LOG, dim) for dim in dims]
-        for form, dim in forms if says else ():
-            reading = read(form, to_rows(forward.logits, dim), to_rows(gradient, dim), self.reads_labels)
-            if bool(reading.fits):
-                if evidence.is_softmax and form != LOG:
+        if says:
+            forms = [(form, dim) for dim in sums for form in dict.fromkeys((evidence.smoothing, 0.0))]
+            forms += [(LOG, dim) for dim in dims]
+            reading = self._read_first_that_fits(forward, gradient, forms)
+            if reading is not None:
+                if evidence.is_softmax and self.known.form != LOG:
                     warn_once(self._said, SOFTMAX_TWICE)
-                self.known = Known(form, self.known.scale, dim if gradient.ndim > 2 else None)
-                forward.lay_out(dim)
                 return reading, total
         self.known = self.known._replace(num_silent=self.known.num_silent + 1)
         if says or self.known.form is not None or self.known.num_silent >= PATIENCE:
             self._refuse(forward, self._unreadable(z, evidence.is_softmax, says, bool(sums), forward.is_one_of_several))
         return None, total
+
+    def _read_first_that_fits(
+        self, forward: Forward, gradient: Tensor, forms: list[tuple[float, int]]
+    ) -> Reading | None:
+        """Try forms and class dimensions; keep the first pair that fits."""
+        for form, dim in forms:
+            reading = read(form, to_rows(forward.logits, dim), to_rows(gradient, dim), self.reads_labels)
+            if bool(reading.fits):
+                self.known = Known(form, self.known.scale, dim if gradient.ndim > 2 else None)
+                forward.lay_out(dim)
+                return reading
+        return None
 
     def _refuse(self, forward: Forward, message: str) -> None:
         """A gradient has no known form: an error, or a warning once a form is known."""
@@ -218,6 +229,7 @@ class LossReader:
             seen = NOTHING
         else:
             seen = FACTORS if sums else SUMS
+            fix += OF_AN_ATTACK
         what = "the labels" if self.reads_labels else "the factor"
         return UNREADABLE.format(name=self._name, what=what, seen=seen, fix=fix)
 
