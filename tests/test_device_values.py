@@ -118,20 +118,26 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def forecasts_after(bad: str, method: str, mixed: bool, device: torch.device) -> Tensor:
-    """The companion or the prototypes after 12 steps by the term, the 11th with a batch that is bad, or left out."""
+    """The companion or the prototypes after 12 steps by the term, the 11th with a batch that is bad.
+
+    Or left out, which for prototypes is one without labels: they age.
+    """
     case = Case(mixed=mixed)
     model = network(case).to(device)
     optimizer = WRAPPERS[method](torch.optim.SGD(model.parameters(), lr=0.05), model, weight=0.5)
     for step, (x, y) in enumerate(batches(case) * 3, 1):
         is_bad = step == 11  # in which no value may be read
         if is_bad and bad == "left out":
-            continue
+            if method == "DCL":
+                continue
+            y = torch.zeros_like(y) if mixed else torch.full_like(y, -100)
         optimizer.zero_grad()
         bias = model[-1].bias.detach().clone()
         if is_bad and bad == "a logit":
             model[-1].bias.data[0] = torch.inf
         z, y = model(x.to(device)), y.to(device)
-        loss = F.cross_entropy(z, y) + (optimizer.penalty(z, y) if method == "DCP" else optimizer.penalty(z))
+        loss = F.cross_entropy(z, y, reduction="sum")
+        loss = loss + (optimizer.penalty(z, y) if method == "DCP" else optimizer.penalty(z))
         (loss * torch.inf if is_bad and bad == "the loss" else loss).backward()
         if is_bad:  # as a script that cleans its gradients
             model[-1].bias.data.copy_(bias)
