@@ -468,7 +468,11 @@ MADE: dict[str, tuple[str, ...]] = {
     "[Probabilities](../results.md#probabilities)": ("probabilities-kanji",),
     "[Logits](gains.md#size-and-shape-of-the-logits)": ("data-kanji-480",),
     "[Controls](gains.md#controls)": ("controls-kanji",),
-    "[Other images](gains.md#other-images-in-every-seed)": ("draws-kanji-5", "draws-kanji-3", "draws-kanji-5-noise-20"),
+    "README, [Other images](gains.md#other-images-in-every-seed)": (
+        "draws-kanji-5",
+        "draws-kanji-3",
+        "draws-kanji-5-noise-20",
+    ),
     "[A loss with smaller gradients](rivals.md#a-loss-with-smaller-gradients)": ("losses-kanji",),
     "[Defaults](ablations.md#the-defaults)": tuple(
         f"defaults-{data}-{length}" for data in ("digits", "fashion", "scripts") for length in ("short", "long")
