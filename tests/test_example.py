@@ -30,7 +30,7 @@ def test_minimal_compares_training_with_the_penalty_and_without() -> None:
     without, with_penalty, differences = zip(*([float(cell) for cell in row.split()[1:]] for row in rows), strict=True)
     assert differences == pytest.approx([b - a for a, b in zip(without, with_penalty, strict=True)], abs=0.011)
     error = stdev(differences) / len(differences) ** 0.5
-    assert [float(cell) for cell in re.findall(r"[\d.]+", last)] == pytest.approx([mean(differences), error], abs=0.006)
+    assert [float(cell) for cell in re.findall(r"[\d.]+", last)] == pytest.approx([mean(differences), error], abs=0.011)
     assert (len(rows), mean(differences) > 2 * error) == (5, True)
 
 
