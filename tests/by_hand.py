@@ -146,29 +146,20 @@ def train(
     way: str = "term",
     loss: Any = F.multi_margin_loss,
     call: Any = None,
-    parts: int = 1,
-    half: Any = None,
-    scaler: Any = None,
     compiled: Any = lambda function: function,
 ) -> Any:
-    """The plain loop: ``call`` is what the script calls, ``parts`` the batches of a step, ``half`` autocast's dtype."""
+    """The plain loop; ``call`` is what the script calls."""
     call = optimizer.model if call is None else call
-    term, data = term_of(optimizer, way), list(data)
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    term = term_of(optimizer, way)
     criterion = compiled(lambda z, y: loss(z, y) + term(z, y))
-    for start in range(0, len(data), parts):
+    for x, y in data:
         optimizer.zero_grad()
-        for x, y in data[start : start + parts]:
-            with torch.autocast("cpu", half, enabled=half is not None):
-                found = criterion(call(x), y) / parts
-            scaler.scale(found).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        criterion(call(x), y).backward()
+        optimizer.step()
     return optimizer
 
 
-def train_by_closures(optimizer: Any, data: Any, loss: Any, way: str = "term", twice: bool = False) -> Any:
-    """With ``twice`` the closure is called once before the step, too (SAM)."""
+def train_by_closures(optimizer: Any, data: Any, loss: Any, way: str = "term") -> Any:
     term = term_of(optimizer, way)
     for x, y in data:
 
@@ -179,8 +170,6 @@ def train_by_closures(optimizer: Any, data: Any, loss: Any, way: str = "term", t
             found.backward()
             return found
 
-        if twice:
-            closure()
         optimizer.step(closure)
     return optimizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import multiprocessing
 import os
 import sys
@@ -100,10 +101,6 @@ def backward(model: nn.Module, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
-def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return model, copy.deepcopy(model)
-
-
 def cells(table: Iterable[Any], *chosen: Any) -> list[Any]:
     """Give parametrize a whole table: the chosen cells run wherever the test does, the others are marked stress.
 
@@ -138,6 +135,14 @@ def assert_same(first: Any, second: Any, **tolerance: float) -> None:
             assert_same(a, b, **tolerance)
     else:
         assert first == second
+
+
+def through_a_file(saved: Any, weights_only: bool = True) -> Any:
+    """What torch.load gives of what torch.save wrote."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 # The ranks fork from a server that has these imported, which takes 3 s, and has run nothing.

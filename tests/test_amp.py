@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 from typing import Any
 
@@ -13,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.by_hand import VARIANTS, apart, by_hand, end, learned, term_of, wrap
-from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, surviving_tensors
+from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, surviving_tensors, through_a_file
 
 CLIP = 0.3
-OFF = 8  # units of the dtype's rounding that a run may be off by, relative to its way: see test_loops.py
+# A step's gradient passes through a few roundings of the dtype, and the errors of steps add up as the steps do: the
+# relative error of a run is a few units of rounding.
+OFF = 8
 WAYS = ["line", "term"]
 
 
@@ -66,22 +67,33 @@ def assert_close(found: Any, expected: Any, start: list[Tensor], dtype: torch.dt
         assert (ours - theirs).norm() < OFF / 2 * torch.finfo(dtype).eps * way.norm()
 
 
-# ---- clipping --------------------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("variant", "dtype", "way"),
+    ("variant", "dtype", "way", "clip"),
     cells(
-        itertools.product(VARIANTS, [torch.float32, torch.float16], WAYS),
-        *(("dcl", torch.float16, "line"), ("dcl", torch.float32, "term"), ("dcp", torch.float16, "line")),
+        itertools.product(VARIANTS, [torch.float32, torch.float16, torch.bfloat16], WAYS, [CLIP, None]),
+        ("dcl", torch.float16, "line", CLIP),
+        ("dcl", torch.float32, "term", CLIP),
+        ("dcl", torch.bfloat16, "line", None),
+        ("dcp", torch.float16, "line", None),
+        ("dcp", torch.bfloat16, "term", CLIP),
     ),
 )
-def test_unscale_and_clip_equal_the_clipped_loop_by_hand(variant, dtype, way):
-    hand = train(apart(variant, by_hand), data(10), NO_SCALER, clip=CLIP, way="term")
-    half = dtype if dtype == torch.float16 else None
+def test_mixed_precision_clipped_or_not_equals_the_float32_loop_by_hand(variant, dtype, way, clip):
+    """Whole batches and micro-batches, by a scale that grows; without the penalty a run ends far away."""
+    hand = train(apart(variant, by_hand), data(10), NO_SCALER, clip=clip, way="term")
+    half = None if dtype == torch.float32 else dtype
+    start = end(apart(variant))
     for parts in (1, 3):
-        found = train(apart(variant), data(10), scaler_of(), parts, CLIP, half=half, way=way)
-        assert_close(found, hand, end(apart(variant)), dtype)
+        scaler = NO_SCALER if dtype == torch.bfloat16 else scaler_of(growth_interval=4)
+        found = train(apart(variant), data(10), scaler, parts, clip, half=half, way=way)
+        assert_close(found, hand, start, dtype)
+    plain = apart(variant)
+    plain.weight = 0.0
+    with pytest.raises(AssertionError):
+        assert_close(train(plain, data(10), NO_SCALER, clip=clip), hand, start, dtype)
 
 
 # ---- steps that the scaler skips -------------------------------------------------------------------------------------
@@ -94,7 +106,7 @@ def snapshot(optimizer: Any) -> Any:
     return state
 
 
-def skipping_run(variant: str, poison: str | None, parts: int, to_none: bool, clip: float | None) -> Any:
+def skipping_run(variant: str, poison: str | None, parts: int, to_none: bool, clip: float | None, way: str) -> Any:
     """Eight steps with dropout; before the fifth, if asked to, a batch of which the scaler skips the step."""
     optimizer, scaler = wrap(variant, dropout_net().float()), scaler_of()
     for step, batch in enumerate(data(8)):
@@ -104,35 +116,39 @@ def skipping_run(variant: str, poison: str | None, parts: int, to_none: bool, cl
             ((x, y),) = data(1, seed=99)
             for index, (part, labels) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
                 is_bad = poison == "in the loss" and index == parts - 1
-                backward(optimizer, part, labels, scaler, factor=torch.inf if is_bad else 1 / parts)
+                factor = torch.inf if is_bad else 1 / parts
+                backward(optimizer, part, labels, scaler, way=way, factor=factor)
             if poison == "in the gradient":
                 optimizer.model[-1].weight.grad[0, 0] = torch.inf
             finish(optimizer, scaler, clip)
             assert_same(snapshot(optimizer), before)
             assert scaler.get_scale() == 2.0**11, "the scaler has to have skipped"
         torch.manual_seed(100 + step)  # the skipped batch drew its dropout masks, as it does without us
-        train(optimizer, [batch], scaler, parts)
+        train(optimizer, [batch], scaler, parts, way=way)
     return optimizer
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
 @pytest.mark.parametrize(
-    ("variant", "poison", "parts", "to_none", "clip"),
+    ("variant", "poison", "parts", "to_none", "clip", "way"),
     cells(
         [
-            (*case, *way)
+            (*case, *ending, way)
             for case in itertools.product(VARIANTS, ["in the loss", "in the gradient"], [1, 3])
-            for way in ((True, None), (False, None), (True, CLIP))
+            for ending in ((True, None), (False, None), (True, CLIP))
+            for way in WAYS
         ],
-        ("dcl", "in the loss", 1, True, None),
-        ("dcl", "in the gradient", 3, False, None),
-        ("dcl", "in the loss", 3, True, CLIP),
-        ("dcp", "in the gradient", 1, True, CLIP),
-        ("dcp", "in the loss", 3, False, None),
+        ("dcl", "in the loss", 1, True, None, "line"),
+        ("dcl", "in the gradient", 3, False, None, "line"),
+        ("dcl", "in the loss", 3, True, CLIP, "term"),
+        ("dcl", "in the gradient", 1, True, None, "term"),
+        ("dcp", "in the gradient", 1, True, CLIP, "line"),
+        ("dcp", "in the gradient", 1, False, None, "term"),
+        ("dcp", "in the loss", 3, False, None, "term"),
     ),
 )
-def test_after_a_skipped_step_the_run_is_as_if_it_had_not_seen_the_batch(variant, poison, parts, to_none, clip):
-    seen, never = (skipping_run(variant, how, parts, to_none, clip) for how in (poison, None))
+def test_after_a_skipped_step_the_run_is_as_if_it_had_not_seen_the_batch(variant, poison, parts, to_none, clip, way):
+    seen, never = (skipping_run(variant, how, parts, to_none, clip, way) for how in (poison, None))
     assert_same(snapshot(seen), snapshot(never))
     assert seen.logs()["loss_scale"] == pytest.approx(never.logs()["loss_scale"] / 2, rel=1e-5)
 
@@ -207,13 +223,6 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
 
 
 # ---- resumption ------------------------------------------------------------------------------------------------------
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("way", WAYS)

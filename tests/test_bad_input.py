@@ -16,9 +16,6 @@ from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd, train
 NAN = float("nan")
 
 
-THE_TERM = r"add the penalty to the loss where it cannot be read, loss \+ optimizer\.penalty\(\.\.\.\)"
-
-
 SHARED = [
     ({"alpha": 1.5}, ValueError, r"alpha=1.5 must be in \[0, 1\]"),
     ({"alpha": -0.1}, ValueError, r"alpha=-0.1"),
@@ -148,19 +145,6 @@ def test_schedules_that_leave_their_range(options, message):
     with pytest.raises(ValueError, match=message):
         loss.backward()
     assert_same((model.state_dict(), optimizer.companion.state_dict()), before)
-
-
-@pytest.mark.parametrize("distance", [nn.MSELoss(), lambda z, c: (z - c).square()])
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_a_distance_that_does_not_give_one_value_a_row(kind, distance):
-    model = mlp()
-    optimizer = kind(sgd(model), model, distance=distance)
-    x, y = one()
-    loss = F.cross_entropy(model(x), y)
-    with pytest.raises(ValueError, match=r"must return one value a row, of shape \(16,\), but returned \((16, 5)?\)"):
-        loss.backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert optimizer.logs()["step"] == 0
 
 
 @pytest.mark.parametrize("make", [np.int64, np.int8, torch.tensor])

@@ -2,62 +2,65 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches
-
-BOTH = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+from tests.by_hand import VARIANTS, assert_same_training, term_of, wrap
+from tests.helpers import CLASSES, FEATURES, batches
 
 
-def network() -> nn.Sequential:
+class Blocks(nn.Sequential):
+    """Recomputes its body in the backward pass, as transformers do layer by layer, if told so."""
+
+    reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return super().forward(x)
+        return self[-1](checkpoint(self[:-1], x, use_reentrant=self.reentrant))
+
+
+def network() -> Blocks:
     torch.manual_seed(0)
     layers = (nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
     layers[1].momentum = 0.0  # a recomputed batch moves the running statistics twice, with us and without
-    return nn.Sequential(*layers).double()
+    layers[1].register_buffer("num_batches_tracked", None)
+    return Blocks(*layers).double()
 
 
-class InnerCheckpoint(nn.Module):
-    """Checkpoints its body, as transformers do layer by layer."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.body, self._reentrant = network(), reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(self.body[:4], x, use_reentrant=self._reentrant)
-        return self.body[4](hidden)
-
-
-def trained(variant: str, model: nn.Module, call):
-    """Two views a step, so that recomputations of one forward fall between the gradients of two."""
-    kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
-    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, weight=1.0)
+def trained(variant: str, way: str, whole: bool, reentrant: bool | None) -> Any:
+    """Two views a step, so that recomputations of one forward pass fall between the gradients of two."""
+    optimizer = wrap(variant, network())
+    call, term = optimizer.model, term_of(optimizer, way)
+    if whole and reentrant is not None:
+        call = partial(checkpoint, call, use_reentrant=reentrant)
+    else:
+        call.reentrant = reentrant
     torch.manual_seed(3)
     for x, y in batches(6):
         x.requires_grad_()  # a reentrant checkpoint needs it
         optimizer.zero_grad()
-        sum(F.cross_entropy(call(view), y) for view in (x, 2 * x)).backward()
+        outputs = [call(view) for view in (x, 2 * x)]
+        sum(F.cross_entropy(z, y) + term(z, y) for z in outputs).backward()
         optimizer.step()
-    own = optimizer.companion.parameters() if variant == "dcl" else [optimizer.prototypes]
-    return [*model.parameters(), *own]
+    return optimizer
 
 
-@BOTH
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_the_whole_model_checkpointed_equals_plain(variant, reentrant):
-    model, plain = network(), network()
-    found = trained(variant, model, lambda x: checkpoint(model, x, use_reentrant=reentrant))
-    assert_same(found, trained(variant, plain, plain))
-
-
-@BOTH
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_blocks_checkpointed_inside_the_model_equal_plain(variant, reentrant):
-    model, plain = InnerCheckpoint(reentrant), InnerCheckpoint(reentrant)
-    plain.forward = plain.body.forward
-    assert_same(trained(variant, model, model), trained(variant, plain, plain))
+@pytest.mark.parametrize(
+    ("variant", "way", "whole", "reentrant"),
+    [
+        cell
+        for cell in product(VARIANTS, ["line", "term"], [False, True], [False, True])
+        if cell != ("dcl", "term", True, True)
+    ],
+)
+def test_checkpointed_equals_plain(variant: str, way: str, whole: bool, reentrant: bool) -> None:
+    """A reentrant checkpoint runs the whole model without gradients: what it returns, only prototypes take."""
+    assert_same_training(trained(variant, way, whole, reentrant), trained(variant, way, whole, None))

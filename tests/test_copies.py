@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 
 import pytest
@@ -24,6 +23,7 @@ from tests.helpers import (
     mlp,
     one,
     sgd,
+    through_a_file,
     train,
     wrap,
 )
@@ -62,13 +62,7 @@ def test_a_copy_of_the_model_alone_has_no_hook_of_ours(form):
     model = mlp()
     optimizer = wrap(model)
     train(model, optimizer, batches(3))
-    if form == "saved":
-        stream = io.BytesIO()
-        torch.save(model, stream)
-        stream.seek(0)
-        copied = torch.load(stream, weights_only=False)
-    else:
-        copied = AveragedModel(model).train()
+    copied = through_a_file(model, weights_only=False) if form == "saved" else AveragedModel(model).train()
     before = optimizer.logs()
     backward(copied, *one(9))
     assert optimizer.logs() == before

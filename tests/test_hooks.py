@@ -15,7 +15,7 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim._hooks import Hook, is_ours
-from tests.helpers import assert_same, backward, batches, mlp, one, sgd, train, training_forwards, wrap
+from tests.helpers import assert_same, backward, batches, mlp, one, sgd, through_a_file, train, training_forwards, wrap
 
 KINDS = [DCLOptimizer, DCPOptimizer]
 
@@ -113,13 +113,6 @@ def test_a_call_that_no_hook_sees_is_named_at_the_first_step(make, call, message
 
 
 # ---- copies and pickles of a wrapped module --------------------------------------------------------------------------
-
-
-def through_a_file(module, **options):
-    stream = io.BytesIO()
-    torch.save(module, stream)
-    stream.seek(0)
-    return torch.load(stream, **options)
 
 
 def by_default(module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.loss.outputs import conversion_source, find_logits
+from tests import by_hand
 from tests.helpers import CLASSES, assert_same, batches, cells, mlp, one, sgd, train, wrap
 
 # ---- logits that were converted --------------------------------------------------------------------------------------
@@ -29,34 +28,6 @@ def test_conversion_source():
     node, index = conversion_source(computed.double().half())
     assert node is computed.grad_fn
     assert index == 0
-
-
-class Converting(nn.Module):
-    """Returns converted logits, and the loss of them before; accelerate's mixed precision makes models do so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp(dtype=torch.float32)
-
-    def forward(self, x, labels):
-        logits = self.body(x)
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits.double()}
-
-
-@pytest.mark.parametrize("own_loss", [True, False])
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_a_loss_of_logits_that_were_converted_counts_once(kind, own_loss):
-    """Whether it was taken before or after: equal to the plain loop on the body."""
-    model, plain = Converting(), mlp(dtype=torch.float32)
-    optimizer, expected = kind(sgd(model), model, weight=1.0), kind(sgd(plain), plain, weight=1.0)
-    for x, y in batches(5, dtype=torch.float32):
-        optimizer.zero_grad()
-        output = model(x, y)
-        (0.5 * (output["loss"] if own_loss else F.cross_entropy(output["logits"], y))).backward()
-        optimizer.step()
-        train(plain, expected, [(x, y)], lambda z, y: 0.5 * F.cross_entropy(z, y))
-        assert optimizer.logs()["loss_scale"] == pytest.approx(0.5, rel=1e-5)
-    assert_same(model.body, plain, rtol=1e-4, atol=1e-6)
 
 
 # ---- a model that returns (logits, loss), as nanoGPT's does ----------------------------------------------------------
@@ -95,43 +66,23 @@ def texts(steps):
         yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def nanogpt(variant, backend):
-    """nanoGPT's loop: wrap, compile, accumulate, clip; evaluate now and then. The model and the optimizer.
-
-    A compiler hides the gradient of the logits where the loss is inside: the penalty is a term then.
-    """
-    model = raw_model = GPT()
-    base = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    if variant == "dcl":
-        optimizer = DCLOptimizer(base, model, weight=1.0)
-    else:
-        optimizer = DCPOptimizer(base, model, weight=1.0, alpha=0.6)
-    if backend != "no compiler":
-        model = torch.compile(model, backend=backend)
-    scaler, ctx = torch.amp.GradScaler("cpu", enabled=False), contextlib.nullcontext()
+def nanogpt(trained, call, term):
+    """nanoGPT's loop: accumulate and clip; evaluate now and then. ``term`` is the penalty, 0 by the line."""
     for step, (x, y) in enumerate(texts(6)):
         for part, labels in zip(x.chunk(STEPS), y.chunk(STEPS), strict=True):
-            with ctx:
-                logits, loss = model(idx=part, targets=labels)
-                if backend == "aot_eager":
-                    given = (logits,) if variant == "dcl" else (logits.flatten(0, 1), labels.flatten())
-                    loss = loss + optimizer.penalty(*given)
-                loss = loss / STEPS
+            logits, loss = call(idx=part, targets=labels)
             assert logits.shape == (3, TIME, VOCABULARY)
-            scaler.scale(loss).backward()
-            assert optimizer.logs()["loss_scale"] == pytest.approx(1 / STEPS)
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+            ((loss + term(logits.flatten(0, 1), labels.flatten(), logits)) / STEPS).backward()
+        torch.nn.utils.clip_grad_norm_(trained.model.parameters(), 1.0)
+        trained.step()
+        trained.zero_grad()
         if step % 2:
-            model.eval()
+            trained.model.eval()
             with torch.no_grad():
-                assert model(idx=x)[0].shape == (6, 1, VOCABULARY)
-                assert model(idx=x, targets=y)[1].ndim == 0
-            model.train()
-    return raw_model, optimizer
+                assert call(idx=x)[0].shape == (6, 1, VOCABULARY)
+                assert call(idx=x, targets=y)[1].ndim == 0
+            trained.model.train()
+    return trained
 
 
 @pytest.fixture
@@ -148,43 +99,17 @@ def _fresh_compiler():
     cells(itertools.product(["dcl", "dcp"], BACKENDS), ("dcl", "no compiler"), ("dcp", "eager"), ("dcp", "aot_eager")),
 )
 def test_nanogpts_loop(variant, backend):
-    """Equal to the loop with the penalty in the loss."""
-    model, optimizer = nanogpt(variant, backend)
-    expected = GPT()
-    base = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9)
-    companion = copy.deepcopy(expected)
-    chasing = torch.optim.SGD(companion.parameters(), lr=0.2, momentum=0.9)
-    prototypes, numbers = torch.zeros(VOCABULARY, VOCABULARY), torch.zeros(VOCABULARY)
-    for x, y in texts(6):
-        rows = []
-        for part, labels in zip(x.chunk(STEPS), y.chunk(STEPS), strict=True):
-            z, loss = expected(part, labels)
-            if variant == "dcl":
-                c = companion(part, labels)[0]
-                loss = loss + F.mse_loss(z, c.detach())
-                (F.mse_loss(c, 0.6 * c.detach() + 0.4 * z.detach()) / STEPS).backward()
-            else:
-                flat, known = labels.flatten(), numbers[labels.flatten()] > 0
-                difference = (z.flatten(0, 1) - prototypes[flat])[known]
-                loss = loss + difference.square().sum() / (flat.numel() * VOCABULARY)
-                rows.append((z.detach().flatten(0, 1), flat))
-            (loss / STEPS).backward()
-        torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
-        for each in (base, chasing) if variant == "dcl" else (base,):
-            each.step()
-            each.zero_grad()
-        if variant == "dcp":
-            z, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
-            for k in labels.unique():
-                mine = z[labels == k]
-                numbers[k] = 0.6 * numbers[k] + len(mine)
-                prototypes[k] += (mine - prototypes[k]).sum(0) / numbers[k]
-    assert_same(model, expected, rtol=1e-4, atol=1e-6)
+    """Equal to the loop with the penalty written out. A compiler hides the logits' gradient: then it is a term."""
+    found = {"find": lambda output: output[0]} if variant == "dcl" else {}
+    optimizer, hand = by_hand.wrap(variant, GPT()), by_hand.by_hand(variant, GPT(), **found)
+    way = "term" if backend == "aot_eager" else "line"
+    call = optimizer.model if backend == "no compiler" else torch.compile(optimizer.model, backend=backend)
+    nanogpt(optimizer, call, by_hand.term_of(optimizer, way))
+    nanogpt(hand, hand.model, by_hand.term_of(hand))
+    by_hand.assert_same_training(optimizer, hand, rtol=1e-4, atol=1e-6)
+    assert optimizer.logs()["loss_scale"] == pytest.approx(1 / STEPS)
     if variant == "dcl":
-        assert_same(optimizer.companion, companion, rtol=1e-4, atol=1e-6)
         assert optimizer.companion.wte.weight is optimizer.companion.lm_head.weight
-    else:
-        assert_same(optimizer.prototypes, prototypes, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings(*IGNORED_BY_TORCH)

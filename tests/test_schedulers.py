@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 from functools import partial
 from itertools import product
 
@@ -15,7 +14,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.reference import dcl_step
-from tests.helpers import assert_same, batches, cells, mlp, train
+from tests.helpers import assert_same, batches, cells, mlp, through_a_file, train
 
 STEPS, BREAK = 12, 5
 LOSSES = (3.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5)  # for the scheduler that looks at them
@@ -190,13 +189,6 @@ def run(parts, first, last):
             step_scheduler(schedule, step)
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize(
     ("scheduler", "base", "variant"),
     cells(
@@ -237,14 +229,3 @@ def test_scheduler_of_the_base_built_before_it_was_wrapped():
         assert [options[0]["lr"] for options in omega] == [0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
         results.append([p.detach() for m in (model, optimizer.companion) for p in m.parameters()])
     assert_same(*results)
-
-
-def test_rate_set_by_hand_before_each_step():
-    model = mlp()
-    optimizer = DCLOptimizer(several_groups(model, "sgd"), model, companion_lr_scale=2.0, weight=1.0)
-    omega = recorded(optimizer.companion_optimizer)
-    for step, batch in enumerate(batches(4)):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 / (step + 1)
-        train(model, optimizer, [batch])
-    assert [[group["lr"] for group in options] for options in omega] == [[0.2 / (t + 1)] * 2 for t in range(4)]

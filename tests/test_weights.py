@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcp_step
-from tests.helpers import assert_same, on_two_ranks, sgd
+from tests.helpers import assert_same, on_two_ranks, sgd, through_a_file
 
 CLASSES, FEATURES, ROWS = 4, 6, 12
 KEY = "dcl_optim.DCPOptimizer"
@@ -190,10 +189,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved_after):
     optimizer = wrap(model)
     for t, (x, y) in enumerate(batches(saved_after + 40)):
         if t == saved_after:
-            file = io.BytesIO()
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
+            state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
             resumed = network(seed=7)
             again = wrap(resumed)
             resumed.load_state_dict(state["model"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dcl_optim import LinearWarmup, RunningAverage
+from tests.helpers import through_a_file
 from tests.reliability.cases import Case, Literal, cases, learned, set_rates, term, wrapped
 
 CLEARS = ("optimizer", "optimizer, in place", "model", "base", "model, in place", "base, in place")
@@ -146,10 +146,8 @@ class Script:
         self.model.train()
 
     def resume(self, event: Event, x: Tensor, y: Tensor) -> None:
-        file, random = io.BytesIO(), torch.get_rng_state()
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
+        random = torch.get_rng_state()
+        state = through_a_file({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
         self.make()
         for part in ("model", "optimizer") if event.evaluates else ("optimizer", "model"):
             getattr(self, part).load_state_dict(state[part])

@@ -18,14 +18,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.distances import mse
-from tests.by_hand import learned
+from tests.by_hand import learned, term_of
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, dropout_net, mlp, on_two_ranks
 from tests.integrations import METHODS, differ, wrap
 from tests.integrations.conftest import forget
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning:torch")
 SIZE, BATCHES, PARTS = 8, 7, 2  # an epoch's last accumulation has one batch
+WAYS = ["line", "term"]
 CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
@@ -43,20 +43,23 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def wrapped(method, model, weight=5.0):
-    return wrap(method, adamw(model), model, weight=weight)
+def wrapped(method, model):
+    return wrap(method, adamw(model), model, weight=5.0)
 
 
 class Script:
     """Training as Accelerate's examples write it, which can be cut after any batch."""
 
-    def __init__(self, accelerator, method, build=mlp, *, shuffle=False, size=SIZE, weight=5.0, wrapped_after=False):
+    def __init__(self, accelerator, method, build=mlp, *, shuffle=False, size=SIZE, wrapped_after=False, way="line"):
         self.accelerator, self.criterion = accelerator, nn.CrossEntropyLoss()
         dtype = torch.float32 if accelerator.mixed_precision == "bf16" else torch.float64
         model = build().to(dtype)
         if wrapped_after:
             model = accelerator.prepare(model)
-        optimizer = wrapped(method, model, weight)
+        optimizer = wrapped(method, model)
+        self.term = term_of(
+            optimizer, way
+        )  # of the wrapper: the prepared optimizer has the methods of torch.optim alone
         # Accelerate steps a schedule once for each process.
         scheduler = CosineAnnealingLR(optimizer, 20 * accelerator.num_processes)
         data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches(BATCHES, SIZE, dtype=dtype), strict=True)))
@@ -72,7 +75,8 @@ class Script:
             if index == last:
                 break
             with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(self.criterion(self.model(x), y))
+                z = self.model(x)
+                self.accelerator.backward(self.criterion(z, y) + self.term(z, y))
                 if clip is not None and self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
                 self.optimizer.step()
@@ -98,11 +102,13 @@ class InBfloat16(nn.Module):
         return z.float()
 
 
-def by_hand(method, model, parts, clip=None, dtype=torch.float64):
+def by_hand(method, model, parts, clip=None, dtype=torch.float64, way="line"):
     criterion, optimizer = nn.CrossEntropyLoss(), wrapped(method, model)
+    term = term_of(optimizer, way)
     scheduler = CosineAnnealingLR(optimizer, 20)
     for index, (x, y) in enumerate([*batches(BATCHES, SIZE, dtype=dtype)] * 2):
-        (criterion(model(x), y) / parts).backward()
+        z = model(x)
+        ((criterion(z, y) + term(z, y)) / parts).backward()
         place = index % BATCHES + 1
         if place % parts == 0 or place == BATCHES:
             if clip is not None:
@@ -117,35 +123,42 @@ LOOPS = [(1, None), (PARTS, None), (PARTS, 0.05)]
 
 
 @pytest.mark.parametrize(
-    ("method", "loop", "wrapped_after"),
+    ("method", "loop", "wrapped_after", "way"),
     cells(
-        product(METHODS, LOOPS, [False, True]),
-        ("dcl", LOOPS[1], False),
-        ("dcl", LOOPS[2], True),
-        ("dcp", LOOPS[0], True),
-        ("dcp", LOOPS[2], False),
+        product(METHODS, LOOPS, [False, True], WAYS),
+        ("dcl", LOOPS[1], False, "line"),
+        ("dcl", LOOPS[2], True, "term"),
+        ("dcp", LOOPS[0], True, "line"),
+        ("dcp", LOOPS[2], False, "term"),
     ),
 )
-def test_two_epochs_are_the_loop_by_hand_bit_for_bit(method, loop, wrapped_after):
+def test_two_epochs_are_the_loop_by_hand_bit_for_bit(method, loop, wrapped_after, way):
     parts, clip = loop
     with accelerator(gradient_accumulation_steps=parts) as shared:
-        script = Script(shared, method, wrapped_after=wrapped_after)
+        script = Script(shared, method, wrapped_after=wrapped_after, way=way)
         script.epoch(0, clip=clip).epoch(1, clip=clip)
-    optimizer = by_hand(method, model := mlp(), parts, clip)
+    optimizer = by_hand(method, model := mlp(), parts, clip, way=way)
     assert_same(script.model, model)
     assert_same(script.ours.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize(
-    ("method", "parts", "wrapped_after"),
-    cells(product(METHODS, [1, PARTS], [False, True]), ("dcl", PARTS, False), ("dcl", 1, True), ("dcp", PARTS, True)),
+    ("method", "parts", "wrapped_after", "way"),
+    cells(
+        product(METHODS, [1, PARTS], [False, True], WAYS),
+        ("dcl", PARTS, False, "line"),
+        ("dcl", 1, True, "term"),
+        ("dcl", 1, False, "term"),
+        ("dcp", PARTS, True, "line"),
+    ),
 )
-def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_after):
+def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_after, way):
+    """Wrapped before, the model returns bfloat16, and the script gets a float32 copy of it."""
     with accelerator(gradient_accumulation_steps=parts, mixed_precision="bf16") as shared:
-        script = Script(shared, method, wrapped_after=wrapped_after).epoch(0).epoch(1)
+        script = Script(shared, method, wrapped_after=wrapped_after, way=way).epoch(0).epoch(1)
     nets = [mlp(dtype=torch.float32) for _ in range(2)]
     half, full = (
-        by_hand(method, InBfloat16(net, enabled), parts, dtype=torch.float32)
+        by_hand(method, InBfloat16(net, enabled), parts, dtype=torch.float32, way=way)
         for net, enabled in zip(nets, (True, False), strict=True)
     )
     assert_same(script.model, nets[0])
@@ -203,29 +216,6 @@ def test_the_companions_backward_is_outside_of_the_scripts_autocast():
         companions.append(companion)
     assert_same(*companions)
     assert differ(companions[0], model)
-
-
-def test_accumulation_is_the_bare_algorithm():
-    """No hook in the second run: both batches' penalties at half, and a companion that learns from their mean."""
-    with accelerator(gradient_accumulation_steps=PARTS) as shared:
-        script = Script(shared, "dcl").epoch(0)
-    model, criterion = mlp(), nn.CrossEntropyLoss()
-    companion = copy.deepcopy(model)
-    bases = [adamw(m) for m in (model, companion)]
-    schedulers = [CosineAnnealingLR(base, 20) for base in bases]
-    data = list(batches(BATCHES, SIZE))
-    for start in range(0, BATCHES, PARTS):
-        group = data[start : start + PARTS]
-        for x, y in group:
-            z, c = model(x), companion(x)
-            ((criterion(z, y) + 5.0 * mse(z, c.detach()).mean()) / PARTS).backward()
-            (mse(c, (0.6 * c + 0.4 * z).detach()).mean() / len(group)).backward()
-        for each in (*bases, *schedulers):
-            each.step()
-        for base in bases:
-            base.zero_grad()
-    assert_same(script.model, model, **CLOSE)
-    assert_same(script.ours.companion, companion, **CLOSE)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -295,14 +285,3 @@ def test_two_processes_are_one_with_the_joint_batch(method, tmp_path):
     assert_same(first["model"], script.model.state_dict(), **CLOSE)
     assert_same(first["ours"], learned(script.ours), **CLOSE)
     assert differ(script.model, mlp())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_weight_zero_is_accelerates_plain_run(method):
-    models = []
-    for kind in (method, "plain"):
-        with accelerator(gradient_accumulation_steps=PARTS) as shared:
-            script = Script(shared, kind, dropout_net, weight=0.0)
-            torch.manual_seed(5)
-            models.append(script.epoch(0).model)
-    assert_same(*models)

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, LinearWarmup, RunningAverage
-from dcl_optim.distances import mse
-from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import assert_same
 from tests.integrations import METHODS, differ
 from tests.integrations.lightning_modules import (
@@ -28,7 +26,6 @@ from tests.integrations.lightning_modules import (
 )
 
 pytestmark = QUIET
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -72,33 +69,6 @@ def test_automatic_optimization_is_the_hand_written_loop_bit_for_bit(loop, metho
     if loop == "accumulation":
         assert ours.logs()["loss_scale"] == pytest.approx(1 / 3, rel=1e-12)
         assert ours.logs()["step"] == 2 * 3, "batches 3, 6 and the last one, in two epochs"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_weight_zero_is_the_plain_module(method):
-    regularized, plain = Classifier(method, network(), weight=0.0), Classifier("plain", network())
-    fit(regularized)
-    fit(plain)
-    assert_same(regularized, plain)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_automatic_optimization_is_the_papers_algorithm(method):
-    module, model = Classifier(method, network()), network()
-    optimizer = fit(module)
-    companion, prototypes, numbers = copy.deepcopy(model), {}, {}
-    bases = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for m in (model, companion)]
-    torch.manual_seed(3)
-    for x, y in [*loader()] * 2:
-        if method == "dcl":
-            dcl_step(model, companion, *bases, x, y, nn.CrossEntropyLoss(), mse)
-        else:
-            dcp_step(model, prototypes, bases[0], x, y, nn.CrossEntropyLoss(), mse, numbers=numbers)
-    assert_same(module.net, model, **CLOSE)
-    if method == "dcl":
-        assert_same(optimizer.companion, companion, **CLOSE)
-    else:
-        assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in sorted(prototypes)]), **CLOSE)
 
 
 @pytest.mark.parametrize("method", METHODS)

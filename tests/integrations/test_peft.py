@@ -19,15 +19,12 @@ from peft import (
     get_peft_model,
 )
 from torch import Tensor, nn
-from torchvision.models import resnet18
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
-from tests.by_hand import learned
 from tests.helpers import assert_same, cells
-from tests.integrations import differ
-from tests.integrations.huggingface import CLASSES, sentences, text_classifier
+from tests.integrations.huggingface import sentences, text_classifier
 from tests.integrations.trainer_by_hand import QUIET, Tape, repeat, sgd, train, wrapped
 
 pytestmark = pytest.mark.filterwarnings(*QUIET)
@@ -149,27 +146,6 @@ def test_adapters_are_saved_and_merged_as_without_the_wrapper(tmp_path):
         assert_same(model.merge_and_unload()(input_ids=words).logits, expected, atol=1e-5)
 
 
-def test_prototypes_with_lora_by_the_models_own_loss_and_by_the_term():
-    runs = []
-    for way in ("line", "term"):
-        model = adapted("DoRA").train()
-        optimizer = wrapped("dcp", model, weight=WEIGHT)
-        for words, labels in data():
-
-            def closure(words=words, labels=labels, model=model, optimizer=optimizer, way=way):
-                optimizer.zero_grad()
-                output = model(input_ids=words, labels=labels)
-                loss = output.loss + (0.0 if way == "line" else optimizer.penalty(output.logits, labels))
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-        runs.append((model, optimizer))
-    (model, optimizer), (expected, second) = runs
-    assert_same(model, expected, **CLOSE)
-    assert_same(optimizer.prototypes, second.prototypes, **CLOSE)
-
-
 @pytest.mark.parametrize("setting", cells([None, "gradient_checkpointing", "bf16"], "gradient_checkpointing"))
 def test_lora_in_trainer_is_the_hand_written_loop(setting, tmp_path):
     """Dropout in the model and in the adapters; checkpointing makes PEFT and Trainer put hooks of theirs on."""
@@ -215,25 +191,3 @@ def test_after_a_change_of_adapters_the_model_is_wrapped_again():
     assert optimizer.logs()["penalty"] > 0.0
     assert_same({name: p for name, p in model.named_parameters() if name in first}, first)
     assert_frozen_is_shared(net, optimizer.companion)
-
-
-@pytest.mark.parametrize("way", ["only the head in the optimizer", "all parameters in the optimizer"])
-def test_a_linear_probe_of_a_convolutional_backbone(way):
-    """Batch norm's buffers are the companion's own: they may move in training mode."""
-    torch.manual_seed(0)
-    model = resnet18(num_classes=CLASSES)
-    model.requires_grad_(False)
-    model.fc.requires_grad_(True)
-    parameters = model.fc.parameters() if way.startswith("only") else model.parameters()
-    optimizer = DCLOptimizer(torch.optim.SGD(parameters, lr=0.1), model, weight=1.0)
-    assert_frozen_is_shared(model, optimizer.companion)
-    saved = optimizer.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]["model"]
-    assert saved.keys() == {"fc.weight", "fc.bias"} | {name for name, _ in model.named_buffers()}
-    x, y = torch.randn(4, 3, 32, 32), torch.randint(CLASSES, (4,))
-    before = copy.deepcopy(learned(optimizer))
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    assert not torch.equal(learned(optimizer)["fc.weight"], before["fc.weight"])
-    assert differ(optimizer.companion.fc, model.fc)

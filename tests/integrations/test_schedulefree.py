@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step, dcp_step
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, train
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, through_a_file, train
 
 WEIGHT = 0.4
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -64,33 +63,17 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
 
 
 @PER_NAME
-def test_with_weight_zero_the_run_is_schedulefrees_bit_for_bit(name: str) -> None:
-    plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    base = make(name, plain.parameters())
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=0.0)
-    for trained, stepping in ((plain, base), (model, optimizer)):
-        stepping.train()
-        train(trained, stepping, batches(5, dtype=torch.float32))
-        stepping.eval()
-    assert_same(plain, model)
-    assert_same(base.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
-
-
-@PER_NAME
 def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     model, resumed, data = mlp(), mlp(seed=5), list(batches(8))
     optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT)
     optimizer.train()
     train(model, optimizer, data[:4])
     optimizer.eval()
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
+    state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     optimizer.train()
     train(model, optimizer, data[4:])
 
     second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT)
-    state = torch.load(file, weights_only=True)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     second.train()

@@ -55,19 +55,24 @@ def with_a_backward_before(optimizer: Any, evaluate: Evaluate) -> None:
 
 
 LOOPS = (with_the_closure_called_before, with_a_backward_before)
-CHOSEN = [*zip(VARIANTS * 2, MODELS, LOOPS * 2, strict=False), ("dcl", "dropout", LOOPS[0])]
+CHOSEN = [*zip(VARIANTS * 2, MODELS, LOOPS * 2, ["line"] * 3, strict=False), ("dcl", "dropout", LOOPS[0], "line")]
+CHOSEN += [(variant, "dropout", LOOPS[1], "term") for variant in VARIANTS]
 
 
-@pytest.mark.parametrize(("variant", "kind", "loop"), cells(product(VARIANTS, MODELS, LOOPS), *CHOSEN))
-def test_sam_is_sam_with_the_penalty_in_both_gradients(variant: str, kind: str, loop: Callable[..., None]) -> None:
-    """By the line; by hand the penalty is in the loss, and the forecaster learns from the first evaluation."""
+@pytest.mark.parametrize(
+    ("variant", "kind", "loop", "way"), cells(product(VARIANTS, MODELS, LOOPS, ["line", "term"]), *CHOSEN)
+)
+def test_sam_is_sam_with_the_penalty_in_both_gradients(
+    variant: str, kind: str, loop: Callable[..., None], way: str
+) -> None:
+    """By hand the penalty is in the loss, and the forecaster learns from the first evaluation."""
     runs = []
-    for make, way, run in ((wrap, "line", loop), (by_hand, "term", LOOPS[0])):
+    for make, its_way, run in ((wrap, way, loop), (by_hand, "term", LOOPS[0])):
         model = MODELS[kind]()
         optimizer = make(variant, model, sam(model))
-        driven = [optimizer] if way == "line" else [optimizer.base.base_optimizer, getattr(optimizer, "_second", None)]
+        driven = [optimizer] if make is wrap else [optimizer.base.base_optimizer, getattr(optimizer, "_second", None)]
         schedulers = [StepLR(each, 3, gamma=0.3) for each in driven if each is not None]
-        term = term_of(optimizer, way)
+        term = term_of(optimizer, its_way)
         torch.manual_seed(3)
         for x, y in batches(7):
 

@@ -412,15 +412,6 @@ def test_a_trainer_with_weighted_tags_trains_as_with_the_penalty_by_hand(variant
     assert_apart(model, plain)
 
 
-@pytest.mark.filterwarnings(*TRAINERS, "ignore::FutureWarning:torch", "ignore::DeprecationWarning:torch")
-@EACH
-def test_a_trainer_with_weighted_tags_needs_the_term(variant: str, tmp_path: Any) -> None:
-    model = token_classifier()
-    optimizer = wrap(variant, model)
-    with pytest.raises(RuntimeError, match=REFUSED):
-        run_trainer(tmp_path, model, optimizer, term_of(optimizer, "line"))
-
-
 # ---- 8. a Lightning module with a weighted loss ----------------------------------------------------------------------
 
 PARTS = 2
@@ -470,10 +461,3 @@ def test_a_weighted_module_trains_as_with_the_penalty_by_hand(variant: str) -> N
     plain = Weighted(variant, "plain")
     fit(plain, long_tailed(), max_epochs=2, accumulate_grad_batches=PARTS)
     assert_apart(optimizer.model, plain.net)
-
-
-@pytest.mark.filterwarnings(*(mark.args[0] for mark in LIGHTNINGS))
-@EACH
-def test_a_weighted_module_needs_the_term(variant: str) -> None:
-    with pytest.raises(RuntimeError, match=REFUSED):
-        fit_weighted(variant, "line")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.reference import dcl_step
+from tests.by_hand import end
 from tests.helpers import assert_same, cells
-from tests.integrations.timm_models import MODELS, TINY, VIT, adamw, create, images
+from tests.integrations.timm_models import CLASSES, MODELS, TINY, VIT, adamw, create, images
 
 WEIGHT = 0.3
 
@@ -143,6 +145,40 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay() -> None:
         assert len(set(rates[1])) > 2
     assert_same(by_hand, model, atol=1e-8)
     assert_same(companion, optimizer.companion, atol=1e-8)
+
+
+# ---- the training loop -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "dtype"),
+    cells(product([0.0, 0.1], [torch.float32, torch.bfloat16]), (0.0, torch.bfloat16), (0.1, torch.float32)),
+)
+def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing: float, dtype: torch.dtype) -> None:
+    """Its scaler, clipping, schedule and average of the weights."""
+    criterion = timm.loss.LabelSmoothingCrossEntropy(smoothing)
+    trained: list[DCPOptimizer] = []
+    for way in ("line", "term"):
+        model = create("resnet10t").float()
+        optimizer: Any = DCPOptimizer(adamw(model), model, weight=2.0)
+        scaler = timm.utils.NativeScaler("cpu")
+        schedule = timm.scheduler.CosineLRScheduler(optimizer, t_initial=8, warmup_t=2, t_in_epochs=False)
+        ema = timm.utils.ModelEmaV3(model, decay=0.9)
+        torch.manual_seed(5)
+        for update, (x, y) in enumerate(images(6, size=16), start=1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                z = model(x.float())
+                loss = criterion(z, y) + (optimizer.penalty(z, y) if way == "term" else 0.0)
+            scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+            optimizer.zero_grad()
+            ema.update(model, step=update)
+            schedule.step_update(num_updates=update)
+        trained.append(optimizer)
+    model = create("resnet10t").float()
+    start = DCPOptimizer(adamw(model), model, num_classes=CLASSES)
+    for line, term, before in zip(*(end(optimizer) for optimizer in (*trained, start)), strict=True):
+        assert (line - term).norm() < (1e-3 if dtype == torch.float32 else 0.1) * (term - before).norm()
+    assert trained[0].forecaster.seen.all()
 
 
 # ---- what runs beside the optimizer ----------------------------------------------------------------------------------

@@ -198,26 +198,6 @@ def test_prototypes_of_dense_labels_leave_ignored_pixels_out(make: Callable[[], 
     assert_same(by_hand, model, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", cells(["googlenet", "inception_v3"], "googlenet"))
-def test_the_main_heads_labels_are_read(name: str) -> None:
-    """The auxiliary losses go to other heads; equal to a training by the term."""
-    make, shape, loss_of, main = SEVERAL[name]
-    trained: list[DCPOptimizer] = []
-    for way in ("line", "term"):
-        model = build(make)
-        optimizer: Any = DCPOptimizer(sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6)
-        for x, y in batches(3, shape, size=2):
-            optimizer.zero_grad()
-            output = seeded(model, x)
-            (loss_of(output, y) + (optimizer.penalty(main(output), y) if way == "term" else 0.0)).backward()
-            optimizer.step()
-        trained.append(optimizer)
-    line, term = trained
-    assert_same(line.model, term.model, rtol=1e-6, atol=1e-9)
-    assert_same(line.prototypes, term.prototypes, rtol=1e-6, atol=1e-9)
-    assert line.forecaster.seen.any()
-
-
 # ---- models without logits -------------------------------------------------------------------------------------------
 
 

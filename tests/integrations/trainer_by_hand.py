@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, default_data_collator, get_constant_schedule
 
-from dcl_optim.distances import mse
 from tests.integrations import wrap
 from tests.integrations.huggingface import arguments
 
@@ -118,32 +116,3 @@ def repeat(
         scheduler.step()
         optimizer.zero_grad()
     return optimizer
-
-
-def repeat_without_us(
-    model: nn.Module, updates: list[Step], factor_of: Callable[[Batch, Tensor], Any], weight: float, alpha: float = 0.6
-) -> nn.Module:
-    """Trainer's loop with the algorithm written out in it, ``reference.dcl_step`` for several micro-batches."""
-    companion = copy.deepcopy(model)
-    optimizer, second = sgd(model), sgd(companion)
-    model.train()
-    companion.train()
-    for batches, state in updates:
-        torch.set_rng_state(state)
-        items, factors, chases = items_of(batches), [], []
-        for batch in batches:
-            before = torch.get_rng_state()
-            output = model(**batch, num_items_in_batch=items)
-            after = torch.get_rng_state()
-            torch.set_rng_state(before)
-            c = companion(**{name: value for name, value in batch.items() if name != "labels"}).logits.flatten(0, -2)
-            torch.set_rng_state(after)
-            z = output.logits.flatten(0, -2)
-            factors.append(factor_of(batch, items))
-            (output.loss + factors[-1] * weight * mse(z, c.detach()).mean()).backward()
-            chases.append(mse(c, c.detach() + (1 - alpha) * (z.detach() - c.detach())).mean())
-        (sum(factor * chase for factor, chase in zip(factors, chases, strict=True)) / sum(factors)).backward()
-        for each in (optimizer, second):
-            each.step()
-            each.zero_grad()
-    return companion

@@ -5,7 +5,6 @@ Fifty of each kind, always the same; ``HYPOTHESIS_PROFILE=nightly`` draws five h
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import assert_same
+from tests.helpers import assert_same, through_a_file
 from tests.reliability.cases import Case, Literal, Script, cases, learned, wrapped
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
@@ -74,10 +73,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case: Case, variant:
     first = wrapped(case, variant)
     torch.manual_seed(case.seed)
     first.run(case.batches()[:stop])
-    file = io.BytesIO()
-    torch.save(everything(first), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = through_a_file(everything(first))
 
     second = wrapped(case, variant)
     second.model.load_state_dict(state["model"])
