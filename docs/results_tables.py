@@ -37,21 +37,20 @@ def demo(name: str = "demo") -> str:
 
 
 OVERVIEW = {  # what people train, at most six rows: one or more experiments, or settings of FROM_IMAGENET
-    "few images: ResNet-10, 150 Japanese characters, 5 of each": ("size-few-m",),
-    "wrong labels: the same, a fifth wrong": ("size-noise-m",),
-    "pretrained, 2 of each: EfficientNet-Lite0, the same characters": "kanji, 2 of each",
-    "pretrained, 5 of each: EfficientNet-Lite0, 372 icons": "icons",
+    "few images: small CNN, 150 Japanese characters, 5 of each": ("draws-kanji-5",),
+    "the same, ResNet-10": ("size-few-m",),
+    "wrong labels: small CNN, the same, a fifth wrong": ("draws-kanji-5-noise-20",),
     "fits its data: ResNet-10, untuned, 100 writing systems": (
         "size-scripts-m",
         "size-scripts-m-again",
         "size-scripts-m-others",
     ),
-    "plenty of clean data: Fashion-MNIST, 50,000 images": ("pays-fashion-50k",),
+    "pretrained: EfficientNet-Lite, 372 icons": "icons",
+    "plenty of clean data: Fashion-MNIST": ("pays-fashion-50k",),
 }
-NEW_SEEDS = {"kanji, 2 of each": 5}  # the first one of a repetition; the earlier seeds were the reason for it
 # The labels of its columns, in experiments and in fine-tuning.
-TRAINED = ("CE", "label smoothing 0.1", "DCP", "DCL")
-FINE_TUNED = ("full", "full, label smoothing", "full, DCP", "full, DCL")
+TRAINED = ("CE", "label smoothing 0.1", "DCP")
+FINE_TUNED = ("full", "full, label smoothing", "full, DCP")
 SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
 WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
 
@@ -63,32 +62,24 @@ def overview_cost() -> str:
     plain = {one["model"]: one["rows"][0]["milliseconds"]["median"] for one in _benchmark("steps")["steps"]}
     images = [model for model in plain if model not in ("pixels", "tokens")]
     long = [model for model in images if plain[model] >= SMALL_STEP]
-    short = [model for model in images if plain[model] < SMALL_STEP]
+    shorter = "image, shorter steps"
     models = {
         f"image, steps of {min(plain[model] for model in long):.0f} ms or more": long,
-        f"image, steps of {' and '.join(f'{plain[model]:.1f}' for model in short)} ms": short,
+        shorter: [model for model in images if plain[model] < SMALL_STEP],
         "pixel, 21 classes": ["pixels"],
         "token, 8,000 classes": ["tokens"],
     }
-    rows = [[place, *(_range(way, chosen) for way in WAYS)] for place, chosen in models.items()]
-    tiny = {row["name"]: row for row in _benchmark("wide")["wide"][0]["rows"]}  # ten classes, float32
-    title = f"image, a step of {tiny['plain']['milliseconds']['median']:.1f} ms"
-    rows.insert(2, [title, *(f"{tiny[way]['ratio_to_plain']['median']:.2f}" for way in WAYS)])
-    kernels = {row["method"]: row["kernels"] for row in _benchmark("kernels")["kernels"] if _is_simple(row)}
-    rows.append([f"GPU kernels a step, plain {kernels['plain']:.0f}", *(f"{kernels[way]:.0f}" for way in WAYS)])
-    rows.append(["memory, K classes", "K² numbers", "the same", "a network", "the same"])
-    return "\n".join(grid(["one label per", *WAYS], rows, words=1))
-
-
-def _range(method: str, models: Sequence[str]) -> str:
-    """The lowest and the highest time of a method over that of plain training, on these networks."""
-    found = _ratios(method, "ratio_to_plain")
-    ratios = sorted(f"{found[model]:.2f}" for model in models)
-    return f"{ratios[0]}–{ratios[-1]}" if len(ratios) > 1 else ratios[0]
-
-
-def _is_simple(row: Mapping[str, Any]) -> bool:
-    return bool(row["dtype"] == "float32" and row["loss"] == "hard labels")
+    shortest = {row["name"]: row for row in _benchmark("wide")["wide"][0]["rows"]}  # ten classes, float32
+    rows = []
+    for place, chosen in models.items():
+        line = [place]
+        for way in ("DCP, term", "DCL, term"):
+            ratios = [_ratios(way, "ratio_to_plain")[model] for model in chosen]
+            if place == shorter:
+                ratios.append(shortest[way]["ratio_to_plain"]["median"])
+            line.append(f"{max(ratios):.1f}")
+        rows.append(line)
+    return "\n".join(grid(["one label per", "DCP", "DCL"], rows, words=1))
 
 
 def _ratios(name: str, ratio: str) -> dict[str, Any]:
@@ -103,22 +94,30 @@ def _ratios(name: str, ratio: str) -> dict[str, Any]:
 
 
 def overview_accuracy() -> str:
-    """The first page's table of gains, beside the accuracy without them."""
+    """The first page's table of gains, beside the accuracy without them; bold as in the table of all settings."""
     from benchmarks import table
-    from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.paper.table import by_seed
+    from examples.paper.gain_tables import SHOWN
+    from examples.paper.gains import holm
+    from examples.paper.table import by_seed, probability
 
-    rows = []
+    plain, gains = {}, {}
     for title, source in OVERVIEW.items():
         if isinstance(source, str):
             scores, labels = _of_application("fine_tuning", FROM_IMAGENET[source]), FINE_TUNED
         else:
             scores, labels = _of_experiments(source), TRAINED
-        first = NEW_SEEDS.get(source, 0)
-        plain, *others = ({seed: one for seed, one in scores[label].items() if seed >= first} for label in labels)
-        gains = [plus_minus(*mean_and_error(by_seed(other, plain)), sign="+") for other in others]
-        rows.append([title, f"{fmean(plain.values()):.1f}", *(gain.replace(" ", "\u00a0") for gain in gains)])
-    return "\n".join(table.grid(["data", "plain, %", "label smoothing", "DCP", "DCL"], rows, words=1))
+        plain[title] = fmean(scores[labels[0]].values())
+        for label, head in zip(labels[1:], ("label smoothing", "DCP"), strict=True):
+            gains[title, head] = by_seed(scores[label], scores[labels[0]])
+    corrected = holm({cell: probability(found) for cell, found in gains.items()})
+    rows = []
+    for title, accuracy in plain.items():
+        line = [title, f"{accuracy:.1f}"]
+        for head in ("label smoothing", "DCP"):
+            cell = f"{fmean(gains[title, head]):+.1f}".replace("-0.0", "0.0")
+            line.append(f"**{cell}**" if corrected[title, head] < SHOWN else cell)
+        rows.append(line)
+    return "\n".join(table.grid(["data", "plain, %", "label smoothing", "DCP"], rows, words=1))
 
 
 def seeds(lines: Mapping[str, str], label: str = "DCP") -> str:
@@ -469,7 +468,11 @@ MADE: dict[str, tuple[str, ...]] = {
     "[Probabilities](../results.md#probabilities)": ("probabilities-kanji",),
     "[Logits](gains.md#size-and-shape-of-the-logits)": ("data-kanji-480",),
     "[Controls](gains.md#controls)": ("controls-kanji",),
-    "[Other images](gains.md#other-images-in-every-seed)": ("draws-kanji-5", "draws-kanji-3", "draws-kanji-5-noise-20"),
+    "README, [Other images](gains.md#other-images-in-every-seed)": (
+        "draws-kanji-5",
+        "draws-kanji-3",
+        "draws-kanji-5-noise-20",
+    ),
     "[A loss with smaller gradients](rivals.md#a-loss-with-smaller-gradients)": ("losses-kanji",),
     "[Defaults](ablations.md#the-defaults)": tuple(
         f"defaults-{data}-{length}" for data in ("digits", "fashion", "scripts") for length in ("short", "long")

@@ -1,11 +1,14 @@
-"""The one line that changes, on 100 of scikit-learn's digits (seconds on a laptop).
+"""Training with the penalty and without it, on 100 of scikit-learn's digits (seconds on a laptop).
 
     python -m examples.minimal
 
-With the line the accuracy on the other 1,697 images is 90.4 %, without it 89.3 % (means of seeds 0 to 9).
+It prints the accuracy on the other 1,697 images in five seeds, and the mean difference with its standard error.
 """
 
 from __future__ import annotations
+
+from statistics import mean, stdev
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,26 +27,39 @@ def digits(train_size: float = 0.75) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x_train.float(), y_train, x_test.float(), y_test
 
 
-def main(seed: int = 0) -> float:
+def train(weight: float | Literal["auto"], seed: int) -> float:
+    """Train with this weight of the penalty, and return the test accuracy in percent; weight=0 is plain training."""
     torch.manual_seed(seed)
     x_train, y_train, x_test, y_test = digits(train_size=100)
     loader = DataLoader(TensorDataset(x_train, y_train), batch_size=20, shuffle=True)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    optimizer = DCPOptimizer(optimizer, model)  # the one line that is new: delete it and you train without
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    optimizer = DCPOptimizer(base, model, weight=weight)  # new
 
     for _ in range(60):
         for x, y in loader:
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            z = model(x)
+            loss = F.cross_entropy(z, y) + optimizer.penalty(z, y)  # new: the term
+            loss.backward()
             optimizer.step()
 
     model.eval()
     with torch.no_grad():
-        accuracy = (model(x_test).argmax(1) == y_test).double().mean().item()
-    print(f"test accuracy {accuracy:.4f}")
-    return accuracy
+        return 100 * (model(x_test).argmax(1) == y_test).double().mean().item()
+
+
+def main() -> None:
+    print("seed   without      with   difference")
+    differences = []
+    for seed in range(5):
+        without = train(0, seed)
+        with_penalty = train("auto", seed)
+        differences.append(with_penalty - without)
+        print(f"{seed:4} {without:9.2f} {with_penalty:9.2f} {differences[-1]:+12.2f}")
+    error = stdev(differences) / len(differences) ** 0.5
+    print(f"mean difference {mean(differences):+.2f} ± {error:.2f} points of test accuracy")
 
 
 if __name__ == "__main__":

@@ -94,6 +94,25 @@ def test_by_default_weight_and_alpha_are_the_optimizers(tmp_path: Path, capsys: 
         assert default[method] == given[method] != other[method]
 
 
+def test_label_smoothing_is_that_of_plain_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    default = untimed(run(tmp_path / "default"))
+    smoothed = untimed(run(tmp_path / "smoothed", "--label-smoothing", "0.4"))
+    assert "plain training with label smoothing 0.4" in capsys.readouterr().out
+    assert [default[method] == smoothed[method] for method in training.METHODS] == [False, True, True]
+
+
+def test_the_penalty_is_the_term_of_each_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With a penalty of zero the methods are plain training, so nothing else pulls."""
+    default = untimed(run(tmp_path / "default"))
+    for wrapper in (training.DCPOptimizer, training.DCLOptimizer):
+        penalty = wrapper.penalty
+        monkeypatch.setattr(wrapper, "penalty", lambda *given, penalty=penalty: 0 * penalty(*given))
+    without = untimed(run(tmp_path / "without"))
+    accuracies = {method: [one["accuracy"] for one in runs] for method, runs in without.items()}
+    assert accuracies["DCP"] == accuracies["DCL"] == accuracies["plain"]
+    assert accuracies["DCP"] != [one["accuracy"] for one in default["DCP"]]
+
+
 def test_validation_images_are_other_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path, "--validation")
     assert "400 validation images" in capsys.readouterr().out
@@ -169,6 +188,7 @@ def test_ctrl_c_before_the_first_seed_is_finished(
         ["--weight", "-1"],
         ["--weight", "inf"],
         ["--lr", "0"],
+        ["--label-smoothing", "1.1"],
         ["--epochs", "two"],
         ["--out", __file__],
         ["--device", "gpu7"],
@@ -259,7 +279,7 @@ def test_what_will_be_done_is_said_before_anything_is_written(tmp_path: Path, mo
     assert demo.main([]) == 0
     plan = arguments.plan(arguments.parse([]))
     assert seen == [(plan, False)]
-    assert "10 seeds of 40 epochs, which takes 1 to 2 minutes" in plan
+    assert "10 seeds of 100 epochs, which takes 1 to 2 minutes" in plan
     assert plan.endswith("writes results.json and curves.png to demo-out\n")
     assert max(map(len, plan.splitlines())) <= WIDTH
     Path("demo-out").mkdir()
@@ -270,7 +290,7 @@ def test_what_will_be_done_is_said_before_anything_is_written(tmp_path: Path, mo
 def test_the_table_ends_with_what_to_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path)
     last = capsys.readouterr().out.split("\n\nWrote")[0].splitlines()[-1]
-    assert last == "Ten classes gain least, few images a class or wrong labels most: docs/results.md"
+    assert last == "Gains: few images of each class, also of ten, or wrong labels. docs/results.md"
 
 
 def test_without_a_terminal_there_is_a_line_a_minute(
@@ -391,9 +411,9 @@ def test_the_committed_table_follows_from_its_runs():
 @pytest.mark.parametrize(
     ("flags", "epochs", "seeds"),
     [
-        ([], 40, 10),
-        (["--quick"], 10, 3),
-        (["--quick", "--seeds", "10"], 10, 10),
+        ([], 100, 10),
+        (["--quick"], 20, 3),
+        (["--quick", "--seeds", "10"], 20, 10),
         (["--epochs", "40", "--quick"], 40, 3),
     ],
 )
@@ -450,10 +470,10 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit, match=r"^0$"):
         demo.main(["--help"])
     text = capsys.readouterr().out
-    flags = "--epochs --seeds --train-size --alpha --weight --validation --quick --device --out"
+    flags = "--epochs --seeds --train-size --label-smoothing --alpha --weight --validation --quick --device --out"
     for flag in flags.split():
         assert flag in text
-    assert "default: 40" in text
-    assert "3 seeds of 10 epochs" in text
+    assert "default: 100" in text
+    assert "3 seeds of 20 epochs" in text
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "default: each optimizer's own" in " ".join(text.split())

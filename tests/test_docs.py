@@ -79,6 +79,8 @@ def what_a_script_has():
         "shard": lambda module: module,
         "DistributedDataParallel": lambda module: module,
         "Trainer": MagicMock,
+        "Learner": MagicMock,
+        "dls": None,
         "arguments": None,
         "num_classes": 3,
         "data": [],

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     code = main(["--epochs", "1", "--seeds", "1", "--out", folder])
-        digits: 200 training and 597 test images, 1 epochs, 1 seeds...curves.png.
+        digits: 50 training and 597 test images, 1 epochs, 1 seeds...curves.png.
         >>> code
         0
     """

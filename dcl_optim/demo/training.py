@@ -22,7 +22,7 @@ from dcl_optim.demo.digits import CLASSES, Images, load_digits, make_model, stra
 
 METHODS = ("plain", "DCP", "DCL")
 LINE_EVERY = 60.0  # seconds, if no bar can be drawn
-BATCH_SIZE = 64
+BATCH_SIZE = 16
 
 History = dict[str, Any]
 Histories = dict[str, list[History]]  # for each method its runs
@@ -35,7 +35,8 @@ class Run:
         torch.manual_seed(seed)
         self.seed = seed
         self.model = make_model().to(args.device)
-        self.criterion = nn.CrossEntropyLoss()
+        smoothing = args.label_smoothing if method == "plain" else 0.0
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=smoothing)
         self.optimizer = self._wrap(method, args)
         self.scheduler = CosineAnnealingLR(self.optimizer, args.epochs)
         self.train = train
@@ -61,12 +62,22 @@ class Run:
         start = time.perf_counter()
         for batch in order.split(BATCH_SIZE):
             self.optimizer.zero_grad()
-            self.criterion(self.model(images[batch]), labels[batch]).backward()
+            self._loss(images[batch], labels[batch]).backward()
             self.optimizer.step()
         next(self.model.parameters()).flatten()[0].item()  # waits for the device
         self.history["seconds"].append(time.perf_counter() - start)
         self.scheduler.step()
         self._measure()
+
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Compute the loss of a batch, with the penalty of the method."""
+        logits = self.model(images)
+        loss: Tensor = self.criterion(logits, labels)
+        if isinstance(self.optimizer, DCPOptimizer):
+            return loss + self.optimizer.penalty(logits, labels)
+        if isinstance(self.optimizer, DCLOptimizer):
+            return loss + self.optimizer.penalty(logits)
+        return loss
 
     def _measure(self) -> None:
         self.model.eval()
