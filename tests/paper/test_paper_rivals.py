@@ -204,7 +204,7 @@ def test_settings_are_at_least_ten_of_five_data_sets_and_draw_images_and_labels_
 
 
 def test_the_queue_has_every_run_of_the_choice_once_and_round_after_round():
-    items = list(queue.choices())
+    items = [item for item in queue.choices() if item.stage != "candidate for the default"]
     runs = [(item.experiment, item.label, item.seed) for item in items]
     assert len(set(runs)) == len(runs)
     expected = {
@@ -216,7 +216,7 @@ def test_the_queue_has_every_run_of_the_choice_once_and_round_after_round():
         for seed in range(3 * settings.PLACES[name].seeds)
     }
     assert set(runs) == expected
-    rounds = [int(item.stage[-1]) for item in items]
+    rounds = [int(item.stage[-1]) for item in items if not item.stage.startswith("default")]
     assert rounds == sorted(rounds)
 
 

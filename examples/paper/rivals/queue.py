@@ -4,9 +4,9 @@
     python -m examples.paper.rivals.queue --until 03:10   # starts no run after this time of the day (UTC)
     python -m examples.paper.rivals.queue --list          # the stages, and how many runs of each are made
 
-The stages: every method with its first value, the search for the default, the other values; all of it with the seeds of
-the first round, then of the second and third. The values are chosen then, on validation images; what follows are the
-chosen ones in new seeds, DCP on top, and the expensive settings. A run has its record in runs/results, and the same
+The stages: every method with its first value, the search for the default in two rounds of seeds with its confirmation,
+the other values; then the second and third round. The values are chosen then, on validation images; what follows are
+the chosen ones in new seeds, DCP on top, and the expensive settings. A run has its record in runs/results, and the same
 command goes on where it was stopped.
 """
 
@@ -26,7 +26,15 @@ from examples.paper.experiments import EXPERIMENTS
 from examples.paper.jobs import Job, finish
 from examples.paper.rivals import selection, values
 from examples.paper.rivals.experiments import name_of, search_of, top_of
-from examples.paper.rivals.settings import CHOICE_ROUNDS, CONFIRMATION_ROUNDS, EXPENSIVE, FAST, PLACES, SEARCHED
+from examples.paper.rivals.settings import (
+    CHOICE_ROUNDS,
+    CONFIRMATION_ROUNDS,
+    EXPENSIVE,
+    FAST,
+    PLACES,
+    SEARCH_ROUNDS,
+    SEARCHED,
+)
 
 CHECKPOINTS = Path("runs/paper")
 
@@ -42,14 +50,28 @@ class Item:
 
 
 def choices() -> Iterator[Item]:
-    """The runs that values and the default are chosen by."""
+    """The runs that values and the default are chosen by, and those that confirm the default's candidate."""
     first = ["CE", *(labels[0] for labels in values.LABELS.values())]
     for number_of_round in CHOICE_ROUNDS:
         yield from _methods(f"first values, round {number_of_round}", first, number_of_round)
-        yield from _search(f"default, round {number_of_round}", number_of_round)
+        if number_of_round == 0:  # the search comes before the other values
+            for early in SEARCH_ROUNDS:
+                yield from _search(f"default, round {early}", early)
+            yield from _candidate()
+        elif number_of_round not in SEARCH_ROUNDS:
+            yield from _search(f"default, round {number_of_round}", number_of_round)
         some = next(iter(FAST.values()))
         others = [label for label in values.rows(some.plain) if label not in first]
         yield from _methods(f"other values, round {number_of_round}", others, number_of_round)
+
+
+def _candidate() -> Iterator[Item]:
+    for number_of_round in CONFIRMATION_ROUNDS:
+        for name, place in FAST.items():
+            if name not in SEARCHED:
+                for seed in place.of_round(number_of_round):
+                    for label in EXPERIMENTS[search_of(name)].runs:
+                        yield Item("candidate for the default", search_of(name), label, seed)
 
 
 def _methods(stage: str, labels: Sequence[str], number_of_round: int) -> Iterator[Item]:

@@ -95,7 +95,7 @@ def rows(plain: Configuration, classes: int) -> dict[str, Configuration]:
 
 
 def confirmation_rows(plain: Configuration, classes: int) -> dict[str, Configuration]:
-    """The runs that confirm the candidate in a setting that the search has not seen: CE, today's rule, the candidate."""
+    """The runs that confirm the candidate where the search has not looked: CE, today's rule, the candidate."""
     found = {"CE": plain}
     for rule in (TODAY, CANDIDATE):
         found[rule.row(classes)] = replace(plain, method="dcp", options=rule.options(classes))

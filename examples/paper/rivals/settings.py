@@ -93,4 +93,5 @@ FEW_OR_WRONG = (
     "fashion-500-noise-30",
 )
 CHOICE_ROUNDS = (0, 1, 2)
+SEARCH_ROUNDS = (0, 1)  # that are complete for the default; the candidate was taken from them
 CONFIRMATION_ROUNDS = (3, 4, 5)

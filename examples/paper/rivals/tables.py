@@ -18,8 +18,15 @@ from dcl_optim.demo.report import mean_and_error, plus_minus
 from examples.paper import records
 from examples.paper.gains import holm
 from examples.paper.rivals import choice, rules, selection, values
-from examples.paper.rivals.experiments import name_of, top_of
-from examples.paper.rivals.settings import CHOICE_ROUNDS, CONFIRMATION_ROUNDS, FAST, PLACES, SEARCHED
+from examples.paper.rivals.experiments import name_of, search_of, top_of
+from examples.paper.rivals.settings import (
+    CHOICE_ROUNDS,
+    CONFIRMATION_ROUNDS,
+    FAST,
+    PLACES,
+    SEARCH_ROUNDS,
+    SEARCHED,
+)
 from examples.paper.table import probability, probability_cell
 
 HEADS = {
@@ -106,7 +113,7 @@ def on_top(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
     return "\n".join(grid(["", "on top of", "gain", "p", "seeds"], lines, words=2))
 
 
-def search(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS, shown: int | None = RULES_SHOWN) -> str:
+def search(folder: Path, rounds: tuple[int, ...] = SEARCH_ROUNDS, shown: int | None = RULES_SHOWN) -> str:
     """The rules with the smallest regret, today's default, and the best fixed pair of each setting, on validation."""
     found = selection.searched(folder, rounds)
     classes = {name: PLACES[name].classes for name in SEARCHED}
@@ -128,6 +135,29 @@ def search(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS, shown: int | N
     lines.append(["the best fixed pair", "0", "", *cells])
     heads = ["rule", "mean regret", "worst gain", *(HEADS[name] for name in SEARCHED)]
     return "\n".join(grid(heads, lines, words=1))
+
+
+def confirmation(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
+    """The candidate and today's default on the test images of the settings that the search has not seen."""
+    lines = []
+    all_differences: list[float] = []
+    for name, place in FAST.items():
+        if name in SEARCHED:
+            continue
+        setting = selection.of_place(folder, search_of(name), name, "test", rounds)
+        today = rules.TODAY.row(place.classes)
+        candidate = rules.CANDIDATE.row(place.classes)
+        differences = choice.gains(setting, candidate, today)
+        if differences:
+            gains = [plus_minus(*mean_and_error(choice.gains(setting, row)), sign="+") for row in (today, candidate)]
+            lines.append(
+                [HEADS[name], *gains, plus_minus(*mean_and_error(differences), sign="+"), str(len(differences))]
+            )
+            all_differences += differences
+    if all_differences:
+        total = plus_minus(*mean_and_error(all_differences), sign="+")
+        lines.append(["all", "", "", total, str(len(all_differences))])
+    return "\n".join(grid(["", "today", "candidate", "difference", "seeds"], lines, words=1))
 
 
 def against_best(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
@@ -197,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\nThe tuned values\n\n{tuned_values(options.results)}")
     print(f"\n(c) On top\n\n{on_top(options.results)}")
     print(f"\nThe search for the default, on validation images\n\n{search(options.results)}")
+    print(f"\nThe candidate where the search has not looked, on test images\n\n{confirmation(options.results)}")
 
 
 if __name__ == "__main__":
