@@ -7,6 +7,8 @@ from torch import Tensor
 
 BLOCK = 2**18  # numbers that are computed at once: more take fresh memory for each intermediate result
 MAX_BLOCKS = 64
+SUM_TOLERANCE = 1e-4  # of the sum of a row of probabilities
+HALF_SUM_TOLERANCE = 2e-2  # where they are in half precision
 
 
 def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
@@ -63,6 +65,20 @@ def wide(tensor: Tensor) -> Tensor:
         torch.float32
     """
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+
+
+def sum_to_one(rows: Tensor, is_half: bool) -> Tensor:
+    """Whether every row sums to 1, as probabilities do, up to rounding. A scalar; nothing is read.
+
+    Args:
+        rows: (N, K), or (N, K, ...) with the classes in dimension 1.
+        is_half: whether they are rounded to half precision.
+
+    Examples:
+        >>> sum_to_one(torch.tensor([[0.5, 0.5], [0.1, 0.9]]), is_half=False)
+        tensor(True)
+    """
+    return (wide(rows).sum(1) - 1.0).abs().amax() <= (HALF_SUM_TOLERANCE if is_half else SUM_TOLERANCE)
 
 
 def blocks(tensor: Tensor) -> list[slice]:

@@ -14,7 +14,7 @@ from dcl_optim._validation import check_state
 from dcl_optim.distances import Distance, difference
 from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale, pull_of
-from dcl_optim.layout import to_rows, wide
+from dcl_optim.layout import sum_to_one, to_rows, wide
 
 UPDATES = ("rows", "batch")
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
@@ -22,7 +22,6 @@ MAX_BYTES = 2**30  # of the (K, K) prototypes
 NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 FEWEST_ROWS = 8  # fewer lie in the order of their labels, or sum to 1, by chance
-SUM_TOLERANCE = 1e-4  # of a row of probabilities in float32 or wider
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
 IN_BATCH = (
     "the labels of this batch are its rows' places, 0, 1, 2, ... up to its last logit: scores against the rows of a "
@@ -406,9 +405,7 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
 
 
 def _refuse_probabilities(logits: Tensor) -> None:
-    sums = wide(logits).sum(1)
-    tolerance = SUM_TOLERANCE if logits.dtype.itemsize >= 4 else SHARE_TOLERANCE
-    if bool((logits.amin() >= 0) & ((sums - 1.0).abs().amax() <= tolerance)):
+    if bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4)):
         raise ValueError(PROBABILITIES)
 
 

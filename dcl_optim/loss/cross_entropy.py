@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim._torch import constant
-from dcl_optim.layout import blocks, wide
+from dcl_optim.layout import blocks, sum_to_one, wide
 
 LOG = -1.0  # the form of log-probabilities; every other form is its label smoothing
 
@@ -217,8 +217,7 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
     if num_classes == 2:
         spread = torch.where(told, top, -1.0).amax() - torch.where(told, top, 2.0).amin()
         says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
-    allowed = 0.02 if tolerance == HALF_TOLERANCE else 1e-4
-    is_softmax = (z.amin() > 0) & ((wide(z).sum(1) - 1).abs().amax() <= allowed)
+    is_softmax = (z.amin() > 0) & sum_to_one(z, is_half(z, g))
     found = (says, _fit_smoothing(p * told[:, None], g * told[:, None], told, least), is_softmax)
     return Evidence(*torch.stack([value.double() for value in found]).tolist())
 

@@ -102,7 +102,7 @@ class LossReader:
         self._name = name
         self._said: set[str] = set()
         self._num_skipped = 0
-        self._waiting: list[Reading] = []  # of batches whose values were not read: they are on a device
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # num_live and fits of batches, on a device, that were not read
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
@@ -145,12 +145,12 @@ class LossReader:
             forward.lay_out(dim)
             reading = read(self.known.form, forward.rows, to_rows(gradient, dim), self.reads_labels)
         if may_read and (reading is None or not bool(reading.fits)):
-            reading, total = self._choose(forward, gradient)
+            reading, total = self._choose(forward, gradient, dim)
             is_finite = total < math.inf  # false for nan too
             if reading is None and forward.state is State.OPEN:
                 self._num_skipped += int(total != 0)
         elif reading is not None and not may_read and forward.state is State.OPEN:
-            self._waiting.append(reading._replace(labels=reading.fits))  # without the memory of the labels
+            self._waiting.append((reading.num_live, reading.fits))
         return self._loss_of(reading, is_finite)
 
     def _loss_of(self, reading: Reading | None, is_finite: bool) -> Loss:
@@ -168,13 +168,12 @@ class LossReader:
     def _last_scale(self) -> Scale:
         return 1.0 if self.known.scale is None else self.known.scale
 
-    def _choose(self, forward: Forward, gradient: Tensor) -> tuple[Reading | None, float]:
+    def _choose(self, forward: Forward, gradient: Tensor, known_dim: int | None) -> tuple[Reading | None, float]:
         """Choose form and class dimension, and read; give also the sum of the gradient's absolute values."""
         total = _total(gradient)
         if not 0 < total < math.inf:
             return None, total
-        known = self.dim_of(gradient)
-        dims = range(1, max(gradient.ndim, 2)) if known is None else [known]
+        dims = range(1, max(gradient.ndim, 2)) if known_dim is None else [known_dim]
         # Along the classes the gradient of a softmax cross-entropy sums to 0.
         sums = [dim for dim in dims if _sums_to_zero(gradient, dim, total)]
         dim = (sums or dims)[0]
@@ -236,9 +235,9 @@ class LossReader:
     def num_skipped(self) -> int:
         """Count the batches that got no penalty. Synchronizes."""
         if self._waiting:
-            device = self._waiting[-1].fits.device
-            fits = torch.stack([reading.fits.to(device) for reading in self._waiting])
-            num_live = torch.stack([reading.num_live.to(device) for reading in self._waiting])
+            device = self._waiting[-1][0].device
+            num_live = torch.stack([number.to(device) for number, _ in self._waiting])
+            fits = torch.stack([fits.to(device) for _, fits in self._waiting])
             self._num_skipped += int(((num_live > 0) & ~fits).sum())
             self._waiting = []
         return self._num_skipped

@@ -29,6 +29,7 @@ from examples.paper.rivals.experiments import name_of, search_of, top_of
 from examples.paper.rivals.settings import (
     CHOICE_ROUNDS,
     CONFIRMATION_ROUNDS,
+    CONFIRMED,
     EXPENSIVE,
     FAST,
     PLACES,
@@ -37,6 +38,8 @@ from examples.paper.rivals.settings import (
 )
 
 CHECKPOINTS = Path("runs/paper")
+# The rounds of the search that come before the other values of a round: the default was decided after two.
+SEARCHES = {0: SEARCH_ROUNDS, 1: (), 2: (2,)}
 
 
 @dataclass(frozen=True)
@@ -52,26 +55,23 @@ class Item:
 def choices() -> Iterator[Item]:
     """The runs that values and the default are chosen by, and those that confirm the default's candidate."""
     first = ["CE", *(labels[0] for labels in values.LABELS.values())]
+    some = next(iter(FAST.values()))
+    others = [label for label in values.rows(some.plain) if label not in first]
     for number_of_round in CHOICE_ROUNDS:
         yield from _methods(f"first values, round {number_of_round}", first, number_of_round)
-        if number_of_round == 0:  # the search comes before the other values
-            for early in SEARCH_ROUNDS:
-                yield from _search(f"default, round {early}", early)
+        for searched in SEARCHES[number_of_round]:
+            yield from _search(f"default, round {searched}", searched)
+        if number_of_round == 0:
             yield from _candidate()
-        elif number_of_round not in SEARCH_ROUNDS:
-            yield from _search(f"default, round {number_of_round}", number_of_round)
-        some = next(iter(FAST.values()))
-        others = [label for label in values.rows(some.plain) if label not in first]
         yield from _methods(f"other values, round {number_of_round}", others, number_of_round)
 
 
 def _candidate() -> Iterator[Item]:
     for number_of_round in CONFIRMATION_ROUNDS:
-        for name, place in FAST.items():
-            if name not in SEARCHED:
-                for seed in place.of_round(number_of_round):
-                    for label in EXPERIMENTS[search_of(name)].runs:
-                        yield Item("candidate for the default", search_of(name), label, seed)
+        for name in CONFIRMED:
+            for seed in PLACES[name].of_round(number_of_round):
+                for label in EXPERIMENTS[search_of(name)].runs:
+                    yield Item("candidate for the default", search_of(name), label, seed)
 
 
 def _methods(stage: str, labels: Sequence[str], number_of_round: int) -> Iterator[Item]:

@@ -83,6 +83,7 @@ PLACES = FAST | EXPENSIVE
 
 # In which the default is searched; it is confirmed in the others.
 SEARCHED = ("kanji-5-noise-20", "kanji-5", "scripts", "text", "digits-5", "fashion-500-noise-30")
+CONFIRMED = tuple(name for name in FAST if name not in SEARCHED)
 FEW_OR_WRONG = (
     "kanji-3",
     "kanji-5",

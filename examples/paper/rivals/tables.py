@@ -22,6 +22,7 @@ from examples.paper.rivals.experiments import name_of, search_of, top_of
 from examples.paper.rivals.settings import (
     CHOICE_ROUNDS,
     CONFIRMATION_ROUNDS,
+    CONFIRMED,
     FAST,
     PLACES,
     SEARCH_ROUNDS,
@@ -141,12 +142,10 @@ def confirmation(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) ->
     """The candidate and today's default on the test images of the settings that the search has not seen."""
     lines = []
     all_differences: list[float] = []
-    for name, place in FAST.items():
-        if name in SEARCHED:
-            continue
+    for name in CONFIRMED:
         setting = selection.of_place(folder, search_of(name), name, "test", rounds)
-        today = rules.TODAY.row(place.classes)
-        candidate = rules.CANDIDATE.row(place.classes)
+        today = rules.TODAY.row(PLACES[name].classes)
+        candidate = rules.CANDIDATE.row(PLACES[name].classes)
         differences = choice.gains(setting, candidate, today)
         if differences:
             gains = [plus_minus(*mean_and_error(choice.gains(setting, row)), sign="+") for row in (today, candidate)]
