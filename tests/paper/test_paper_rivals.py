@@ -58,6 +58,13 @@ def test_one_value_for_all_is_the_best_mean_over_the_settings_and_not_over_the_r
     assert choice.one_value(both, ["none"]) is None
 
 
+def test_a_row_with_two_seeds_comes_before_one_whose_single_seed_was_better():
+    found = scores_of(CE=[50.0, 60.0], one=[56.0], two=[54.0, 63.0], worse=[54.0, 62.0])
+    assert choice.ranked(found, ["one", "worse", "none", "two"]) == ["two", "worse", "one"]
+    other = scores_of(CE=[50.0], one=[60.0], two=[50.0], worse=[50.0])
+    assert choice.ranked_over_settings({"x": found, "y": other}, ["one", "two"]) == ["one", "two"], "y has one seed"
+
+
 def test_a_tuned_value_is_the_best_one_of_the_setting():
     better = ONE | {"b": {0: 51.0, 1: 61.0}}
     assert choice.tuned(better, ["a", "b"]) == "a"
@@ -88,7 +95,7 @@ def test_best_rivals_are_single_steps_below_tuned_plain_training():
     found |= {"GCE 0.7": {0: 55.0}, "GCE 0.3": {0: 54.0}, "SAM 0.2": {0: 54.5}, "CE, twice the epochs": {0: 70.0}}
     chosen = selection.of_scores({"kanji-5": found})
     assert chosen.by_place["kanji-5"]["CE"] == "lr × 3"
-    assert chosen.under("kanji-5") == ("lr × 3", "GCE 0.7", "SAM 0.2")
+    assert chosen.under["kanji-5"] == ("lr × 3", "GCE 0.7", "SAM 0.2")
     assert chosen.labels("kanji-5")[0] == "CE"
     assert {"DML 1", "GCE 0.7", "lr × 3"} <= set(chosen.labels("kanji-5"))
     assert "GCE 0.3" not in chosen.labels("kanji-5")
@@ -196,28 +203,58 @@ def test_settings_are_at_least_ten_of_five_data_sets_and_draw_images_and_labels_
     assert set(settings.PLACES) - set(drawn) == {"resnet-scripts"}, "which takes all images"
     assert set(settings.SEARCHED) < set(settings.FAST)
     assert set(settings.FEW_OR_WRONG) < set(settings.FAST)
-    assert not set(settings.CHOICE_ROUNDS) & set(settings.CONFIRMATION_ROUNDS)
+    rounds = (settings.SEARCH_ROUNDS, settings.CONFIRMATION_ROUNDS, settings.SECOND_ROUNDS, settings.CHOSEN_ROUNDS)
+    assert len(set().union(*rounds)) == sum(map(len, rounds)), "each is of new seeds"
+    assert set(settings.CHOICE_ROUNDS) < set(settings.SEARCH_ROUNDS)
     assert list(settings.FAST["digits-5"].of_round(2)) == [6, 7, 8]
 
 
 # ---- the order -------------------------------------------------------------------------------------------------------
 
 
-def test_the_queue_has_every_run_of_the_choice_once_and_round_after_round():
-    items = [item for item in queue.choices() if item.stage != "candidate for the default"]
+def test_the_queue_has_every_run_of_the_choice_once():
+    items = [item for item in queue.choices() if "candidate" not in item.stage]
     runs = [(item.experiment, item.label, item.seed) for item in items]
     assert len(set(runs)) == len(runs)
     expected = {
         (experiment, label, seed)
-        for make, places in ((name_of, settings.FAST), (search_of, settings.SEARCHED))
+        for make, places, rounds in ((name_of, settings.FAST, 1), (search_of, settings.SEARCHED, 3))
         for name in places
         for experiment in [make(name)]
         for label in EXPERIMENTS[experiment].runs
-        for seed in range(3 * settings.PLACES[name].seeds)
+        for seed in range(rounds * settings.PLACES[name].seeds)
     }
     assert set(runs) == expected
-    rounds = [int(item.stage[-1]) for item in items if not item.stage.startswith("default")]
-    assert rounds == sorted(rounds)
+
+
+def test_candidates_for_the_default_are_run_in_seeds_that_no_choice_has_seen():
+    items = [item for item in queue.choices() if item.stage == "second candidates"]
+    assert len(set(items)) == len(items)
+    kanji = {(item.label, item.seed) for item in items if item.experiment == search_of("kanji-3")}
+    assert {seed for _, seed in kanji} == {6, 7, 8}
+    assert {label for label, _ in kanji} == {
+        "CE",
+        *(rule.row(150) for rule in (rules.TODAY, *rules.SECOND_CANDIDATES)),
+    }
+    assert {item.experiment for item in items} == {search_of(name) for name in settings.FAST}
+    assert all(item.label in EXPERIMENTS[item.experiment].runs for item in items)
+
+
+def test_the_second_round_is_of_the_best_rows_of_the_setting_and_of_all_settings():
+    """In digits the rows gain from 0 to 8 in their order, elsewhere from 8 to 0, so the mean is that of elsewhere."""
+    labels = list(values.rows(settings.FAST["digits-5"].plain))
+    found = {}
+    for place in settings.FAST:
+        order = labels if place == "digits-5" else labels[::-1]
+        found[place] = {label: {0: 50.0 + 8 * order.index(label) / len(order)} for label in labels}
+        found[place]["CE"] = {0: 50.0}
+    kept = selection.kept(found)
+    best = {"DCP default", *labels[1 : 1 + settings.KEPT]}
+    assert set(kept["kanji-5"]) == {"CE", *best}
+    assert set(kept["digits-5"]) == {"CE", *best, *labels[-settings.KEPT :]}
+    items = list(queue.best_rows(found))
+    assert {item.seed for item in items if item.experiment == name_of("kanji-5")} == {1}
+    assert {item.seed for item in items if item.experiment == name_of("digits-5")} == {3, 4, 5}
 
 
 TINY = Configuration("digits", "small-cnn", "plain", epochs=1, shots=2, batch_size=20)
@@ -233,6 +270,7 @@ def tiny(monkeypatch, tmp_path):
         queue.Item("stage", name, "CE", seed) for name, seed in (("rivals-a", 0), ("rivals-b", 0), ("rivals-b", 1))
     ]
     monkeypatch.setattr(queue, "choices", lambda: iter(items))
+    monkeypatch.setattr(queue, "best_rows", lambda scores: iter(()))
     monkeypatch.setattr(queue, "confirmations", lambda chosen: iter(()))
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
     return tmp_path
@@ -264,6 +302,7 @@ def test_chosen_runs_come_once_all_runs_of_the_choice_are_there(tmp_path, monkey
     monkeypatch.setattr(queue, "confirmations", lambda choice: iter([chosen]))
     items = [queue.Item("first", "rivals-text", "CE", seed) for seed in (0, 1)]
     monkeypatch.setattr(queue, "choices", lambda: iter(items))
+    monkeypatch.setattr(queue, "best_rows", lambda scores: iter(()))
     monkeypatch.setattr(records, "COMMITTED", tmp_path / "none")
     for seed in (0, 1):
         assert chosen not in list(queue.wanted(tmp_path))
@@ -281,9 +320,9 @@ def test_confirmations_are_of_chosen_rows_in_new_seeds():
     for item in items:
         assert item.label in EXPERIMENTS[item.experiment].runs
         if item.experiment.removeprefix("rivals-") not in settings.EXPENSIVE:
-            assert item.seed >= 3
+            assert item.seed >= 9
     tops = {item.label for item in items if item.experiment == top_of("kanji-5")}
-    assert tops == {values.top_label(label) for label in chosen.under("kanji-5")}
+    assert tops == {values.top_label(label) for label in chosen.under["kanji-5"]}
 
 
 def test_the_records_of_the_repository_are_the_first_ones_of_the_queue():

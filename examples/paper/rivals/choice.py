@@ -58,18 +58,33 @@ def mean_over_settings(settings: AllScores, row: str) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(found) else None
 
 
+def ranked_over_settings(settings: AllScores, rows: Sequence[str]) -> list[str]:
+    """Rows that were run in all settings, the largest mean gain first; those with more seeds come before the others.
+
+    A mean of one seed is not compared with one of two: rows that had the second round were ahead in the first.
+    """
+    found = []
+    for row in rows:
+        mean = mean_over_settings(settings, row)
+        if mean is not None:
+            rounds = min(len(gains(setting, row)) for setting in settings.values())
+            found.append((rounds, mean, row))
+    return [row for _, _, row in sorted(found, key=lambda one: (-one[0], -one[1]))]
+
+
+def ranked(setting: Scores, rows: Sequence[str]) -> list[str]:
+    """The same in one setting."""
+    return ranked_over_settings({"": setting}, rows)
+
+
 def one_value(settings: AllScores, rows: Sequence[str]) -> str | None:
-    """The row with the largest mean gain over the settings; None while no row was run in all of them."""
-    means = {row: mean_over_settings(settings, row) for row in rows}
-    known = {row: mean for row, mean in means.items() if mean is not None}
-    return max(known, key=lambda row: known[row]) if known else None
+    """The first of the rows over all settings; None while no row was run in all of them."""
+    return next(iter(ranked_over_settings(settings, rows)), None)
 
 
 def tuned(setting: Scores, rows: Sequence[str]) -> str | None:
-    """The row with the largest mean gain in one setting; None while no row was run there."""
-    means = {row: mean_gain(setting, row) for row in rows}
-    known = {row: mean for row, mean in means.items() if mean is not None}
-    return max(known, key=lambda row: known[row]) if known else None
+    """The first of the rows in one setting; None while no row was run there."""
+    return next(iter(ranked(setting, rows)), None)
 
 
 def regret(setting: Scores, row: str) -> float | None:

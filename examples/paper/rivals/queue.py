@@ -4,10 +4,10 @@
     python -m examples.paper.rivals.queue --until 03:10   # starts no run after this time of the day (UTC)
     python -m examples.paper.rivals.queue --list          # the stages, and how many runs of each are made
 
-The stages: every method with its first value, the search for the default in two rounds of seeds with its confirmation,
-the other values; then the second and third round. The values are chosen then, on validation images; what follows are
-the chosen ones in new seeds, DCP on top, and the expensive settings. A run has its record in runs/results, and the same
-command goes on where it was stopped.
+The stages: every method with its first value, the search for the default with its confirmation, the second search with
+its own, the other values; then a second seed of the best rows. The values are chosen then, on validation images; what
+follows are the chosen ones in new seeds, DCP on top, and the expensive settings. A run has its record in runs/results,
+and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from pathlib import Path
 from examples.paper import records
 from examples.paper.experiments import EXPERIMENTS
 from examples.paper.jobs import Job, finish
-from examples.paper.rivals import selection, values
+from examples.paper.rivals import choice, rules, selection, values
 from examples.paper.rivals.experiments import name_of, search_of, top_of
 from examples.paper.rivals.settings import (
     CHOICE_ROUNDS,
+    CHOSEN_ROUNDS,
     CONFIRMATION_ROUNDS,
     CONFIRMED,
     EXPENSIVE,
     FAST,
+    FIRST_SEARCH_ROUNDS,
     PLACES,
     SEARCH_ROUNDS,
     SEARCHED,
+    SECOND_ROUNDS,
 )
 
 CHECKPOINTS = Path("runs/paper")
-# The rounds of the search that come before the other values of a round: the default was decided after two.
-SEARCHES = {0: SEARCH_ROUNDS, 1: (), 2: (2,)}
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,40 @@ class Item:
 
 
 def choices() -> Iterator[Item]:
-    """The runs that values and the default are chosen by, and those that confirm the default's candidate."""
+    """The runs that values and the default are chosen by, and those that confirm the default's candidates."""
     first = ["CE", *(labels[0] for labels in values.LABELS.values())]
     some = next(iter(FAST.values()))
     others = [label for label in values.rows(some.plain) if label not in first]
-    for number_of_round in CHOICE_ROUNDS:
-        yield from _methods(f"first values, round {number_of_round}", first, number_of_round)
-        for searched in SEARCHES[number_of_round]:
-            yield from _search(f"default, round {searched}", searched)
-        if number_of_round == 0:
-            yield from _candidate()
-        yield from _methods(f"other values, round {number_of_round}", others, number_of_round)
+    yield from _methods("first values, round 0", first, 0)
+    for number_of_round in FIRST_SEARCH_ROUNDS:
+        yield from _search(f"default, round {number_of_round}", number_of_round)
+    first_candidate = (rules.CANDIDATE,)
+    yield from _candidates("candidate for the default", CONFIRMED, first_candidate, CONFIRMATION_ROUNDS)
+    for number_of_round in SEARCH_ROUNDS[len(FIRST_SEARCH_ROUNDS) :]:
+        yield from _search(f"default, round {number_of_round}", number_of_round)
+    yield from _candidates("second candidates", list(FAST), rules.SECOND_CANDIDATES, SECOND_ROUNDS)
+    yield from _methods("other values, round 0", others, 0)
 
 
-def _candidate() -> Iterator[Item]:
-    for number_of_round in CONFIRMATION_ROUNDS:
-        for name in CONFIRMED:
+def best_rows(scores: choice.AllScores) -> Iterator[Item]:
+    """A second seed of the rows that were ahead in the first."""
+    for name, labels in selection.kept(scores).items():
+        for seed in PLACES[name].of_round(CHOICE_ROUNDS[1]):
+            for label in labels:
+                yield Item("best rows, round 1", name_of(name), label, seed)
+
+
+def _candidates(
+    stage: str, names: Sequence[str], candidates: Sequence[rules.Rule], rounds: Sequence[int]
+) -> Iterator[Item]:
+    """CE, today's default and candidates for it."""
+    for number_of_round in rounds:
+        for name in names:
+            classes = PLACES[name].classes
+            labels = ["CE", *dict.fromkeys(rule.row(classes) for rule in (rules.TODAY, *candidates))]
             for seed in PLACES[name].of_round(number_of_round):
-                for label in EXPERIMENTS[search_of(name)].runs:
-                    yield Item("candidate for the default", search_of(name), label, seed)
+                for label in labels:
+                    yield Item(stage, search_of(name), label, seed)
 
 
 def _methods(stage: str, labels: Sequence[str], number_of_round: int) -> Iterator[Item]:
@@ -91,28 +107,38 @@ def _search(stage: str, number_of_round: int) -> Iterator[Item]:
 
 
 def confirmations(chosen: selection.Chosen) -> Iterator[Item]:
-    """The runs of what was chosen: on top, in new seeds, in the expensive settings."""
-    for number_of_round in CONFIRMATION_ROUNDS:
+    """The runs of what was chosen: in new seeds, with DCP on top, in the expensive settings."""
+    for number_of_round in CHOSEN_ROUNDS:
         for name, place in FAST.items():
             for seed in place.of_round(number_of_round):
                 for label in chosen.labels(name):
                     yield Item(f"chosen, round {number_of_round}", name_of(name), label, seed)
-                for label in chosen.under(name):
+                for label in chosen.under[name]:
                     yield Item(f"on top, round {number_of_round}", top_of(name), values.top_label(label), seed)
-    longest = list(EXPENSIVE)[-1]  # seven minutes a run
-    cheaper = [(seed, name) for seed in CHOICE_ROUNDS for name in EXPENSIVE if name != longest]
-    for seed, name in [*cheaper, *((seed, longest) for seed in CHOICE_ROUNDS)]:
+        if number_of_round == CHOSEN_ROUNDS[0]:
+            yield from _expensive(chosen, 0)
+    yield from _expensive(chosen, 1)
+
+
+def _expensive(chosen: selection.Chosen, seed: int) -> Iterator[Item]:
+    for name in EXPENSIVE:
         for label in chosen.for_all():
-            yield Item(f"{name}, seed {seed}", name_of(name), label, seed)
+            yield Item(f"ResNet-10 and EfficientNet-Lite0, seed {seed}", name_of(name), label, seed)
 
 
 def wanted(folder: Path) -> Iterator[Item]:
-    """All runs in their order; those of chosen values come only once all runs of the choice are there."""
-    of_choice = list(choices())
-    yield from of_choice
-    done = _done(folder)
-    if all((item.experiment, item.label, item.seed) in done for item in of_choice):
-        yield from confirmations(selection.choose(folder))
+    """All runs in their order; what depends on the results of others comes once all of those are there."""
+    parts = (
+        choices,
+        lambda: best_rows(selection.validation(folder, CHOICE_ROUNDS[:1])),
+        lambda: confirmations(selection.choose(folder)),
+    )
+    for part in parts:
+        items = list(part())
+        yield from items
+        done = _done(folder)
+        if any((item.experiment, item.label, item.seed) not in done for item in items):
+            return
 
 
 def _done(folder: Path) -> set[tuple[str, str, int]]:

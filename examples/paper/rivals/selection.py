@@ -9,9 +9,9 @@ from pathlib import Path
 from examples.paper import records
 from examples.paper.rivals import choice, rules, values
 from examples.paper.rivals.experiments import name_of, search_of
-from examples.paper.rivals.settings import CHOICE_ROUNDS, FAST, PLACES, SEARCHED
+from examples.paper.rivals.settings import CHOICE_ROUNDS, FAST, KEPT, PLACES, SEARCH_ROUNDS, SEARCHED
 
-BEST = 2  # rivals of a setting that DCP is added to
+BEST = 2  # rivals that are run in new seeds: over all settings, in each setting, and with DCP on top
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,24 @@ class Chosen:
     Attributes:
         for_one: (a), by the method.
         by_place: (b), by the setting and the method; tuned plain training is the method "CE".
-        best: the rivals that DCP is added to, by the setting; tuned plain training comes first.
+        ahead: the best rivals of (a).
+        ahead_in: the best rivals of (b), by the setting.
+        under: the rows that DCP is added to, by the setting; tuned plain training comes first.
     """
 
     for_one: Mapping[str, str]
     by_place: Mapping[str, Mapping[str, str]]
-    best: Mapping[str, tuple[str, ...]]
+    ahead: tuple[str, ...]
+    ahead_in: Mapping[str, tuple[str, ...]]
+    under: Mapping[str, tuple[str, ...]]
 
     def for_all(self) -> list[str]:
-        """The rows of (a), CE first."""
-        return list(dict.fromkeys(["CE", *self.for_one.values()]))
+        """CE, DCP's default and the best rivals of (a)."""
+        return ["CE", *values.LABELS["DCP"], *self.ahead]
 
     def labels(self, place: str) -> list[str]:
-        """All chosen rows of a setting, CE first."""
-        return list(dict.fromkeys([*self.for_all(), *self.by_place[place].values(), *self.best[place]]))
-
-    def under(self, place: str) -> tuple[str, ...]:
-        """The rows of a setting that DCP is added to."""
-        return self.best[place]
+        """The rows of a setting that are run in new seeds, CE first."""
+        return list(dict.fromkeys([*self.for_all(), *self.ahead_in[place], *self.under[place]]))
 
 
 def validation(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> dict[str, dict[str, dict[int, float]]]:
@@ -46,7 +46,7 @@ def validation(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> dict[st
     return {name: of_place(folder, name_of(name), name, "validation", rounds) for name in FAST}
 
 
-def searched(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> dict[str, dict[str, dict[int, float]]]:
+def searched(folder: Path, rounds: tuple[int, ...] = SEARCH_ROUNDS) -> dict[str, dict[str, dict[int, float]]]:
     """The same of the search for the default, where today's default may be known from the other experiment alone."""
     found = {}
     (default,) = values.LABELS["DCP"]
@@ -75,22 +75,38 @@ def choose(folder: Path) -> Chosen:
 def of_scores(settings: choice.AllScores) -> Chosen:
     """Choose from validation accuracies by the setting, the row and the seed."""
     for_one = {method: choice.one_value(settings, labels) for method, labels in values.LABELS.items()}
+    known = {method: label for method, label in for_one.items() if label is not None}
     by_place: dict[str, dict[str, str]] = {}
-    best: dict[str, tuple[str, ...]] = {}
+    ahead_in: dict[str, tuple[str, ...]] = {}
+    under: dict[str, tuple[str, ...]] = {}
     for name, setting in settings.items():
         found = {method: choice.tuned(setting, labels) for method, labels in values.LABELS.items()}
         found["CE"] = choice.tuned(setting, values.PLAIN)
         by_place[name] = {method: label for method, label in found.items() if label is not None}
-        best[name] = _best(setting, by_place[name], values.rows(PLACES[name].plain))
-    return Chosen({method: label for method, label in for_one.items() if label is not None}, by_place, best)
+        ranked = choice.ranked(setting, rivals(by_place[name]))
+        ahead_in[name] = tuple(ranked[:BEST])
+        runs = values.rows(PLACES[name].plain)
+        steps = [label for label in ranked if values.can_have_dcp(runs[label])]
+        plain = [] if found["CE"] is None else [found["CE"]]
+        under[name] = (*plain, *steps[:BEST])
+    ahead = choice.ranked_over_settings(settings, rivals(known))[:BEST]
+    return Chosen(known, by_place, tuple(ahead), ahead_in, under)
 
 
-def _best(
-    setting: choice.Scores, labels: Mapping[str, str], runs: Mapping[str, values.Configuration]
-) -> tuple[str, ...]:
-    """Tuned plain training and the best rivals that are one training step."""
-    plain = labels.get("CE")
-    rivals = [label for method, label in labels.items() if method not in ("CE", "DCP", "weight decay")]
-    steps = [label for label in rivals if values.can_have_dcp(runs[label]) and label != "CE, twice the epochs"]
-    ranked = sorted(steps, key=lambda label: -(choice.mean_gain(setting, label) or 0.0))
-    return tuple(label for label in [plain, *ranked[:BEST]] if label is not None)
+def rivals(labels: Mapping[str, str]) -> list[str]:
+    """The rows of methods that a user may pick in place of DCP; DCL is not one, and tuned plain training has a row."""
+    own = ("CE", "CE, twice the epochs", "weight decay", "DCP", "DCL")
+    return [label for method, label in labels.items() if method not in own]
+
+
+def kept(settings: choice.AllScores) -> dict[str, list[str]]:
+    """The rows of each setting that have the second round.
+
+    CE, DCP's default, the best of the setting, and the best in the mean over all settings.
+    """
+    labels = list(values.rows(next(iter(FAST.values())).plain))
+    over_all = choice.ranked_over_settings(settings, labels)[:KEPT]
+    return {
+        name: list(dict.fromkeys(["CE", *values.LABELS["DCP"], *over_all, *choice.ranked(setting, labels)[:KEPT]]))
+        for name, setting in settings.items()
+    }

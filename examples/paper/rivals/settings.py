@@ -93,6 +93,10 @@ FEW_OR_WRONG = (
     "digits-30-noise-30",
     "fashion-500-noise-30",
 )
-CHOICE_ROUNDS = (0, 1, 2)
-SEARCH_ROUNDS = (0, 1)  # that are complete for the default; the candidate was taken from them
-CONFIRMATION_ROUNDS = (3, 4, 5)
+CHOICE_ROUNDS = (0, 1)
+KEPT = 8  # rows of a setting, and in the mean over the settings, that have the second round
+SEARCH_ROUNDS = (0, 1, 2)
+FIRST_SEARCH_ROUNDS = (0, 1)  # the first candidate for the default was taken from these
+CONFIRMATION_ROUNDS = (3, 4, 5)  # of the first candidate
+SECOND_ROUNDS = (6, 7, 8)  # of the second candidates
+CHOSEN_ROUNDS = (9, 10, 11)  # of the chosen values

@@ -21,12 +21,15 @@ from examples.paper.rivals import choice, rules, selection, values
 from examples.paper.rivals.experiments import name_of, search_of, top_of
 from examples.paper.rivals.settings import (
     CHOICE_ROUNDS,
+    CHOSEN_ROUNDS,
     CONFIRMATION_ROUNDS,
     CONFIRMED,
+    EXPENSIVE,
     FAST,
     PLACES,
     SEARCH_ROUNDS,
     SEARCHED,
+    SECOND_ROUNDS,
 )
 from examples.paper.table import probability, probability_cell
 
@@ -88,14 +91,50 @@ def tuned_values(folder: Path) -> str:
     return "\n".join(grid(["method", *HEADS.values()], lines, words=1 + len(HEADS)))
 
 
-def on_top(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
+def in_new_seeds(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
+    """The chosen rows in seeds that no choice has seen: at one value for all, and tuned for the setting."""
+    chosen = selection.choose(folder)
+    (default,) = values.LABELS["DCP"]
+    lines = []
+    for name in FAST:
+        scores = selection.of_place(folder, name_of(name), name, "test", rounds)
+        plain = chosen.by_place[name].get("CE", "CE")
+        one = [_gain(scores, label) for label in (default, *chosen.ahead)]
+        tuned_rows = [f"{_gain(scores, label)} ({label})" for label in (plain, *chosen.ahead_in[name])]
+        lines.append([HEADS[name], *one, *tuned_rows, str(len(scores.get(default, {})))])
+    best = ["best rival, tuned", "second"][: selection.BEST]
+    return "\n".join(grid(["", "DCP", *chosen.ahead, "CE, tuned", *best, "seeds"], lines, words=1))
+
+
+def expensive(folder: Path) -> str:
+    """ResNet-10 and EfficientNet-Lite0 with DCP's default and the best rivals at one value for all."""
+    chosen = selection.choose(folder)
+    lines = []
+    for name, place in EXPENSIVE.items():
+        scores = selection.of_place(folder, name_of(name), name, "test", CHOICE_ROUNDS)
+        plain = scores.get("CE", {})
+        if plain:
+            gains = [_gain(scores, label) for label in chosen.for_all()[1:]]
+            lines.append([place.title, f"{statistics.fmean(plain.values()):.1f}", *gains, str(len(plain))])
+    return "\n".join(grid(["", "CE, %", *chosen.for_all()[1:], "seeds"], lines, words=1))
+
+
+def _gain(scores: choice.Scores, label: str) -> str:
+    """A row's mean gain over CE with its standard error; without the error if there is one seed."""
+    found = choice.gains(scores, label)
+    if len(found) < 2:
+        return f"{found[0]:+.1f}" if found else ""
+    return plus_minus(*mean_and_error(found), sign="+")
+
+
+def on_top(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
     """(c): what DCP's default gains on top of tuned plain training and of the best rivals of each setting."""
     chosen = selection.choose(folder)
     cells: dict[tuple[str, str], list[float]] = {}
     for name in FAST:
         alone = selection.of_place(folder, name_of(name), name, "test", rounds)
         both = selection.of_place(folder, top_of(name), name, "test", rounds)
-        for label in chosen.under(name):
+        for label in chosen.under[name]:
             found = choice.gains({**both, label: alone.get(label, {})}, values.top_label(label), label)
             if found:
                 cells[name, label] = found
@@ -138,41 +177,51 @@ def search(folder: Path, rounds: tuple[int, ...] = SEARCH_ROUNDS, shown: int | N
     return "\n".join(grid(heads, lines, words=1))
 
 
-def confirmation(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
-    """The candidate and today's default on the test images of the settings that the search has not seen."""
+def confirmation(folder: Path) -> str:
+    """The first candidate and today's default on the test images of the settings that the search has not seen."""
+    return _candidates(folder, CONFIRMED, (rules.CANDIDATE,), CONFIRMATION_ROUNDS)
+
+
+def second_confirmation(folder: Path) -> str:
+    """The second candidates, where the search has not looked."""
+    return _candidates(folder, CONFIRMED, rules.SECOND_CANDIDATES, SECOND_ROUNDS)
+
+
+def second_in_searched(folder: Path) -> str:
+    """The second candidates in the settings of the search, on test images and in new seeds."""
+    return _candidates(folder, SEARCHED, rules.SECOND_CANDIDATES, SECOND_ROUNDS)
+
+
+def _candidates(folder: Path, names: Sequence[str], candidates: Sequence[rules.Rule], rounds: tuple[int, ...]) -> str:
     lines = []
-    all_differences: list[float] = []
-    for name in CONFIRMED:
+    differences: dict[rules.Rule, list[float]] = {candidate: [] for candidate in candidates}
+    for name in names:
         setting = selection.of_place(folder, search_of(name), name, "test", rounds)
-        today = rules.TODAY.row(PLACES[name].classes)
-        candidate = rules.CANDIDATE.row(PLACES[name].classes)
-        differences = choice.gains(setting, candidate, today)
-        if differences:
-            gains = [plus_minus(*mean_and_error(choice.gains(setting, row)), sign="+") for row in (today, candidate)]
-            lines.append(
-                [HEADS[name], *gains, plus_minus(*mean_and_error(differences), sign="+"), str(len(differences))]
-            )
-            all_differences += differences
-    if all_differences:
-        total = plus_minus(*mean_and_error(all_differences), sign="+")
-        lines.append(["all", "", "", total, str(len(all_differences))])
-    return "\n".join(grid(["", "today", "candidate", "difference", "seeds"], lines, words=1))
+        classes = PLACES[name].classes
+        today = rules.TODAY.row(classes)
+        cells = [_gain(setting, today)]
+        for candidate in candidates:
+            row = candidate.row(classes)
+            found = choice.gains(setting, row, today)
+            differences[candidate] += found
+            cells += [_gain(setting, row), plus_minus(*mean_and_error(found), sign="+") if found else ""]
+        lines.append([HEADS[name], *cells, str(len(setting.get(today, {})))])
+    total = ["all", ""]
+    for found in differences.values():
+        total += ["", plus_minus(*mean_and_error(found), sign="+") if found else ""]
+    lines.append([*total, str(len(next(iter(differences.values()))))])
+    heads = [head for candidate in candidates for head in (str(candidate), "minus today's")]
+    return "\n".join(grid(["", "today", *heads, "seeds"], lines, words=1))
 
 
-def against_best(folder: Path, rounds: tuple[int, ...] = CONFIRMATION_ROUNDS) -> str:
+def against_best(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
     """The test of (a): DCP's default minus the best rival, chosen on validation, over all settings and seeds."""
-    validation = selection.validation(folder)
-    chosen = selection.choose(folder).for_one
-    means = {
-        label: mean
-        for method, label in chosen.items()
-        if method != "DCP" and (mean := choice.mean_over_settings(validation, label)) is not None
-    }
-    if not means or "DCP" not in chosen:
+    chosen = selection.choose(folder)
+    if not chosen.ahead or "DCP" not in chosen.for_one:
         return "not known yet"
-    best = max(means, key=lambda label: means[label])
+    best = chosen.ahead[0]
     test = measured(folder, "test", rounds)
-    found = [one for setting in test.values() for one in choice.gains(setting, chosen["DCP"], best)]
+    found = [one for setting in test.values() for one in choice.gains(setting, chosen.for_one["DCP"], best)]
     if not found:
         return f"the best rival on validation images is {best}; no pair is measured in these seeds"
     p = probability_cell(probability(found))
@@ -222,11 +271,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(seeds(options.results))
     for title, table in (("(a) One value for all", one_value), ("(b) Tuned", tuned)):
         print(f"\n{title}\n\n{table(options.results, rounds)}")
-    print(f"\n{against_best(options.results, rounds)}")
+    print(f"\n{against_best(options.results)}")
+    print(f"\nIn new seeds\n\n{in_new_seeds(options.results)}")
+    print(f"\nResNet-10 and EfficientNet-Lite0\n\n{expensive(options.results)}")
     print(f"\nThe tuned values\n\n{tuned_values(options.results)}")
     print(f"\n(c) On top\n\n{on_top(options.results)}")
     print(f"\nThe search for the default, on validation images\n\n{search(options.results)}")
-    print(f"\nThe candidate where the search has not looked, on test images\n\n{confirmation(options.results)}")
+    print(f"\nThe first candidate where the search has not looked, on test images\n\n{confirmation(options.results)}")
+    print(f"\nThe second candidates there\n\n{second_confirmation(options.results)}")
+    print(f"\nThe second candidates in the settings of the search\n\n{second_in_searched(options.results)}")
 
 
 if __name__ == "__main__":
