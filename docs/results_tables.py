@@ -120,21 +120,6 @@ def overview_accuracy() -> str:
     return "\n".join(table.grid(["data", "plain, %", "label smoothing", "DCP"], rows, words=1))
 
 
-def seeds(lines: Mapping[str, str], label: str = "DCP") -> str:
-    """How much a gain differs from seed to seed, a line for each experiment."""
-    from benchmarks.table import grid
-    from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.paper.table import by_label, paired
-
-    rows = []
-    for title, name in lines.items():
-        found = by_label(_records(name))
-        gains = sorted(paired(found[label], found["CE"]))
-        mean = plus_minus(*mean_and_error(gains), sign="+")
-        rows.append([title, str(len(gains)), f"{gains[0]:+.2f}", f"{gains[-1]:+.2f}", mean])
-    return "\n".join(grid(["data", "seeds", "lowest gain", "highest gain", "mean"], rows, words=1))
-
-
 def experiment(name: str) -> str:
     """The table of an experiment of examples/paper."""
     from examples.paper.experiments import EXPERIMENTS

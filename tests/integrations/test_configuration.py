@@ -26,9 +26,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_cli.yaml"
 # What is added to the command line, and the wrapper and its weight that this stands for.
 HYDRA = {
     (): (DCPOptimizer, "auto"),
-    ("wrapper=dcp", "wrapper.weight=0.3"): (DCPOptimizer, 0.3),
-    ("wrapper=dcl",): (DCLOptimizer, 0.1),
-    ("wrapper=none",): (None, None),
+    ("wrapper.weight=0.3",): (DCPOptimizer, 0.3),
+    ("wrapper._target_=dcl_optim.DCLOptimizer", "wrapper.weight=0.1"): (DCLOptimizer, 0.1),
+    ("wrapper=null",): (None, None),
 }
 CLI = {
     (): (DCPOptimizer, "auto"),
