@@ -108,16 +108,20 @@ def _search(stage: str, number_of_round: int) -> Iterator[Item]:
 
 def confirmations(chosen: selection.Chosen) -> Iterator[Item]:
     """The runs of what was chosen: in new seeds, with DCP on top, in the expensive settings."""
-    for number_of_round in CHOSEN_ROUNDS:
+    yield from _chosen(chosen, CHOSEN_ROUNDS[:3])
+    yield from _expensive(chosen, 0)
+    yield from _chosen(chosen, CHOSEN_ROUNDS[3:])
+    yield from _expensive(chosen, 1)
+
+
+def _chosen(chosen: selection.Chosen, rounds: Sequence[int]) -> Iterator[Item]:
+    for number_of_round in rounds:
         for name, place in FAST.items():
             for seed in place.of_round(number_of_round):
                 for label in chosen.labels(name):
                     yield Item(f"chosen, round {number_of_round}", name_of(name), label, seed)
                 for label in chosen.under[name]:
                     yield Item(f"on top, round {number_of_round}", top_of(name), values.top_label(label), seed)
-        if number_of_round == CHOSEN_ROUNDS[0]:
-            yield from _expensive(chosen, 0)
-    yield from _expensive(chosen, 1)
 
 
 def _expensive(chosen: selection.Chosen, seed: int) -> Iterator[Item]:

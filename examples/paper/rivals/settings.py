@@ -99,4 +99,4 @@ SEARCH_ROUNDS = (0, 1, 2)
 FIRST_SEARCH_ROUNDS = (0, 1)  # the first candidate for the default was taken from these
 CONFIRMATION_ROUNDS = (3, 4, 5)  # of the first candidate
 SECOND_ROUNDS = (6, 7, 8)  # of the second candidates
-CHOSEN_ROUNDS = (9, 10, 11)  # of the chosen values
+CHOSEN_ROUNDS = (9, 10, 11, 12, 13)  # of the chosen values
