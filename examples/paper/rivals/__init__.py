@@ -11,7 +11,7 @@ accuracies are printed for chosen values only. In each seed a setting has other 
 takes all) and other wrong labels; validation and test images stay, and their labels are right. A gain is the
 difference to plain training (CE) with the same seed. Values are chosen on the fast settings, in two rounds of seeds
 (``CHOICE_ROUNDS``; the digits have three seeds a round). The first round has all rows. The second has CE, DCP's
-default, the eight rows that are ahead in the setting, and the eight that are ahead in the mean over the settings. A
+default, the five rows that are ahead in the setting, and the five that are ahead in the mean over the settings. A
 row with two rounds is preferred to one with the first alone. ResNet-10 and EfficientNet-Lite0 get CE, DCP's default,
 and the best two rivals of (a).
 
@@ -22,7 +22,7 @@ accuracy on test images, over all pairs of settings and of seeds that no choice 
 paired t-test. It counts as shown at p < 0.01.
 
 **(b) Tuned.** Each method has in each setting the value with the largest validation gain there. Plain training is
-tuned as well: the best of its learning rates and weight decays, ``values.PLAIN``. In the same new seeds each setting
+tuned as well: the best of its learning rates and wfive decays, ``values.PLAIN``. In the same new seeds each setting
 has tuned plain training and its best two rivals.
 
 **(c) On top.** In each fast setting DCP's default is added to tuned plain training and to the best two rivals by (b)

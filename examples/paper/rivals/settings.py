@@ -94,7 +94,7 @@ FEW_OR_WRONG = (
     "fashion-500-noise-30",
 )
 CHOICE_ROUNDS = (0, 1)
-KEPT = 8  # rows of a setting, and in the mean over the settings, that have the second round
+KEPT = 5  # rows of a setting, and in the mean over the settings, that have the second round
 SEARCH_ROUNDS = (0, 1, 2)
 FIRST_SEARCH_ROUNDS = (0, 1)  # the first candidate for the default was taken from these
 CONFIRMATION_ROUNDS = (3, 4, 5)  # of the first candidate
