@@ -22,7 +22,7 @@ accuracy on test images, over all pairs of settings and of seeds that no choice 
 paired t-test. It counts as shown at p < 0.01.
 
 **(b) Tuned.** Each method has in each setting the value with the largest validation gain there. Plain training is
-tuned as well: the best of its learning rates and wfive decays, ``values.PLAIN``. In the same new seeds each setting
+tuned as well: the best of its learning rates and weight decays, ``values.PLAIN``. In the same new seeds each setting
 has tuned plain training and its best two rivals.
 
 **(c) On top.** In each fast setting DCP's default is added to tuned plain training and to the best two rivals by (b)
