@@ -95,7 +95,7 @@ class Range(NamedTuple):
         """Whether a value is such a number."""
         if value is None:
             return self.optional
-        if not is_number(value) or not math.isfinite(value) or (self.kind is int and value != int(value)):
+        if not is_number(value) or not math.isfinite(value) or (self.kind is int and not isinstance(value, int)):
             return False
         return bool(self.lowest <= value < self.end)
 

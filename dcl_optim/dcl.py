@@ -43,14 +43,15 @@ class DCLOptimizer(ForecastOptimizer):
         model: the model that it trains.
         weight: :math:`\lambda \ge 0`, or a callable of the step (counted from 1). Default 0.1. The paper uses 1.
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
-            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first item of a tuple or list.
+            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first tensor with classes in a tuple.
         process_group: the ``torch.distributed.ProcessGroup`` over which the companion's gradients are averaged;
             ``"auto"`` (default) for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         companion: None (default) for a copy of the model, which shares the parameters that the base optimizer does not
             train; or a module with the same output shape, which stays on its device and in its dtype.
         companion_optimizer: None (default) for a second optimizer of the base's class, whose options follow the base;
             or a callable that builds one from the companion's parameters, whose options you schedule.
-        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1.
+        companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1, and 1 with
+            ``companion_optimizer``.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
         companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
             drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
@@ -112,6 +113,11 @@ class DCLOptimizer(ForecastOptimizer):
         strict: bool = True,
     ) -> None:
         check_positive("companion_lr_scale", companion_lr_scale)
+        if companion_optimizer is not None and companion_lr_scale != 1:
+            raise ValueError(
+                f"companion_lr_scale={companion_lr_scale!r} has no effect with companion_optimizer; "
+                "set the learning rate of the optimizer that it builds"
+            )
         check_positive("companion_fraction", companion_fraction)
         if companion_fraction > 1:
             raise ValueError(f"companion_fraction={companion_fraction!r} must be in (0, 1]")

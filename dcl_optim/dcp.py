@@ -35,7 +35,7 @@ class DCPOptimizer(ForecastOptimizer):
 
     (the paper's appendix, Equations 5 and 6). The first mean of a class is its first prototype. Until then its rows get
     no penalty. A step that learns from no row ages all prototypes, :math:`n_k \leftarrow \alpha\,n_k`; the penalty of a
-    row counts :math:`\min(1, n_k)` times.
+    row with one class counts :math:`\min(1, n_k)` times.
 
     **Labels** are read from the gradient of a softmax cross-entropy of the model's logits
     (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
@@ -52,7 +52,7 @@ class DCPOptimizer(ForecastOptimizer):
         num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
             (default) for that of the first logits.
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
-            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first item of a tuple or list.
+            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first tensor with classes in a tuple.
         process_group: the ``torch.distributed.ProcessGroup`` over which class sums are added up; ``"auto"`` (default)
             for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.

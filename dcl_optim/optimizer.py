@@ -61,7 +61,7 @@ class ForecastOptimizer(OptimizerWrapper):
         weight: :math:`\lambda \ge 0`, a callable of the step (counted from 1), or with labels ``"auto"``.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step.
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
-            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first item of a tuple or list.
+            ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first tensor with classes in a tuple.
         strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
             optimizer alone. Default True.
     """

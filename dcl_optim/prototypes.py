@@ -57,7 +57,8 @@ class Prototypes(Forecaster):
 
     Prediction: the prototype of each row's class; with soft labels the mixture :math:`\sum_k t_{ik}\,p^k`, and rows
     weigh :math:`t_{ik}` in the mean of class k. The penalty is :math:`\frac1n\sum_i w_i\,\delta(z_i, p^{y_i})` over the
-    n rows with a label; :math:`w_i = \min(1, n_{y_i})`, which is 0 for a class that no step has seen.
+    n rows with a label; :math:`w_i = \min(1, n_{y_i})`, which is 0 for a class that no step has seen. With soft labels
+    it is 1 once all classes of the row were seen: each has a share of many rows, so that a small n is not an old one.
 
     A step that learns from no row, since its batch could not be read, is not finite or has no label, ages all
     prototypes: :math:`n_k \leftarrow \alpha\,n_k`.

@@ -38,6 +38,11 @@ SHARED = [
 DCL_ONLY = [
     ({"companion_lr_scale": 0}, ValueError, r"companion_lr_scale=0 must be a positive finite number"),
     ({"companion_lr_scale": "2"}, TypeError, r"companion_lr_scale='2' must be a number, got str"),
+    (
+        {"companion_lr_scale": 0.5, "companion_optimizer": torch.optim.SGD},
+        ValueError,
+        r"companion_lr_scale=0.5 has no effect with companion_optimizer; set",
+    ),
     ({"companion_every": 0}, ValueError, r"companion_every=0 must be at least 1"),
     ({"companion_fraction": 0.0}, ValueError, r"companion_fraction=0.0 must be a positive finite number"),
     ({"companion_fraction": 1.5}, ValueError, r"companion_fraction=1.5 must be in \(0, 1\]"),

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer, _sync
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, wrap
@@ -538,6 +539,35 @@ class NothingRead(TorchDispatchMode):
         if masks or any(part in name for part in ("_local_scalar_dense", "nonzero", "aten::equal", "unique")):
             raise AssertionError(f"{func} synchronizes")
         return func(*args, **(kwargs or {}))
+
+
+class NoFloat64(TorchDispatchMode):
+    """Raises where a float64 tensor is made of float32 ones, as Apple's MPS does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float64:
+                raise TypeError(f"{func} makes a float64 tensor")
+        return result
+
+
+@pytest.mark.parametrize("by_term", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_devices_without_float64_can_train(variant, by_term):
+    model = mlp().float()
+    optimizer = KINDS[variant](sgd(model), model)
+    data = [(x.float(), y) for x, y in vectors(5)]
+    with NoFloat64():
+        for x, y in data:
+            optimizer.zero_grad()
+            z = model(x)
+            loss = F.cross_entropy(z, y)
+            if by_term:
+                loss = loss + (optimizer.penalty(z, y) if variant == "dcp" else optimizer.penalty(z))
+            loss.backward()
+            optimizer.step()
+    assert optimizer.logs()["penalty"] > 0
 
 
 def train_silently(model: nn.Module, optimizer: Any, data: Any, loss: Criterion) -> None:

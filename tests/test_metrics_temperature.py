@@ -62,6 +62,7 @@ ZEROS = torch.zeros(3, dtype=torch.long)
         (torch.tensor([[-math.inf, 0.0]] * 3), ZEROS, "minus infinity at no label"),
         (torch.tensor([[1.0, 0.0]] * 3), ZEROS, "every prediction is right"),
         (torch.tensor([[0.0, 1.0]] * 3), ZEROS, "than chance"),
+        (torch.tensor([[2.0, 2.0], [1.0, 1.0]]), torch.tensor([0, 1]), "than chance"),
         (torch.tensor([[1.0, 0.0]] * 4), torch.tensor([0, 1, 0, 1]), "than chance"),
     ],
 )

@@ -80,10 +80,12 @@ class CompanionOptimizer:
                 value = theirs[key]
                 if key == "lr" and self._lr_scale != 1:
                     value = value * self._lr_scale
-                if isinstance(value, Tensor):  # filled in place: a captured step holds on to it
+                if not isinstance(value, Tensor):
+                    ours[key] = value
+                elif isinstance(ours[key], Tensor):  # filled in place: a captured step holds on to it
                     ours[key].copy_(value)
                 else:
-                    ours[key] = value
+                    ours[key] = value.clone()
 
     def step(self) -> None:
         """Step, with random draws that the script's generators do not notice."""

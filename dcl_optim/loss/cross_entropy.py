@@ -219,7 +219,7 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
         says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
     is_softmax = (z.amin() > 0) & sum_to_one(z, is_half(z, g))
     found = (says, _fit_smoothing(p * told[:, None], g * told[:, None], told, least), is_softmax)
-    return Evidence(*torch.stack([value.double() for value in found]).tolist())
+    return Evidence(*torch.stack([value.to(p.dtype) for value in found]).tolist())
 
 
 def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, least: float) -> Tensor:

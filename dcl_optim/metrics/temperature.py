@@ -34,7 +34,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     Source: C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
     """
     _check(logits, labels)
-    z = logits.detach().double()
+    z = logits.detach().cpu().double()  # not every device has float64
     z = z - z.amax(1, keepdim=True)
     own = z.gather(1, labels[:, None].long().to(z.device))[:, 0]
     if not own.isfinite().all():
@@ -47,10 +47,10 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         mean = (p * finite).sum(1)
         return float((mean - own).mean()), float(((p * finite.square()).sum(1) - mean.square()).mean())
 
-    if not own.any():
-        raise ValueError("every prediction is right, so that no temperature is best; take more or harder data")
     if float((finite.sum(1) / (z > -torch.inf).sum(1) - own).mean()) >= 0:
         raise ValueError("the logits say no more of the labels than chance does, so that no temperature is best")
+    if not own.any():
+        raise ValueError("every prediction is right, so that no temperature is best; take more or harder data")
     low = 0.0
     high = 1.0 / max(float(-z[z > -torch.inf].min()), 1e-300)
     while derivatives(high)[0] < 0:
