@@ -101,6 +101,14 @@ def test_best_rivals_are_single_steps_below_tuned_plain_training():
     assert "GCE 0.3" not in chosen.labels("kanji-5")
 
 
+def test_plain_training_is_tuned_also_where_no_other_learning_rate_had_the_second_round():
+    found = {label: {0: 50.0} for label in values.rows(settings.FAST["kanji-5"].plain)} | {"CE": {0: 50.0, 1: 50.0}}
+    for gain, expected in ((1.0, "weight decay 0.02"), (-1.0, "CE")):
+        scores = found | {label: {0: 48.0} for label in values.PLAIN if label != "CE"}
+        scores["weight decay 0.02"] = {0: 50.0 + gain}
+        assert selection.of_scores({"kanji-5": scores}).by_place["kanji-5"]["CE"] == expected
+
+
 # ---- the search for the default --------------------------------------------------------------------------------------
 
 A, B, SIMPLE = Rule(0.0, 1.0, 10.0), Rule(0.6, 1.0, 10.0), Rule(0.0, None, 10.0)

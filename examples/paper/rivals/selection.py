@@ -81,7 +81,7 @@ def of_scores(settings: choice.AllScores) -> Chosen:
     under: dict[str, tuple[str, ...]] = {}
     for name, setting in settings.items():
         found = {method: choice.tuned(setting, labels) for method, labels in values.LABELS.items()}
-        found["CE"] = choice.tuned(setting, values.PLAIN)
+        found["CE"] = _tuned_plain(setting)
         by_place[name] = {method: label for method, label in found.items() if label is not None}
         ranked = choice.ranked(setting, rivals(by_place[name]))
         ahead_in[name] = tuple(ranked[:BEST])
@@ -91,6 +91,13 @@ def of_scores(settings: choice.AllScores) -> Chosen:
         under[name] = (*plain, *steps[:BEST])
     ahead = choice.ranked_over_settings(settings, rivals(known))[:BEST]
     return Chosen(known, by_place, tuple(ahead), ahead_in, under)
+
+
+def _tuned_plain(setting: choice.Scores) -> str | None:
+    """CE with the learning rate and weight decay that gain most, if they gain; CE has the second round anyway."""
+    best = choice.tuned(setting, [label for label in values.PLAIN if label != "CE"])
+    gain = None if best is None else choice.mean_gain(setting, best)
+    return "CE" if gain is None or gain <= 0 else best
 
 
 def rivals(labels: Mapping[str, str]) -> list[str]:
