@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.table import grid
 from dcl_optim.demo.report import mean_and_error, plus_minus
 from examples.paper import records
+from examples.paper.gain_tables import SHOWN
 from examples.paper.gains import holm
 from examples.paper.rivals import choice, rules, selection, values
 from examples.paper.rivals.experiments import name_of, search_of, top_of
@@ -104,6 +105,38 @@ def in_new_seeds(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
         lines.append([HEADS[name], *one, *tuned_rows, str(len(scores.get(default, {})))])
     best = ["best rival, tuned", "second"][: selection.BEST]
     return "\n".join(grid(["", "DCP", *chosen.ahead, "CE, tuned", *best, "seeds"], lines, words=1))
+
+
+def overview(folder: Path, titles: Mapping[str, str], rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
+    """What a first page shows of fast settings: the best rival by (b) and DCP's default, in seeds of no choice.
+
+    Gains are over plain training. Bold is p < 0.01 of the paired t-test, with Holm's correction for the table.
+    """
+    chosen = selection.choose(folder)
+    gains: dict[str, list[float]] = {}
+    plain: dict[str, float] = {}
+    for place in titles:
+        scores = selection.of_place(folder, name_of(place), place, "test", rounds)
+        for label in (chosen.ahead_in[place][0], *values.LABELS["DCP"]):
+            gains[f"{place}, {method_of(label)}"] = choice.gains(scores, label)
+        plain[place] = statistics.fmean(scores["CE"].values())
+    known = {cell: p for cell, found in gains.items() if (p := probability(found)) is not None}
+    shown = {cell for cell, p in holm(known).items() if p < SHOWN}
+    lines = []
+    for place, title in titles.items():
+        line = [title, f"{plain[place]:.1f}"]
+        for method in (method_of(chosen.ahead_in[place][0]), "DCP"):
+            cell = f"{place}, {method}"
+            gain = f"{statistics.fmean(gains[cell]):+.1f}".replace("+0.0", "0.0").replace("-0.0", "0.0")
+            bold = f"**{gain}**" if cell in shown else gain
+            line.append(bold if method == "DCP" else f"{bold} {method}")
+        lines.append(line)
+    return "\n".join(grid(["data", "plain, %", "best rival, tuned", "DCP"], lines, words=1))
+
+
+def method_of(label: str) -> str:
+    """The method of a row."""
+    return next(method for method, labels in values.LABELS.items() if label in labels)
 
 
 def expensive(folder: Path) -> str:
