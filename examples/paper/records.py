@@ -20,6 +20,8 @@ PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics
 # Finished runs are written to a folder that git ignores, and those of the repository are read in addition.
 RESULTS, COMMITTED = Path("runs/results"), Path("docs/results")
 
+BESIDE_ACCURACY = ("quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
+
 Record = dict[str, Any]
 
 
@@ -56,8 +58,16 @@ def stripped(tree: Any) -> Any:
 def publish(folder: Path, name: str) -> Path:
     """Write the stripped records of a file of both folders into the repository's."""
     found, path = finished(folder, name), COMMITTED / name
-    path.write_text("".join(f"{json.dumps(stripped(record))}\n" for record in found))
+    path.write_text("".join(f"{json.dumps(as_published(record))}\n" for record in found))
     return path
+
+
+def as_published(record: Record) -> Record:
+    """A record for the repository; of runs on both parts, which choose values, the tables show accuracies alone."""
+    found: Record = stripped(record)
+    if found["part"] != "both":
+        return found
+    return {name: value for name, value in found.items() if name not in BESIDE_ACCURACY}
 
 
 def fingerprint(contents: Any) -> str:

@@ -437,6 +437,13 @@ def test_what_is_published_has_no_losses_and_one_average_and_counts_as_the_run(s
     assert small("run", "small", "--only", "CE", "--seeds", "1") == []
 
 
+def test_of_runs_that_choose_values_the_accuracies_are_published():
+    record = {"label": "CE", "part": "both", "accuracy": {"model": 0.9}, "validation_accuracy": {"model": 0.8}}
+    assert records.as_published(record | {"quality": {"nll": 1.0}, "corrupted": {}}) == record
+    other = record | {"part": "test", "quality": {"nll": 1.0}}
+    assert records.as_published(other) == other
+
+
 # A part of an experiment's runs would be a choice: the repository has all of them, or none yet. Of the rivals it has
 # the first ones of their queue: tests/paper/test_paper_rivals.py.
 NOT_RUN = {"main-cifar100"}
