@@ -39,10 +39,10 @@ def demo(name: str = "demo") -> str:
 OVERVIEW = {  # of the settings in which methods were tuned, by what decides
     "kanji-5": "few images: 150 Japanese characters, 5 of each",
     "kanji-5-noise-20": "wrong labels: the same, a fifth wrong",
-    "fashion-500-noise-30": "wrong labels of ten classes: Fashion-MNIST, 500 images",
-    "digits-30-noise-30": "the same, 300 digits",
-    "scripts": "cannot fit its data: 100 writing systems",
-    "fashion-5000": "clean data: Fashion-MNIST, 5,000 images",
+    "fashion-500-noise-30": "wrong labels, ten classes: clothes",
+    "digits-30-noise-30": "wrong labels, ten classes: digits",
+    "scripts": "too small for its data: 100 writing systems",
+    "fashion-5000": "clean data: 5,000 images of clothes",
 }
 SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
 WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
