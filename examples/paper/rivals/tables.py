@@ -100,8 +100,11 @@ def in_new_seeds(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
     for name in FAST:
         scores = selection.of_place(folder, name_of(name), name, "test", rounds)
         plain = chosen.by_place[name].get("CE", "CE")
-        one = [_gain(scores, label) for label in (default, *chosen.ahead)]
-        tuned_rows = [f"{_gain(scores, label)} ({label})" for label in (plain, *chosen.ahead_in[name])]
+        one = [_gain(scores, label, places=1) for label in (default, *chosen.ahead)]
+        tuned_rows = [
+            label if label == "CE" else f"{_gain(scores, label, places=1)} ({label})"
+            for label in (plain, *chosen.ahead_in[name])
+        ]
         lines.append([HEADS[name], *one, *tuned_rows, str(len(scores.get(default, {})))])
     best = ["best rival, tuned", "second"][: selection.BEST]
     return "\n".join(grid(["", "DCP", *chosen.ahead, "CE, tuned", *best, "seeds"], lines, words=1))
@@ -152,12 +155,12 @@ def expensive(folder: Path) -> str:
     return "\n".join(grid(["", "CE, %", *chosen.for_all()[1:], "seeds"], lines, words=1))
 
 
-def _gain(scores: choice.Scores, label: str) -> str:
+def _gain(scores: choice.Scores, label: str, places: int = 2) -> str:
     """A row's mean gain over CE with its standard error; without the error if there is one seed."""
     found = choice.gains(scores, label)
     if len(found) < 2:
         return f"{found[0]:+.1f}" if found else ""
-    return plus_minus(*mean_and_error(found), sign="+")
+    return plus_minus(*mean_and_error(found), sign="+", places=places)
 
 
 def on_top(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
