@@ -408,7 +408,7 @@ def test_gains_on_top_are_those_over_the_rival_without(folder):
     """In digits tuned plain training and the best single steps: 57 % became 58 and 60; the seed 1 alone is shared."""
     written(folder, "digits-5", top_of, **{"lr × 3, with DCP": [(0, 58), (0, 60)]})
     found = tables.on_top(folder, (0, 1)).splitlines()
-    assert found[2:] == ["| digits, 5 of each | lr × 3 | +2.00 ± 1.00 | 0.295 | 2 |"]
+    assert found[2:] == ["| digits, 5 | lr × 3 | +2.00 ± 1.00 | 0.295 | 2 |"]
 
 
 def test_the_overview_has_the_best_tuned_rival_beside_the_default_and_what_is_shown_in_bold(folder):

@@ -178,7 +178,7 @@ def on_top(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
     corrected = holm({key: one for key, one in p.items() if one is not None})
     lines = [
         [
-            PLACES[name].title,
+            HEADS[name],
             label,
             plus_minus(*mean_and_error(found), sign="+"),
             probability_cell(corrected.get(f"{name}\n{label}")),
