@@ -61,8 +61,7 @@ def choices() -> Iterator[Item]:
     yield from _methods("first values, round 0", first, 0)
     for number_of_round in FIRST_SEARCH_ROUNDS:
         yield from _search(f"default, round {number_of_round}", number_of_round)
-    first_candidate = (rules.CANDIDATE,)
-    yield from _candidates("candidate for the default", CONFIRMED, first_candidate, CONFIRMATION_ROUNDS)
+    yield from _candidates("candidate for the default", CONFIRMED, [rules.CANDIDATE], CONFIRMATION_ROUNDS)
     for number_of_round in SEARCH_ROUNDS[len(FIRST_SEARCH_ROUNDS) :]:
         yield from _search(f"default, round {number_of_round}", number_of_round)
     yield from _candidates("second candidates", list(FAST), rules.SECOND_CANDIDATES, SECOND_ROUNDS)
@@ -83,8 +82,7 @@ def _candidates(
     """CE, today's default and candidates for it."""
     for number_of_round in rounds:
         for name in names:
-            classes = PLACES[name].classes
-            labels = ["CE", *dict.fromkeys(rule.row(classes) for rule in (rules.TODAY, *candidates))]
+            labels = rules.confirmation_rows(PLACES[name].plain, PLACES[name].classes, candidates)
             for seed in PLACES[name].of_round(number_of_round):
                 for label in labels:
                     yield Item(stage, search_of(name), label, seed)

@@ -5,6 +5,7 @@ A rule is a row of a setting's experiment. Rules that amount to the same there, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,9 +98,11 @@ def rows(plain: Configuration, classes: int) -> dict[str, Configuration]:
     return {"CE": plain} | {label: replace(plain, method="dcp", options=options) for label, options in made.items()}
 
 
-def confirmation_rows(plain: Configuration, classes: int) -> dict[str, Configuration]:
+def confirmation_rows(
+    plain: Configuration, classes: int, candidates: Sequence[Rule] = (CANDIDATE, *SECOND_CANDIDATES)
+) -> dict[str, Configuration]:
     """The runs that confirm candidates where the search has not looked: CE, today's rule, the candidates."""
     found = {"CE": plain}
-    for rule in (TODAY, CANDIDATE, *SECOND_CANDIDATES):
+    for rule in (TODAY, *candidates):
         found[rule.row(classes)] = replace(plain, method="dcp", options=rule.options(classes))
     return found

@@ -81,19 +81,18 @@ def of_scores(settings: choice.AllScores) -> Chosen:
     under: dict[str, tuple[str, ...]] = {}
     for name, setting in settings.items():
         found = {method: choice.tuned(setting, labels) for method, labels in values.LABELS.items()}
-        found["CE"] = _tuned_plain(setting)
+        found["CE"] = plain = _tuned_plain(setting)
         by_place[name] = {method: label for method, label in found.items() if label is not None}
         ranked = choice.ranked(setting, rivals(by_place[name]))
         ahead_in[name] = tuple(ranked[:BEST])
         runs = values.rows(PLACES[name].plain)
         steps = [label for label in ranked if values.can_have_dcp(runs[label])]
-        plain = [] if found["CE"] is None else [found["CE"]]
-        under[name] = (*plain, *steps[:BEST])
+        under[name] = (plain, *steps[:BEST])
     ahead = choice.ranked_over_settings(settings, rivals(known))[:BEST]
     return Chosen(known, by_place, tuple(ahead), ahead_in, under)
 
 
-def _tuned_plain(setting: choice.Scores) -> str | None:
+def _tuned_plain(setting: choice.Scores) -> str:
     """CE with the learning rate and weight decay that gain most, if they gain; CE has the second round anyway."""
     best = choice.tuned(setting, [label for label in values.PLAIN if label != "CE"])
     gain = None if best is None else choice.mean_gain(setting, best)

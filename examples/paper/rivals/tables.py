@@ -99,7 +99,7 @@ def in_new_seeds(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
     lines = []
     for name in FAST:
         scores = selection.of_place(folder, name_of(name), name, "test", rounds)
-        plain = chosen.by_place[name].get("CE", "CE")
+        plain = chosen.by_place[name]["CE"]
         one = [_gain(scores, label, places=1) for label in (default, *chosen.ahead)]
         tuned_rows = [
             label if label == "CE" else f"{_gain(scores, label, places=1)} ({label})"
@@ -123,8 +123,7 @@ def overview(folder: Path, titles: Mapping[str, str], rounds: tuple[int, ...] = 
         for label in (chosen.ahead_in[place][0], *values.LABELS["DCP"]):
             gains[f"{place}, {method_of(label)}"] = choice.gains(scores, label)
         plain[place] = statistics.fmean(scores["CE"].values())
-    known = {cell: p for cell, found in gains.items() if (p := probability(found)) is not None}
-    shown = {cell for cell, p in holm(known).items() if p < SHOWN}
+    shown = {cell for cell, p in _corrected(gains).items() if p < SHOWN}
     lines = []
     for place, title in titles.items():
         line = [title, f"{plain[place]:.1f}"]
@@ -156,11 +155,20 @@ def expensive(folder: Path) -> str:
 
 
 def _gain(scores: choice.Scores, label: str, places: int = 2) -> str:
-    """A row's mean gain over CE with its standard error; without the error if there is one seed."""
-    found = choice.gains(scores, label)
-    if len(found) < 2:
-        return f"{found[0]:+.1f}" if found else ""
-    return plus_minus(*mean_and_error(found), sign="+", places=places)
+    """A row's mean gain over CE."""
+    return _cell(choice.gains(scores, label), places)
+
+
+def _cell(gains: Sequence[float], places: int = 2) -> str:
+    """Their mean with its standard error; without the error if there is one seed, and nothing without any."""
+    if len(gains) < 2:
+        return f"{gains[0]:+.1f}" if gains else ""
+    return plus_minus(*mean_and_error(gains), sign="+", places=places)
+
+
+def _corrected(gains: Mapping[str, list[float]]) -> dict[str, float]:
+    """The p of gains after Holm's correction, by their name; those without a spread have none."""
+    return holm({name: p for name, found in gains.items() if (p := probability(found)) is not None})
 
 
 def on_top(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
@@ -174,13 +182,12 @@ def on_top(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
             found = choice.gains({**both, label: alone.get(label, {})}, values.top_label(label), label)
             if found:
                 cells[name, label] = found
-    p = {f"{name}\n{label}": probability(found) for (name, label), found in cells.items()}
-    corrected = holm({key: one for key, one in p.items() if one is not None})
+    corrected = _corrected({f"{name}\n{label}": found for (name, label), found in cells.items()})
     lines = [
         [
             HEADS[name],
             label,
-            plus_minus(*mean_and_error(found), sign="+"),
+            _cell(found),
             probability_cell(corrected.get(f"{name}\n{label}")),
             str(len(found)),
         ]
@@ -240,11 +247,11 @@ def _candidates(folder: Path, names: Sequence[str], candidates: Sequence[rules.R
             row = candidate.row(classes)
             found = choice.gains(setting, row, today)
             differences[candidate] += found
-            cells += [_gain(setting, row), plus_minus(*mean_and_error(found), sign="+") if found else ""]
+            cells += [_gain(setting, row), _cell(found)]
         lines.append([HEADS[name], *cells, str(len(setting.get(today, {})))])
     total = ["all", ""]
     for found in differences.values():
-        total += ["", plus_minus(*mean_and_error(found), sign="+") if found else ""]
+        total += ["", _cell(found)]
     lines.append([*total, str(len(next(iter(differences.values()))))])
     heads = [head for candidate in candidates for head in (str(candidate), "minus today's")]
     return "\n".join(grid(["", "today", *heads, "seeds"], lines, words=1))
