@@ -406,7 +406,7 @@ def _of_experiments(names: Sequence[str]) -> dict[str, dict[int, float]]:
 
 # What the experiments of examples/paper are for, by the page and the heading.
 MADE: dict[str, tuple[str, ...]] = {
-    "README, [Results](../results.md), [All settings](gains.md#all-settings), figure of gains by setting": (
+    "[Results](../results.md), [All settings](gains.md#all-settings), figure of gains by setting": (
         *("data-kanji-480", "length-kanji-4k", "noise-kanji-20", "length-kanji-1k", "length-scripts-4k"),
         *("pays-fashion-5k", "pays-fashion-50k", "pays-kanji", "pays-kanji-adamw", "pays-scripts"),
         *("pays-debian", "pays-debian-adamw"),
@@ -426,7 +426,7 @@ MADE: dict[str, tuple[str, ...]] = {
     "[Probabilities](../results.md#probabilities)": ("probabilities-kanji",),
     "[Logits](gains.md#size-and-shape-of-the-logits)": ("data-kanji-480",),
     "[Controls](gains.md#controls)": ("controls-kanji",),
-    "README, [Other images](gains.md#other-images-in-every-seed)": (
+    "[Other images](gains.md#other-images-in-every-seed)": (
         "draws-kanji-5",
         "draws-kanji-3",
         "draws-kanji-5-noise-20",
@@ -450,7 +450,7 @@ def made() -> str:
 
     sizes = {
         "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": sorted(size.EXPERIMENTS),
-        "[Rivals](rivals.md)": sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl")),
+        "README, [Rivals](rivals.md)": sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl")),
     }
     lines = []
     for place, names in (MADE | sizes).items():
