@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dcl_optim import distances
 from examples.paper.methods.averages import moving_average
 from examples.paper.methods.base import (
     Method,
@@ -37,6 +38,8 @@ class MeanTeacher(Method):
         weight: :math:`w \ge 0`. Default 100, as in the authors' CIFAR-10 runs.
         ramp_up: r in epochs, at least 0. Default 5, theirs too; 0 for the whole weight at once.
         decay: of the average, in [0, 1], with warm-up. Default 0.999.
+        of_logits: whether the distance is DCL's, of the logits, a control that has an average of the weights where DCL
+            has a companion. Default False.
 
     Raises:
         ValueError: an option out of range.
@@ -44,7 +47,15 @@ class MeanTeacher(Method):
 
     cost = 4 / 3
 
-    def __init__(self, setting: Setting, *, weight: float = 100.0, ramp_up: int = 5, decay: float = 0.999) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        weight: float = 100.0,
+        ramp_up: int = 5,
+        decay: float = 0.999,
+        of_logits: bool = False,
+    ) -> None:
         check_range("weight", weight, 0)
         check_count("ramp_up", ramp_up, 0)
         check_range("decay", decay, 0, 1)
@@ -52,6 +63,7 @@ class MeanTeacher(Method):
         self._teacher = moving_average(self.main.network, decay, warm_up=True)
         self.kept["teacher"] = self._teacher
         self._weight, self._ramp_up = weight, ramp_up
+        self._of_logits = of_logits
 
     def networks(self) -> dict[str, nn.Module]:
         return {**super().networks(), "teacher": self._teacher.module}
@@ -64,7 +76,10 @@ class MeanTeacher(Method):
         with torch.no_grad(), frozen_statistics(self._teacher):
             teacher = self._teacher(x)
         loss = self.criterion(z, y)
-        consistency = F.mse_loss(F.softmax(z, dim=1), F.softmax(teacher, dim=1))
+        if self._of_logits:
+            consistency = distances.mse(z, teacher).mean()
+        else:
+            consistency = F.mse_loss(F.softmax(z, dim=1), F.softmax(teacher, dim=1))
         self.main.update(loss + self._ramped() * consistency)
         self._teacher.update_parameters(self.main.network)
         return loss.detach()

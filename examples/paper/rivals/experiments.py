@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from examples.paper.configuration import Experiment
-from examples.paper.rivals import rules, values
+from examples.paper.rivals import companion, rules, values
 from examples.paper.rivals.settings import CHOICE_ROUNDS, FAST, PLACES, SEARCHED
 
 
@@ -35,7 +35,7 @@ def _experiments() -> dict[str, Experiment]:
             title = f"candidates for DCP's default: {place.title}"
             make_rows = rules.rows if name in SEARCHED else rules.confirmation_rows
             found[search_of(name)] = Experiment(title, "both", seeds, "CE", make_rows(place.plain, place.classes))
-    return found
+    return found | companion.EXPERIMENTS
 
 
 EXPERIMENTS = _experiments()

@@ -13,10 +13,11 @@ and the same command goes on where it was stopped.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -128,14 +129,21 @@ def _expensive(chosen: selection.Chosen, seed: int) -> Iterator[Item]:
             yield Item(f"ResNet-10 and EfficientNet-Lite0, seed {seed}", name_of(name), label, seed)
 
 
-def wanted(folder: Path) -> Iterator[Item]:
-    """All runs in their order; what depends on the results of others comes once all of those are there."""
-    parts = (
+Parts = Callable[[Path], Sequence[Callable[[], Iterator[Item]]]]
+
+
+def rivals(folder: Path) -> Sequence[Callable[[], Iterator[Item]]]:
+    """The parts of the plan; what a part has depends on the results of those before it."""
+    return (
         choices,
         lambda: best_rows(selection.validation(folder, CHOICE_ROUNDS[:1])),
         lambda: confirmations(selection.choose(folder)),
     )
-    for part in parts:
+
+
+def wanted(folder: Path, parts: Parts = rivals) -> Iterator[Item]:
+    """All runs in their order; what depends on the results of others comes once all of those are there."""
+    for part in parts(folder):
         items = list(part())
         yield from items
         done = _done(folder)
@@ -152,70 +160,119 @@ def _done(folder: Path) -> set[tuple[str, str, int]]:
     }
 
 
-def make(item: Item, folder: Path, checkpoints: Path, known: dict[str, records.Record]) -> bool:
-    """Make a run's record, by training or from another experiment's; say whether it was trained."""
-    experiment = EXPERIMENTS[item.experiment]
-    configuration = experiment.runs[item.label]
-    identity = records.identity(configuration.as_dict(), item.seed, experiment.part)
-    made = known.get(identity)
-    trained = made is None
-    path = folder / f"{item.experiment}.jsonl"
-    if made is None:
-        job = Job(item.label, configuration, item.seed, experiment.part, "cpu", 1, checkpoints)
-        made = finish(job)
-        records.append(made, path)
-        job.checkpoint.unlink(missing_ok=True)
-    else:
-        records.append(made | {"label": item.label}, path)
-    known[identity] = made
-    return trained
+def attempt(job: Job) -> records.Record | str:
+    """The record of a run, or the error that ended it, such as for logits that are not finite."""
+    try:
+        return finish(job)
+    except (ArithmeticError, RuntimeError, ValueError):
+        return traceback.format_exc()
 
 
-def run(folder: Path, checkpoints: Path, until: str | None) -> None:
+def run(folder: Path, checkpoints: Path, until: str | None, parts: Parts = rivals, processes: int = 1) -> None:
     """Make all runs that have no record, until a time of the day."""
-    done = _done(folder)
     names = [name for name in EXPERIMENTS if name.startswith("rivals-")]
     known = records.by_identity(place / f"{name}.jsonl" for place in (records.COMMITTED, folder) for name in names)
-    for item in wanted(folder):
-        if (item.experiment, item.label, item.seed) in done:
-            continue
-        if until is not None and f"{datetime.now(timezone.utc):%H:%M}" >= until:
+    for part in parts(folder):
+        done = _done(folder)
+        jobs: dict[str, Job] = {}
+        items: dict[str, list[Item]] = {}  # experiments have runs in common
+        for item in part():
+            if (item.experiment, item.label, item.seed) not in done:
+                job = _job(item, checkpoints)
+                jobs[_identity(job)] = job
+                items.setdefault(_identity(job), []).append(item)
+        for identity in [identity for identity in jobs if identity in known]:
+            del jobs[identity]
+            _write(known[identity], items.pop(identity), folder, "known")
+        for job, made in _attempts(list(jobs.values()), processes, until):
+            waiting = items.pop(_identity(job))
+            if isinstance(made, str):
+                print(f"{_name(waiting[0])}: {made}", flush=True)
+                continue
+            known[_identity(job)] = made
+            _write(made, waiting, folder, f"{made['seconds']:.0f} s")
+            job.checkpoint.unlink(missing_ok=True)
+        if items:
             print(f"it is {until}: the same command goes on from here", flush=True)
             return
-        begin = time.monotonic()
-        try:
-            trained = make(item, folder, checkpoints, known)
-        except (ArithmeticError, RuntimeError, ValueError):  # such as logits that are not finite
-            print(f"{item.experiment}, {item.label}, seed {item.seed}: {traceback.format_exc()}", flush=True)
-            continue
-        seconds = f"{time.monotonic() - begin:.0f} s" if trained else "known"
-        print(f"{item.stage}: {item.experiment}, {item.label}, seed {item.seed}: {seconds}", flush=True)
 
 
-def counts(folder: Path) -> dict[str, tuple[int, int]]:
+def _write(made: records.Record, items: Sequence[Item], folder: Path, remark: str) -> None:
+    for item in items:
+        records.append(made | {"label": item.label}, folder / f"{item.experiment}.jsonl")
+        print(f"{_name(item)}: {remark}", flush=True)
+        remark = "known"
+
+
+def _job(item: Item, checkpoints: Path) -> Job:
+    experiment = EXPERIMENTS[item.experiment]
+    return Job(item.label, experiment.runs[item.label], item.seed, experiment.part, "cpu", 1, checkpoints)
+
+
+def _name(item: Item) -> str:
+    return f"{item.stage}: {item.experiment}, {item.label}, seed {item.seed}"
+
+
+def _identity(job: Job) -> str:
+    return records.identity(job.configuration.as_dict(), job.seed, job.part)
+
+
+def _attempts(jobs: Sequence[Job], processes: int, until: str | None) -> Iterator[tuple[Job, records.Record | str]]:
+    """Runs and their results as they come in; none begins after a time of the day."""
+    if processes == 1:
+        for job in jobs:
+            if _is_late(until):
+                return
+            yield job, attempt(job)
+        return
+    context = multiprocessing.get_context("spawn")  # forked processes inherit OpenMP's threads in a broken state
+    with ProcessPoolExecutor(processes, mp_context=context) as executor:
+        running: dict[Future[records.Record | str], Job] = {}
+        for job in jobs:
+            if _is_late(until):
+                break
+            running[executor.submit(attempt, job)] = job
+            if len(running) == processes:
+                yield from _ended(running)
+        while running:
+            yield from _ended(running)
+
+
+def _ended(running: dict[Future[records.Record | str], Job]) -> Iterator[tuple[Job, records.Record | str]]:
+    ended, _ = wait(running, return_when=FIRST_COMPLETED)
+    for future in ended:
+        yield running.pop(future), future.result()
+
+
+def _is_late(until: str | None) -> bool:
+    return until is not None and f"{datetime.now(timezone.utc):%H:%M}" >= until
+
+
+def counts(folder: Path, parts: Parts = rivals) -> dict[str, tuple[int, int]]:
     """How many runs of each stage have a record, and how many there are."""
     done = _done(folder)
     found: dict[str, tuple[int, int]] = {}
-    for item in wanted(folder):
+    for item in wanted(folder, parts):
         made, of_stage = found.get(item.stage, (0, 0))
         is_made = (item.experiment, item.label, item.seed) in done
         found[item.stage] = (made + is_made, of_stage + 1)
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None, description: str | None = __doc__, parts: Parts = rivals) -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--until", help="HH:MM in UTC, after which no run starts")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread")
     parser.add_argument("--list", action="store_true", help="count the runs, and make none")
     parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder of the records")
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="their folder")
     options = parser.parse_args(arguments)
     if options.list:
-        for stage, (made, of_stage) in counts(options.results).items():
+        for stage, (made, of_stage) in counts(options.results, parts).items():
             print(f"{stage}: {made} of {of_stage}")
         return
     try:
-        run(options.results, options.checkpoints, options.until)
+        run(options.results, options.checkpoints, options.until, parts, options.jobs)
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on from here")
 

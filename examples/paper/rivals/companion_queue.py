@@ -1,0 +1,87 @@
+"""The order of the runs of DCL's search; see :mod:`examples.paper.rivals.companion`.
+
+python -m examples.paper.rivals.companion_queue --jobs 2        # all runs that have no record
+python -m examples.paper.rivals.companion_queue --list          # the stages, and how many runs of each are made
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from examples.paper.rivals import companion, queue, selection
+from examples.paper.rivals.experiments import name_of
+from examples.paper.rivals.settings import (
+    CHOICE_ROUNDS,
+    CHOSEN_ROUNDS,
+    CONFIRMATION_ROUNDS,
+    CONFIRMED,
+    FAST,
+    PLACES,
+    SEARCHED,
+)
+
+# Where the companion is compared with the rivals of training with wrong labels, at their tuned values.
+WRONG = ("digits-30-noise-30", "fashion-500-noise-30")
+RIVALS = ("Mean Teacher", "ELR", "SCE")
+
+
+def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
+    """The parts of the plan; what a part has depends on the results of those before it."""
+    return (
+        lambda: _pairs("search", SEARCHED),
+        lambda: _confirmation(folder),
+        lambda: _controls("controls", SEARCHED),
+        lambda: _pairs("other settings", CONFIRMED),
+        lambda: _controls("controls, other settings", CONFIRMED),
+        lambda: _chosen(folder),
+        lambda: _rivals(folder),
+    )
+
+
+def _items(stage: str, names: Sequence[str], labels: Sequence[str], rounds: Sequence[int]) -> Iterator[queue.Item]:
+    for number_of_round in rounds:
+        for label in labels:
+            for name in names:
+                for seed in PLACES[name].of_round(number_of_round):
+                    yield queue.Item(f"{stage}, round {number_of_round}", companion.name_of(name), label, seed)
+
+
+def _pairs(stage: str, names: Sequence[str]) -> Iterator[queue.Item]:
+    yield from _items(stage, names, ["CE", *map(companion.pair_row, companion.PAIRS)], CHOICE_ROUNDS)
+
+
+def _controls(stage: str, names: Sequence[str]) -> Iterator[queue.Item]:
+    labels = [companion.AVERAGED, *(label for found in companion.CONTROLS.values() for label in found)]
+    yield from _items(stage, names, labels, CHOICE_ROUNDS)
+
+
+def candidates(folder: Path) -> list[companion.Pair]:
+    """Winner and runner-up by the records of the search."""
+    return companion.candidates(companion.judge(companion.searched(folder)))
+
+
+def _confirmation(folder: Path) -> Iterator[queue.Item]:
+    pairs = [companion.TODAY, *candidates(folder)]
+    yield from _items("confirmation", CONFIRMED, ["CE", *map(companion.pair_row, pairs)], CONFIRMATION_ROUNDS)
+
+
+def _chosen(folder: Path) -> Iterator[queue.Item]:
+    pairs = [companion.pair_row(pair) for pair in (*candidates(folder), companion.TODAY)]
+    for number_of_round in CHOSEN_ROUNDS:
+        for name in FAST:
+            labels = ["CE", companion.AVERAGED, *pairs, *companion.tuned(folder, name).values()]
+            yield from _items("new seeds", [name], list(dict.fromkeys(labels)), [number_of_round])
+
+
+def _rivals(folder: Path) -> Iterator[queue.Item]:
+    chosen = selection.choose(folder).by_place
+    for name in WRONG:
+        for number_of_round in CHOSEN_ROUNDS:
+            for seed in PLACES[name].of_round(number_of_round):
+                for method in RIVALS:
+                    yield queue.Item("rivals with wrong labels", name_of(name), chosen[name][method], seed)
+
+
+if __name__ == "__main__":
+    queue.main(description=__doc__, parts=parts)
