@@ -1,15 +1,13 @@
-"""The hooks on model and base optimizer. They hold our optimizer weakly, and do nothing in copies without it."""
+"""The hooks on the model and its logits. They hold our optimizer weakly, and do nothing in copies without it."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from dcl_optim import _torch
 
@@ -30,15 +28,6 @@ class Hook:
         return _no_hook, ()
 
 
-class _StepHook(Hook):
-    """The hook on the base optimizer, whose arguments nobody needs."""
-
-    def __call__(self, *arguments: Any) -> None:
-        listener = self.listener()
-        if listener is not None:
-            getattr(listener, self._method)()
-
-
 def _no_hook() -> Callable[..., None]:
     """Stand for our hooks in copies and pickles of a model, where there is no optimizer."""
     return _do_nothing
@@ -52,20 +41,20 @@ torch.serialization.add_safe_globals([_no_hook])
 
 
 class ModuleHooks:
-    """The hooks of one optimizer on a model, the user's own module in it and a base optimizer, while ``attached``.
+    """The hooks of one optimizer on a model and the user's own module in it, while ``attached``; and that for logits.
 
     Copies of model and listener together have hooks too. If another optimizer wraps the model, ``replaced`` is called.
     """
 
-    def __init__(self, listener: Any, model: nn.Module, own: nn.Module, base: Optimizer | None) -> None:
+    def __init__(self, listener: Any, model: nn.Module, own: nn.Module) -> None:
         self._model = model
         self._own = own
-        self._base = base
         self.attached = True
         self._attach(listener)
 
     def _attach(self, listener: Any) -> None:
         self._listener = weakref.ref(listener, lambda _: self.remove())
+        self.on_gradient = Hook(self._listener, "on_gradient")
         self._handles: list[Any] = []
         if not self.attached or not vars(self._model):  # empty in the copy of a model that holds its optimizer
             return
@@ -75,9 +64,6 @@ class ModuleHooks:
             self._model.register_forward_hook(Hook(self._listener, "after_forward"), with_kwargs=True),
             self._own.register_load_state_dict_post_hook(Hook(self._listener, "model_loaded")),
         ]
-        if self._base is not None:
-            with contextlib.suppress(AttributeError):  # of a base that leaves out torch.optim.Optimizer's constructor
-                self._handles.append(self._base.register_step_pre_hook(_StepHook(self._listener, "refuse_bypass")))
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import parameters_of
-from dcl_optim._torch import REPLICA
 
 
 def is_number(value: Any) -> bool:
@@ -58,15 +57,6 @@ def refuse_differential_privacy(base: Optimizer) -> None:
         raise ValueError(
             "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus gives them. "
             "Companion and prototypes learn without clipping and noise, so the privacy accounting would not hold"
-        )
-
-
-def refuse_replica(module: nn.Module) -> None:
-    """Raise RuntimeError for a replica of the model, which nn.DataParallel makes for each of several GPUs."""
-    if REPLICA in vars(module):
-        raise RuntimeError(
-            "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once "
-            "for each part of the batch.\n  Fix: wrap the optimizer with nn.DataParallel(model)"
         )
 
 

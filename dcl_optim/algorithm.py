@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,35 +16,26 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import have_gradients, parameters_of, trains_any
-from dcl_optim._torch import (
-    call_after_backward,
-    constant,
-    current_backward,
-    is_recorded,
-    reaches_parameters,
-    version_of,
-    warn_once,
-)
-from dcl_optim._validation import refuse_replica
+from dcl_optim._optim import have_gradients, trains_any
+from dcl_optim._torch import REPLICA, constant, current_backward, is_recorded, warn_once
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.loss.outputs import conversion_source, find_logits
 from dcl_optim.loss.reader import LossReader
+from dcl_optim.outputs import NoLogits, conversion_source, find_logits
+from dcl_optim.progress import Forward, Outcome, Progress, Stage, Term
 from dcl_optim.pull import Pull, Scale
 from dcl_optim.schedules import Checked
-from dcl_optim.step import Forward, Part, State, Step
 from dcl_optim.weights import FollowingFit
 
+LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
+
 NOT_FINITE = (
-    "non-finite logits or loss: a batch whose gradient of the logits is not finite gets no penalty, and neither the "
-    "companion nor the prototypes learn from it"
+    "non-finite logits or loss: a batch whose logits or whose gradient of them is not finite gets no penalty, and "
+    "neither the companion nor the prototypes learn from it"
 )
-BYPASSED = (
-    "{name} wraps the optimizer, but the base {base} was stepped twice, or another method changed the weights: "
-    "prototypes and companion learn nothing.\n"
-    "  Fix: call step() of the wrapper, with SAM step(closure), also in trainers and schedulers. "
-    "strict=False allows such steps. See docs/get-started.md"
+REPLICATED = (
+    "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once for each part "
+    "of the batch.\n  Fix: wrap the optimizer with nn.DataParallel(model)"
 )
 GIVEN_TWICE = (
     "{}.penalty was called twice with the same logits since the last step, which would count them twice.\n"
@@ -61,18 +51,69 @@ ONCE = (
     "second derivative would be missing.\n  Fix: take that gradient of the loss without the penalty"
 )
 STALE = (
-    "a backward pass came through what {}.penalty returned before the last step, which is the penalty of other "
-    "weights.\n  Fix: call penalty in each step"
+    "a backward pass came through logits, or through what penalty returned, of before the last step of {}: their "
+    "penalty is that of other weights.\n  Fix: call the model in each step, and penalty if the script adds it"
 )
-IDLE_STEPS = 20  # in a row, after which they are a mistake
+
+# What a step refuses.
+SUPERSEDED = (
+    "another optimizer has wrapped the model since this {} did: step that one, or call detach() on this one to go on "
+    "with its base optimizer alone"
+)
+DETACHED = (
+    "{}.penalty was called after detach(), which has ended the method: further steps are those of the base alone.\n"
+    "  Fix: leave the term out, or wrap the base optimizer again"
+)
+CHANGED = (
+    "the weights were changed twice without a step of {name}: the base {base} was stepped, or another method wrote to "
+    "them. Prototypes and companion learn nothing so.\n"
+    "  Fix: call step() of the wrapper, with SAM step(closure), also in trainers and schedulers. For a script that "
+    "changes weights and restores them pass strict=False. See docs/get-started.md"
+)
+NOT_REGULARIZED = (
+    "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
+    "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
+)
+SEEN = {
+    Stage.NOTHING: (
+        "no training forward pass of the model: it is in eval mode, or another method, a part or a copy of it was "
+        "called, or it was compiled and called before it was wrapped"
+    ),
+    Stage.FORWARD: "the gradient did not come through the logits that were found, or no backward pass ran",
+    Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
+}
+FIXES = {
+    Stage.NOTHING: (
+        "call the model itself in training mode before each step, as model(x); or wrap the module that is called"
+    ),
+    Stage.FORWARD: "pass logits=<their function>, or add the penalty to the loss, {}",
+    Stage.GRAPH_KEPT: "run a backward pass without it before the step",
+}
+NOT_ADDED = (
+    "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
+    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(). To look at the value use "
+    "logs()"
+)
 NOT_TRAINED = (
-    f"{{}}.step was called {IDLE_STEPS} times in a row without a training forward pass of the wrapped model: was the "
-    "model built again after the optimizer?\n  Fix: build the base optimizer and the wrapper again too"
+    "a backward pass came through what {}.penalty returned, but no parameter of the base optimizer has a gradient: was "
+    "the model built again after the optimizer?\n  Fix: build the base optimizer and the wrapper again too"
 )
-NO_TERM = (
-    "the loaded state is of a script that adds {}.penalty to its loss, and no penalty was called in the first step: "
-    "without it there is none.\n  Fix: add it, or wrap the optimizer and load the state of the base alone"
+WITHOUT_TERM = (
+    "a step without a penalty: the script has called {}.penalty in other steps, and then nothing else adds one. "
+    "Such steps are counted as skipped in logs().\n  Fix: add it to the loss of each step, if it is meant there too"
 )
+MINIMIZES_A_VALUE = (
+    "{} does not regularize LBFGS by the gradient alone, since LBFGS compares values of the loss.\n"
+    "  Fix: add the penalty to the loss in the closure, {}"
+)
+
+
+class Given(NamedTuple):
+    """What the penalty term keeps for its backward pass; the weight is None if it is 0 in all steps."""
+
+    pull: Pull
+    labels: Labels | None
+    weight: Scale | None
 
 
 class Algorithm:
@@ -100,22 +141,17 @@ class Algorithm:
         self.weight = weight
         self.alpha = alpha
         self.num_steps = 0  # of the optimizer so far
-        self.step = Step(1)
+        self.uses_term = False  # whether the script has called penalty: then the line is off
+        self.progress = Progress(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = False
-        self.is_strict = strict
         self._base = base
         self._logits = logits
+        self._is_strict = strict
         self._name = name
-        self._is_training_forward = False  # whether the forward pass that runs is one
-        self._is_stepping = False  # whether the wrapper steps the base optimizer
-        self._num_bypassed = 0
-        self._num_idle = 0  # steps in a row without a training forward pass
-        self._last_begun = -1  # the last backward pass whose end is waited for
-        self.uses_term = False  # whether the script has called penalty: then the line is off
-        self._has_loaded_term = False  # whether that is known from a loaded state alone
+        self._is_training_forward = False  # of the forward pass that runs
         self._said: set[str] = set()
-        self.hooks = ModuleHooks(self, model, unwrapped(model), base if strict else None)
+        self.hooks = ModuleHooks(self, model, unwrapped(model))
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
@@ -124,259 +160,272 @@ class Algorithm:
         self._is_training_forward = self._is_training(module)
         if not self._is_training_forward:
             return
-        refuse_replica(module)
-        self._refuse_other_steps()
-        if self.step.are_gradients_gone():
+        if REPLICA in vars(module):
+            raise RuntimeError(REPLICATED)
+        if self.progress.begin_forward() and self._is_strict:
+            raise RuntimeError(CHANGED.format(name=self._name, base=type(self._base).__name__))
+        if self.progress.were_cleared(self._base):
             self.forget()
-        self.forecaster.before_forward(args, kwargs, self.step.number)
+        self.forecaster.before_forward(args, kwargs, self.progress.number)
 
     def _is_training(self, module: nn.Module) -> bool:
         if not module.training or not torch.is_grad_enabled() or is_recorded():
             return False
         backward = current_backward()  # in which activation checkpointing recomputes a forward pass that is noted
-        if backward != -1 and backward == self.step.last_backward:
-            return False
-        return trains_any(self._base)
+        return not backward == self.progress.backward != -1 and trains_any(self._base)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""
         if not self._is_training_forward:
             return
         self._is_training_forward = False
-        z = find_logits(output, self._logits)
-        self.step.num_forwards += 1
-        if not z.requires_grad:
-            self.forecaster.drop_forward()
+        forecaster = self.forecaster
+        if self.uses_term and not forecaster.predicts:
+            return  # the term brings the logits
+        try:
+            z = find_logits(output, self._logits)
+        except NoLogits as error:  # no fault if the script adds the term
+            if forecaster.predicts:
+                raise
+            self.progress.stage = max(self.progress.stage, Stage.FORWARD)
+            self.reader.not_found = str(error)
             return
-        forward = Forward(z, self.step.number, self.reader.dim_of(z) or 1)
-        self.forecaster.predict(forward, args, kwargs)
-        listener = weakref.ref(self)  # logits that the script keeps must not keep the hooks on the model
+        if not z.requires_grad:
+            self.progress.stage = max(self.progress.stage, Stage.FORWARD)
+            forecaster.drop_forward()
+            return
+        forward = Forward(z, self.progress.number, self.reader.dim_of(z) or 1)
+        if forecaster.predicts:
+            forecaster.predict(forward, args, kwargs)
+        self.progress.add(forward)
         if output is not z:
             forward.is_one_of_several = self._logits is None and isinstance(output, (tuple, list))
             source = conversion_source(z)
             if source is not None:  # the loss may be that of the logits before they were converted
                 node, index = source
                 forward.nodes = node.next_functions
-                node.register_prehook(functools.partial(Hook(listener, "_at_source"), forward, index))
-        z.register_hook(functools.partial(Hook(listener, "on_gradient"), forward))
-        self.step.add(forward)
+                node.register_prehook(functools.partial(Hook(weakref.ref(self), "_at_source"), forward, index))
+        z.register_hook(functools.partial(self.hooks.on_gradient, forward))
 
     # ---- the line: grad z + s λ ∂Δ(z, c)/∂z --------------------------------------------------------------------------
 
     def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
-        part = Part.IGNORE if gradient is None else self._begin(forward)
-        if gradient is None or part is Part.IGNORE or self.uses_term:
+        if gradient is None or self.uses_term or not self._is_of_training(forward):
             return None
-        weight = self.weight(self.step.number)
-        alpha = self.alpha(self.step.number)
+        self._refuse_stale(forward)
+        weight = self.weight(forward.step_number)
+        alpha = self.alpha(forward.step_number)
         loss = self.reader.read(forward, gradient)
-        if loss.fits is None and loss.is_finite and forward.state is State.LEARNED:
+        if loss.fits is None and loss.is_finite and forward.outcome is Outcome.LEARNED:
             return None  # a further loss of logits that have their penalty
         self.last = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "fits": loss.fits}
         if loss.fits is None:
-            self._miss(forward, part, alpha, loss.is_finite)
+            self._miss(forward, loss.is_finite)
             return None
         pull = self.forecaster.pull(forward, loss.labels)
         self.last["penalty"] = pull.value
         regularized = None
         if self.weight.constant != 0:
             regularized = pull.added_to(gradient, forward.class_dim, loss.scale, weight)
-        self._learn(forward, part, pull, loss.labels, loss.scale, alpha)
+        if self._may_learn(forward):
+            self.forecaster.observe(forward, pull, loss.labels, loss.scale, alpha)
         return regularized
 
     def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
         gradient = self.on_gradient(forward, gradients[index])
         return None if gradient is None else (*gradients[:index], gradient, *gradients[index + 1 :])
 
-    def _begin(self, forward: Forward) -> Part:
-        """Note the backward pass that runs, and say what it is to a forward pass."""
-        backward = current_backward()
-        if not self.hooks.attached or (forward.last_backward == backward and backward != -1):
-            return Part.IGNORE
-        if not reaches_parameters(forward.nodes, self._base):  # as an attack asks for the gradient of its inputs
-            self.step.last_backward = backward
-            return Part.IGNORE
-        if forward.state is not State.LEARNED and self.step.are_gradients_gone(backward):
+    def _is_of_training(self, forward: Forward) -> bool:
+        """Note that a gradient has come to logits; return whether it is one of the training."""
+        if not self.hooks.attached:
+            return False
+        if forward.outcome is not Outcome.LEARNED and self.progress.were_cleared(self._base):
             self.forget()
-        if backward not in (-1, self._last_begun):
-            self._last_begun = backward
-            call_after_backward(self._end_backward)
-        return self.step.begin(forward, backward)
+        return self.progress.gradient(forward, self._base, self._end_backward)
 
     def _end_backward(self) -> None:
         """Called when a backward pass has ended, and the model's activations are freed."""
         self.forecaster.end_backward()
-        trained = next((p for p in parameters_of(self._base) if p.grad is not None), None)
-        self.step.is_running = False
-        self.step.trained = trained
-        self.step.version = None if trained is None else version_of(trained)
+        self.progress.end_backward(self._base)
+
+    def _refuse_stale(self, forward: Forward) -> None:
+        if forward.outcome is Outcome.RELEASED:
+            raise RuntimeError(STALE.format(self._name))
 
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
+    def refuse_detached(self) -> None:
+        """Raise RuntimeError if the hooks are gone: nothing learns then."""
+        if not self.hooks.attached:
+            raise RuntimeError((SUPERSEDED if self.superseded else DETACHED).format(self._name))
+
     def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
         """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""
-        if forward.has_term:
+        if forward.outcome is Outcome.GIVEN or (forward.outcome is Outcome.LEARNED and self.uses_term):
             fix = MIXED_LABELS if self.forecaster.reads_labels else ""
             raise ValueError(GIVEN_TWICE.format(self._name, fix))
-        if forward.state is State.LEARNED:
+        if forward.outcome is Outcome.LEARNED:
             raise ValueError(TOO_LATE.format(self._name))
-        forecaster = self.forecaster
-        first_pull = forecaster.pull(forward, labels)
-        weight = self.weight(self.step.number)
-        alpha = self.alpha(self.step.number)
-        has_weight = self.weight.constant != 0
+        pull = self.forecaster.pull(forward, labels)
+        weight = None if self.weight.constant == 0 else self.weight(forward.step_number)
+        self.alpha(forward.step_number)  # which raises here if it is out of range
         self.uses_term = True
-        self._has_loaded_term = False
-        self.step.has_term = True
-        self.step.add(forward)
-        forward.has_term = True
-        shape = z.shape
-        dtype = z.dtype
-        name = self._name
-        listener = weakref.ref(self)  # nor must a loss that the script keeps
-
-        def value() -> Tensor:
-            penalty = first_pull.value()
-            return penalty * weight if has_weight else torch.zeros_like(penalty)
-
-        def backward(s: Tensor) -> Tensor | None:
-            algorithm = listener()
-            if torch.is_grad_enabled():
-                raise RuntimeError(ONCE.format(name))
-            if algorithm is not None and algorithm.step.number != forward.step:
-                raise RuntimeError(STALE.format(name))
-            # What has learned from the first pull may have overwritten it.
-            pull = first_pull if forward.state is State.OPEN else forecaster.pull(forward, labels)
-            gradient = None
-            if has_weight:
-                gradient = pull.gradient(shape, dtype, forward.class_dim, s, weight)
-            if algorithm is not None:
-                figures = {"weight": weight, "alpha": alpha, "loss_scale": s, "penalty": pull.value}
-                algorithm._learn_from_term(forward, pull, labels, s, figures)
-            return gradient
-
-        term: Tensor = _Term.apply(z, value, backward)
+        self.progress.term = max(self.progress.term, Term.CALLED)
+        forward.outcome = Outcome.GIVEN
+        forward.given = Given(pull, labels, weight)
+        term: Tensor = _Term.apply(z, forward, weakref.ref(self))  # which keeps both by references
         return term
 
-    def _learn_from_term(
-        self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, figures: dict[str, Any]
-    ) -> None:
-        part = self._begin(forward)
-        if part is Part.IGNORE:
-            return
-        self.step.has_used_term = True
-        self.last = figures
-        if forward.logits.numel():
+    def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(ONCE.format(self._name))
+        self._refuse_stale(forward)
+        pull, labels, weight = forward.given
+        if forward.outcome is Outcome.LEARNED:  # what has learned from the first pull may have overwritten it
+            pull = self.forecaster.pull(forward, labels)
+        gradient = None
+        if weight is not None:
+            gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
+        if self._is_of_training(forward):
+            self.progress.term = Term.MET
+            alpha = self.alpha(forward.step_number)
+            self.last = {"weight": weight or 0.0, "alpha": alpha, "loss_scale": s, "penalty": pull.value}
+            self._learn_from_term(forward, pull, labels, s, alpha)
+        return gradient
+
+    def _learn_from_term(self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float) -> None:
+        scale = s
+        if labels is None:
+            scale = torch.hypot(s, constant(LEAST_SCALE, s.device))  # |s|, but never 0
+        if forward.rows.numel():
             # 0 times a scale that is not finite is nan. Classes that are masked, minus infinity, are finite here.
-            is_finite = torch.add(forward.logits.amax(), s, alpha=0) < torch.inf
-            if not _sync.may_sync(forward.step, s):
-                labels, s = _only_if(is_finite, labels, s, forward.rows.shape[1])
+            is_finite = torch.add(forward.rows.amax(), scale, alpha=0) < torch.inf
+            if not _sync.may_sync(forward.step_number, scale):
+                labels, scale = _only_if(is_finite, labels, scale, forward.rows.shape[1])
             elif not bool(is_finite):
-                self._miss(forward, part, figures["alpha"], is_finite=False)
+                self._miss(forward, is_finite=False)
                 return
-        self._learn(forward, part, pull, labels, s, figures["alpha"])
+        if self._may_learn(forward):
+            self.forecaster.observe(forward, pull, labels, scale, alpha)
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
-    def _learn(
-        self, forward: Forward, part: Part, pull: Pull, labels: Labels | None, scale: Scale, alpha: float
-    ) -> None:
-        if part is Part.LEARN:
-            forward.state = State.LEARNED
-            self.forecaster.observe(forward, pull, labels, scale, alpha)
+    def _may_learn(self, forward: Forward) -> bool:
+        """Whether the forecaster learns from a forward pass now; it does once."""
+        if forward.outcome is Outcome.LEARNED or not self.progress.learns:
+            return False
+        forward.outcome = Outcome.LEARNED
+        return True
 
-    def _miss(self, forward: Forward, part: Part, alpha: float, is_finite: bool) -> None:
-        self.step.not_finite = self.step.not_finite or not is_finite
-        if part is Part.LEARN and forward.state is State.OPEN:
-            forward.state = State.MISSED
-            self.forecaster.skip(forward, alpha)
+    def _miss(self, forward: Forward, is_finite: bool) -> None:
+        self.progress.not_finite = self.progress.not_finite or not is_finite
+        if forward.outcome in (Outcome.OPEN, Outcome.GIVEN) and self.progress.learns:
+            forward.outcome = Outcome.MISSED
+            self.forecaster.skip(forward)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Say that the wrapper steps the base optimizer in the block. If it raises, the step goes on as before."""
-        self._is_stepping = True
-        self._num_bypassed = 0
+    def before_step(self) -> None:
+        """Raise unless the gradients are those of Equation 2, or were cleared; then the batches are forgotten."""
+        progress = self.progress
+        if progress.were_cleared(self._base):
+            self.forget()
+        elif progress.stage < Stage.GRADIENTS or self.uses_term:
+            self._refuse_or_skip(progress)
+        self.forecaster.before_step()
+
+    def _refuse_or_skip(self, progress: Progress) -> None:
+        """Raise for gradients without a penalty, or count them as skipped if the script adds the term elsewhere."""
+        if self.superseded:
+            raise RuntimeError(SUPERSEDED.format(self._name))
+        if progress.term is Term.CALLED:
+            raise RuntimeError(NOT_ADDED.format(self._name))
+        has_term = progress.term is Term.MET
+        if not self.hooks.attached or (has_term and progress.trained is not None):
+            return
+        have = have_gradients(self._base)
+        if has_term and not have and self._is_strict:
+            raise RuntimeError(NOT_TRAINED.format(self._name))
+        if has_term or not have:
+            return
+        if self.uses_term:
+            self.reader.skip()
+            self.last = {}
+            warn_once(self._said, WITHOUT_TERM.format(self._name))
+        elif self._is_strict:
+            raise RuntimeError(self._not_regularized(progress.stage))
+
+    def _not_regularized(self, stage: Stage) -> str:
+        seen = SEEN[stage]
+        fix = FIXES[stage].format(self.reader.term)
+        if stage is Stage.NOTHING and self.forecaster.reads_labels:
+            fix += f"; or add the penalty to the loss, {self.reader.term}"
+        if stage is Stage.FORWARD and self.reader.not_found:
+            seen = self.reader.not_found
+        return NOT_REGULARIZED.format(self._name, seen, fix)
+
+    def is_creating_state(self) -> bool:
+        """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
+        if self.progress.stage is Stage.GRADIENTS or not self.hooks.attached or not have_gradients(self._base):
+            return False
+        return not any(float(group.get("lr", 1.0)) for group in self._base.param_groups)
+
+    def step_base(self, closure: Callable[[], Any]) -> Any:
+        """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
+        if not callable(closure):
+            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
+        if self.superseded:
+            raise RuntimeError(SUPERSEDED.format(self._name))
+        losses: list[Any] = []
+        was_learned = self.progress.stage is Stage.GRADIENTS and have_gradients(self._base)
+
+        def evaluate() -> Any:
+            if was_learned and not have_gradients(self._base):  # the base has moved the model and cleared them: SAM
+                self.progress.learns = False
+            losses.append(closure())
+            if len(losses) == 1:
+                self._refuse_minimizer()
+                self.before_step()
+                self.progress.learns = False  # further evaluations are elsewhere
+            return losses[-1]
+
         try:
-            yield
+            self._base.step(evaluate)
         finally:
-            self._is_stepping = False
-            self.step.is_observing = True
+            self.progress.learns = True  # if it raises, the step goes on as before
+        return losses[0] if losses else None
+
+    def _refuse_minimizer(self) -> None:
+        progress = self.progress
+        is_line = progress.stage is Stage.GRADIENTS and progress.term is not Term.MET
+        if is_line and isinstance(self._base, torch.optim.LBFGS):
+            raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, self.reader.term))
 
     def end_step(self) -> None:
         """Both networks have stepped."""
-        step = self.step
-        if _sync.is_sync_step(step.number):
+        progress = self.progress
+        progress.end()
+        if _sync.is_sync_step(progress.number):
             self.reader.num_skipped()
             self.forecaster.check_values()
-        if not step.num_batches:
+        if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch
-        self._num_idle = self._num_idle + 1 if self._is_idle() else 0
-        if self._num_idle == IDLE_STEPS:
-            warn_once(self._said, NOT_TRAINED.format(self._name))
         self.num_steps += 1
-        self.step = Step(self.num_steps + 1)
-        if step.not_finite:
+        self.progress = Progress(self.num_steps + 1)
+        if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
-        if self._has_loaded_term:
-            self._has_loaded_term = False
-            warn_once(self._said, NO_TERM.format(self._name))
 
-    def _is_idle(self) -> bool:
-        """Whether nothing was there to step on, though parameters are to be trained."""
-        if self.step.num_forwards or self.step.num_batches or not self.hooks.attached:
-            return False
-        return trains_any(self._base) and not have_gradients(self._base)
-
-    def note_zero_grad(self, set_to_none: bool) -> None:
-        """The script clears the gradients. A term that no backward pass has come through is forgotten."""
-        self.step.is_zeroed = not set_to_none
-        self.step.has_term = False
-
-    def forget_cleared(self) -> bool:
-        """Before a step: forget the batches whose gradients are gone; say whether they are.
-
-        Gradients that are there after they were cleared the script has put there, as gradient surgery does.
-        """
-        step = self.step
-        if not step.are_gradients_gone() or have_gradients(self._base, other_than_zero=step.is_zeroed):
-            return False
-        self.forget()
-        return True
-
-    def forget_lost_term(self) -> bool:
-        """Whether no penalty term of the step took part in a backward pass; then the next step starts without them."""
-        is_lost = self.step.has_term and not self.step.has_used_term
-        self.step.has_term = False
-        return is_lost
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients; zeros are not seen otherwise."""
+        self.progress.is_zeroed = not set_to_none
+        self._base.zero_grad(set_to_none)
 
     def forget(self) -> None:
         """Drop the batches of the step."""
         self.forecaster.forget()
-        self.step = self.step.without_batches()
-
-    def refuse_bypass(self) -> None:
-        """Called before a step of the base optimizer that the wrapper does not take: raise in the second in a row."""
-        if not self._is_stepping and self.step.num_batches:
-            self.step.version = None
-            self._count_bypass()
-
-    def _refuse_other_steps(self) -> None:
-        """Raise if the weights were changed twice without a step of the wrapper, by whatever method (SAM's)."""
-        step = self.step
-        if step.trained is None or step.version is None or self._is_stepping or not self.is_strict:
-            return
-        version = version_of(step.trained)
-        if version != step.version:
-            step.version = version
-            self._count_bypass()
-
-    def _count_bypass(self) -> None:
-        self._num_bypassed += 1
-        if self._num_bypassed > 1:
-            raise RuntimeError(BYPASSED.format(name=self._name, base=type(self._base).__name__))
+        self.progress.restart()
 
     # ---- hooks, copies and state -------------------------------------------------------------------------------------
 
@@ -399,30 +448,38 @@ class Algorithm:
         """Go on from a number of steps, as after loading a state."""
         self.reader.load_state(loss)
         self.num_steps = num_steps
-        self.uses_term = self._has_loaded_term = uses_term
-        self.step = Step(num_steps + 1)
+        self.uses_term = uses_term
+        self.progress.end()
+        self.progress = Progress(num_steps + 1)
         self.last = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"last": {}, "step": self.step.without_forwards()}
+        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards()}
 
 
-def _only_if(counts: Tensor, labels: Labels | None, s: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:
-    """Labels and loss scale of a batch that counts; else no row has a label, or without labels the scale is 0."""
+def _only_if(counts: Tensor, labels: Labels | None, scale: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:
+    """Labels and scale of a batch that counts; else no row has a label, or without labels the scale is 0."""
     if labels is None:
-        return None, s.where(counts, constant(0.0, s.device))
+        return None, scale.where(counts, constant(0.0, scale.device))
     none = num_classes if labels.rows.ndim == 1 else 0.0
-    return labels._replace(rows=labels.rows.where(counts, constant(none, s.device))), s
+    return labels._replace(rows=labels.rows.where(counts, constant(none, scale.device))), scale
 
 
 class _Term(torch.autograd.Function):
-    """A value whose gradient is written out."""
+    """The value of the penalty, whose gradient is written out."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, value: Callable[[], Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
-        ctx.written = backward
-        return value()
+    def forward(ctx: Any, z: Tensor, forward: Forward, algorithm: weakref.ref[Algorithm]) -> Tensor:
+        ctx.pass_of_logits = forward
+        ctx.algorithm = algorithm
+        ctx.dtype = z.dtype
+        pull, _, weight = forward.given
+        penalty: Tensor = pull.value()
+        return torch.zeros_like(penalty) if weight is None else penalty * weight
 
     @staticmethod
     def backward(ctx: Any, s: Tensor) -> Any:
-        return ctx.written(s), None, None
+        algorithm = ctx.algorithm()
+        if algorithm is None:
+            raise RuntimeError(STALE.format("an optimizer that is gone"))
+        return algorithm.on_term(ctx.pass_of_logits, s, ctx.dtype), None, None

@@ -16,7 +16,7 @@ from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.schedules import Schedule
-from dcl_optim.step import Forward
+from dcl_optim.progress import Forward
 
 
 class DCLOptimizer(ForecastOptimizer):
@@ -143,7 +143,8 @@ class DCLOptimizer(ForecastOptimizer):
     def penalty(self, logits: Tensor, *labels: NoReturn) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss.
 
-        Autograd carries every factor of the loss. After its first call in a step the hooks add nothing. The companion
+        Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest
+        of the run. The companion
         learns in its backward pass. With gradients off it is 0 and nothing is learned.
 
         Args:
@@ -176,10 +177,10 @@ class DCLOptimizer(ForecastOptimizer):
             raise TypeError("DCLOptimizer.penalty takes the logits alone: the companion needs no labels")
 
         def make() -> tuple[Forward, None]:
-            step = self._algorithm.step
-            forward = step.forward_of(logits)
+            progress = self._algorithm.progress
+            forward = progress.forward_of(logits)
             if forward is None:
-                forward = step.forward_like(logits, _sync.may_sync(step.number, logits))
+                forward = progress.forward_like(logits, _sync.may_sync(progress.number, logits))
             if forward is None:
                 fix = (
                     "pass the tensor that the model returned, called as model(x); of several tensors say which are the "

@@ -15,7 +15,7 @@ from dcl_optim.forecaster import Labels
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.prototypes import UPDATES, Prototypes, labels_of
 from dcl_optim.schedules import Schedule
-from dcl_optim.step import Forward
+from dcl_optim.progress import Forward
 from dcl_optim.weights import Weight
 
 
@@ -130,7 +130,8 @@ class DCPOptimizer(ForecastOptimizer):
     def penalty(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
         r"""The weighted penalty :math:`\lambda\sum_i\Delta(z_i, p^{y_i})/n`, a term to add to any loss.
 
-        Autograd carries every factor of the loss. After its first call in a step the hooks add nothing. The
+        Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest
+        of the run. The
         prototypes learn in its backward pass. With gradients off it is 0 and nothing is learned, so one function can
         serve training and validation. The mode of the model does not matter.
 
@@ -169,12 +170,13 @@ class DCPOptimizer(ForecastOptimizer):
         ignored = check_integer("ignore_index", ignore_index)
 
         def make() -> tuple[Forward, Labels]:
-            step = self._algorithm.step
-            forward = step.forward_of(logits)
+            progress = self._algorithm.progress
+            checked = labels_of(labels, logits, progress.number, ignored)
+            self.forecaster.check_logits(logits, progress.number)
+            forward = progress.forward_of(logits)
             if forward is None or forward.class_dim != 1:
-                forward = Forward(logits, step.number)
-            checked = labels_of(labels, logits, step.number, ignored)
-            self.forecaster.check_logits(logits, step.number)
+                forward = Forward(logits, progress.number)
+                progress.add(forward)
             return forward, checked
 
         return self._term(logits, make)

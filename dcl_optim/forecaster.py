@@ -1,4 +1,4 @@
-"""The extension point: a forecaster, and what one outside the package imports."""
+"""The extension point: what predicts the logits that the model is pulled toward, and learns from its logits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from torch import Tensor
 
 from dcl_optim._validation import check_state
 from dcl_optim.distances import Distance
-from dcl_optim.pull import Pull, Scale, pull_of
-from dcl_optim.step import Forward
-
-__all__ = ["Forecaster", "Forward", "Labels", "Pull", "Scale", "check_state", "pull_of"]
+from dcl_optim.progress import Forward
+from dcl_optim.pull import Pull, Scale
 
 
 class Labels(NamedTuple):
@@ -37,24 +35,26 @@ class Forecaster(ABC):
     3. :meth:`pull` at each backward pass through its logits, or when the penalty term is made;
     4. :meth:`observe` at the first of these backward passes, or :meth:`skip`.
 
-    :meth:`step` follows each step of the base optimizer; :meth:`forget` a step that a gradient scaler skipped.
+    :meth:`learn` follows each step of the base optimizer; :meth:`forget` a step that a gradient scaler skipped.
 
     Attributes:
         distance: a function (z, c) of rows (N, K) that returns one value a row.
         reads_labels: whether the labels of a batch are needed.
+        predicts: whether :meth:`predict` is needed; if not, the penalty term takes any logits.
         num_classes: K of a forecaster with ``reads_labels``; 0 before it is known.
     """
 
     distance: Distance
     reads_labels = False
+    predicts = True
     num_classes = 0
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:  # noqa: B027
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:  # noqa: B027
         """Prepare for the training forward pass that begins. Default: nothing.
 
         Args:
             args, kwargs: the arguments of the model.
-            step: the number of the optimizer step that the batch belongs to, from 1.
+            step_number: of the optimizer step that the batch belongs to, from 1.
         """
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027
@@ -73,27 +73,27 @@ class Forecaster(ABC):
         r"""The penalty :math:`\Delta(z, c)` of a forward pass, which a further backward pass asks for again.
 
         Args:
-            forward: the forward pass; its ``logits`` and ``rows`` must not change.
+            forward: the forward pass; its ``rows`` must not change.
             labels: of its rows; None without ``reads_labels``.
         """
 
     @abstractmethod
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
-        """Learn from a forward pass at its first backward pass, now or in :meth:`step`.
+        """Learn from a forward pass at its first backward pass, now or in :meth:`learn`.
 
         Args:
-            forward: the forward pass; its ``logits`` and ``rows`` must not change.
+            forward: the forward pass; its ``rows`` must not change.
             pull: what :meth:`pull` returned; it was added to the gradient already, and may be overwritten.
             labels: of its rows; None without ``reads_labels``.
-            scale: what the loss was multiplied by.
+            scale: how much it weighs among those of the step, at least 0: what its loss was multiplied by.
             alpha: the value of this step, in [0, 1].
         """
 
-    def skip(self, forward: Forward, alpha: float) -> None:  # noqa: B027
-        """Note a forward pass that is not observed: it is not finite, or its loss was not read.
+    def skip(self, forward: Forward) -> None:  # noqa: B027
+        """Note a forward pass that is not observed: it is not finite, or its loss was not read. Default: nothing.
 
-        Default: nothing. A forecaster that communicates with other ranks in its step has to do so also then. With
-        ``reads_labels``, a device's unread batches are observed, with K for each label, where no value may be read.
+        With ``reads_labels``, a device's unread batches are observed, with K for each label, where no value may be
+        read.
         """
 
     def measure_accuracy(self, from_classes: float) -> None:  # noqa: B027
@@ -127,8 +127,14 @@ class Forecaster(ABC):
         """Prepare before the base optimizer steps. Default: nothing."""
 
     @abstractmethod
-    def step(self) -> None:
-        """Learn from what was observed since the last step, if anything was."""
+    def learn(self, alpha: float) -> None:
+        """Learn from what was observed since the last step, if anything was.
+
+        A forecaster that communicates with other ranks has to do so also if nothing was.
+
+        Args:
+            alpha: the value of this step, in [0, 1].
+        """
 
     @abstractmethod
     def forget(self) -> None:

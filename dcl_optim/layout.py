@@ -47,11 +47,12 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
     return rows.reshape(*shape[:class_dim], *shape[class_dim + 1 :], shape[class_dim]).movedim(-1, class_dim)
 
 
-def copy_by_rows(logits: Tensor, class_dim: int) -> Tensor:
-    """Copy logits so that the rows lie one after the other in memory: no further copy is made of them."""
+def copy_of_rows(logits: Tensor, class_dim: int) -> Tensor:
+    """Copy logits as rows, which lie one after the other in memory."""
     if logits.ndim <= 2:
-        return logits.clone()
-    return logits.movedim(class_dim, -1).clone(memory_format=torch.contiguous_format).movedim(-1, class_dim)
+        return to_rows(logits).clone()
+    whole = logits.movedim(class_dim, -1).clone(memory_format=torch.contiguous_format)
+    return whole.view(-1, logits.shape[class_dim])
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The optimizer that both variants share: one step of Algorithm 1 around any base optimizer."""
+"""The optimizer that both variants share: one step of Algorithm 1 around any base optimizer.
+
+tests/reference.py has the algorithm written out, docs/dcp-in-60-lines.md that of DCP alone.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import have_gradients
 from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import Range, check_arguments, check_flag, check_state
 from dcl_optim._wrapper import OptimizerWrapper
@@ -19,32 +21,8 @@ from dcl_optim.distances import name_of
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.schedules import Checked, Schedule
-from dcl_optim.step import Forward
+from dcl_optim.progress import Forward
 from dcl_optim.weights import AutoWeight, Weight, resolve_weight
-
-NOT_REGULARIZED = (
-    "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
-    "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
-)
-CALL_THE_MODEL = (
-    "call the model itself in training mode before each step, as model(x); or wrap the module that is called"
-)
-NOT_CALLED = (
-    "no training forward pass of the model: it is in eval mode, or another method, a part or a copy of it was called, "
-    "or it was compiled and called before it was wrapped"
-)
-NOT_THROUGH = "the gradient did not come through the logits that were found, or no backward pass ran"
-KEEPS_A_GRAPH = "a backward pass with create_graph=True, or one that ends before the parameters"
-NOT_ADDED = (
-    "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
-    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(). To look at the value use "
-    "logs()"
-)
-MINIMIZES_A_VALUE = (
-    "{} does not regularize LBFGS by the gradient alone, since LBFGS compares values of the loss.\n"
-    "  Fix: add the penalty to the loss in the closure, {}"
-)
-
 
 class ForecastOptimizer(OptimizerWrapper):
     r"""Wraps an optimizer so that the model it trains is pulled toward a forecaster's predictions.
@@ -112,11 +90,9 @@ class ForecastOptimizer(OptimizerWrapper):
             )
         if not logits.is_floating_point():
             raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
-        is_training = torch.is_grad_enabled() and logits.requires_grad
-        if is_training:
-            self._refuse_superseded()
-        if not is_training or not self._algorithm.hooks.attached:
+        if not (torch.is_grad_enabled() and logits.requires_grad):
             return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        self._algorithm.refuse_detached()
         forward, labels = make()
         return self._algorithm.term(logits, forward, labels)
 
@@ -136,89 +112,22 @@ class ForecastOptimizer(OptimizerWrapper):
             RuntimeError: there are gradients, but no backward pass through a training forward pass of the model;
                 ``penalty`` was called, and took part in no backward pass; the base optimizer is LBFGS, and the loss in
                 the closure has no penalty term; or another optimizer has wrapped the model since.
+
+        Warns:
+            UserWarning: ``penalty`` was called in other steps, and not in this one, which has none.
         """
         algorithm = self._algorithm
-        if closure is None:
-            is_cleared = algorithm.forget_cleared()
-            if not is_cleared and self._is_state_initialization():
-                self.forecaster.create_state()
-                return self.base.step()
-            self._before_step(is_cleared)
-            with algorithm.stepping():
-                result = self.base.step()  # θ, by the gradients of Equation 2
+        if closure is not None:
+            result = algorithm.step_base(closure)
+        elif algorithm.is_creating_state():
+            self.forecaster.create_state()
+            return self.base.step()
         else:
-            result = self._step_with(closure)
-        self.forecaster.step()  # ω, by those of Equation 4, or the prototypes
+            algorithm.before_step()
+            result = self.base.step()  # θ, by the gradients of Equation 2
+        self.forecaster.learn(algorithm.alpha(algorithm.progress.number))  # ω, by those of Equation 4, or the prototypes
         algorithm.end_step()
         return result
-
-    def _before_step(self, is_cleared: bool = False) -> None:
-        """Raise unless the gradients are those of Equation 2, or were cleared."""
-        if not is_cleared and not self._algorithm.step.num_batches:
-            self._refuse_superseded()
-            self._require_batch()
-        if self._algorithm.forget_lost_term():
-            raise RuntimeError(NOT_ADDED.format(self._name))
-        self.forecaster.before_step()
-
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
-        """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
-        if not callable(closure):
-            raise TypeError(f"closure must be callable, got {type(closure).__name__}")
-        self._refuse_superseded()
-        algorithm = self._algorithm
-        losses: list[Any] = []
-        was_learned = algorithm.step.num_batches > 0 and have_gradients(self.base)
-
-        def evaluate() -> Any:
-            if was_learned and not have_gradients(self.base):  # the base has moved the model and cleared them: SAM
-                algorithm.step.is_observing = False
-            losses.append(closure())
-            if len(losses) == 1:
-                self._require_value()
-                self._before_step()
-                algorithm.step.is_observing = False  # further evaluations are elsewhere
-            return losses[-1]
-
-        with algorithm.stepping():
-            self.base.step(evaluate)
-        return losses[0] if losses else None
-
-    def _refuse_superseded(self) -> None:
-        if self._algorithm.superseded:
-            raise RuntimeError(
-                f"another optimizer has wrapped the model since this {self._name} did: step that one, or call detach() "
-                "on this one to go on with its base optimizer alone"
-            )
-
-    def _is_state_initialization(self) -> bool:
-        """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
-        algorithm = self._algorithm
-        if algorithm.step.num_batches or not algorithm.hooks.attached or not have_gradients(self.base):
-            return False
-        return not any(float(group.get("lr", 1.0)) for group in self.param_groups)
-
-    def _require_batch(self) -> None:
-        algorithm = self._algorithm
-        step = algorithm.step
-        if not (algorithm.is_strict and algorithm.hooks.attached) or not have_gradients(self.base):
-            return
-        term = algorithm.reader.term
-        if step.num_backwards:
-            seen, fix = KEEPS_A_GRAPH, "run a backward pass without it before the step"
-        elif step.num_forwards:
-            seen, fix = NOT_THROUGH, f"pass logits=<their function>, or add the penalty to the loss, {term}"
-        else:
-            seen = NOT_CALLED
-            fix = CALL_THE_MODEL
-            if self.forecaster.reads_labels:
-                fix += f"; or add the penalty to the loss, {term}"
-        raise RuntimeError(NOT_REGULARIZED.format(self._name, seen, fix))
-
-    def _require_value(self) -> None:
-        step = self._algorithm.step
-        if isinstance(self.base, torch.optim.LBFGS) and step.num_batches and not step.has_used_term:
-            raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, self._algorithm.reader.term))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters.
@@ -226,8 +135,7 @@ class ForecastOptimizer(OptimizerWrapper):
         Args:
             set_to_none: set them to None (default) instead of zero.
         """
-        self._algorithm.note_zero_grad(set_to_none)
-        self.base.zero_grad(set_to_none)
+        self._algorithm.zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:
         super()._switch(mode)

@@ -13,8 +13,10 @@ from dcl_optim._torch import constant, warn
 from dcl_optim._validation import check_state
 from dcl_optim.distances import Distance, difference
 from dcl_optim.distributed import DataParallelGroup
-from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale, pull_of
+from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import sum_to_one, to_rows, wide
+from dcl_optim.progress import Forward
+from dcl_optim.pull import Pull, Scale, pull_of
 
 UPDATES = ("rows", "batch")
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
@@ -80,13 +82,13 @@ class Prototypes(Forecaster):
     """
 
     reads_labels = True
+    predicts = False
     # Since the last step:
     _pending: list[tuple[Tensor, Tensor]]  # classes, and differences z - p, of rows
     _num_pending: int  # rows
     _sums: Tensor | None  # of further differences, by class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,)
     _num_right: Tensor | None  # rows that were predicted right
-    _alpha: float
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class Prototypes(Forecaster):
 
     # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) --------------------------------------------------------------------
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
@@ -191,7 +193,7 @@ class Prototypes(Forecaster):
             self._create(rows.shape[1], rows)
         if rows.shape[1] != self.num_classes:
             message = OTHER_WIDTH if self._given is None else OTHER_NUM_CLASSES
-            raise ValueError(message.format(self.num_classes, rows.shape[1], tuple(forward.logits.shape)))
+            raise ValueError(message.format(self.num_classes, rows.shape[1], tuple(forward.shape)))
         dtype = torch.promote_types(self._rows.dtype, rows.dtype)
         if self._rows.device != rows.device or self._rows.dtype != dtype:
             self._convert(rows.device, dtype)
@@ -199,7 +201,7 @@ class Prototypes(Forecaster):
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
         """Raise ValueError if the labels are the rows' places, as of in-batch negatives, when they are first seen."""
         number = len(labels.rows)
-        if not self._may_be_in_batch or not _sync.may_sync(forward.step, labels.rows):
+        if not self._may_be_in_batch or not _sync.may_sync(forward.step_number, labels.rows):
             return
         self._may_be_in_batch = False
         if number != self.num_classes or number < FEWEST_ROWS:
@@ -232,7 +234,6 @@ class Prototypes(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         assert labels is not None
-        self._alpha = alpha
         if labels.rows.ndim == 1:
             self._add_rows(forward.rows, labels.rows, pull)
         else:
@@ -260,10 +261,9 @@ class Prototypes(Forecaster):
             numbers_known = shares.T @ known.to(shares)
             self._sum_by_class()[:-1] += shares.T @ z - numbers_known * self._rows[:-1]
 
-    def skip(self, forward: Forward, alpha: float) -> None:
-        self._alpha = alpha
-        if self._group.size > 1:  # the others wait for this one's share in the sums
-            if not self.num_classes and forward.logits.ndim > 2:
+    def skip(self, forward: Forward) -> None:
+        if self._group.size > 1 and not self.num_classes:  # the others wait for this one's sums
+            if len(forward.shape) > 2:
                 raise RuntimeError(
                     "the first batch of this rank shows no labels, so the number of classes is not known here.\n"
                     "  Fix: pass num_classes="
@@ -287,16 +287,16 @@ class Prototypes(Forecaster):
         self._pending = []
         return self._sums
 
-    def step(self) -> None:
-        if self._counts is None:
-            return
-        if self._group.size > 1:
+    def learn(self, alpha: float) -> None:
+        if self._group.size > 1 and self.num_classes:  # also without a batch: the other ranks wait
             self._reduce()
         counts = self._counts
+        if counts is None:
+            return
         if self._num_right is not None:
             fit = torch.stack((self._num_right, counts[:-1].sum()))
             self._fit = torch.add(fit, self._fit, alpha=DECAY)
-        divisors = self._divisors(counts)
+        divisors = self._divisors(counts, alpha)
         if self._sums is not None:
             self._rows.addcdiv_(self._sums, divisors[:, None])
         for classes, apart in self._pending:
@@ -313,16 +313,16 @@ class Prototypes(Forecaster):
         if self.num_classes > self._measures_from:
             self._num_right = counts[-1]
 
-    def _divisors(self, counts: Tensor) -> Tensor:
+    def _divisors(self, counts: Tensor, alpha: float) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
         is_here = counts > 0
         ages = is_here >= is_here.any()  # the classes that are here, or all if none is
         if self._counts_rows:
-            numbers = torch.add(counts, self._numbers, alpha=self._alpha)
+            numbers = torch.add(counts, self._numbers, alpha=alpha)
             divisors = numbers
         else:  # Equation 6, where the first mean becomes the prototype
-            numbers = torch.maximum(self._alpha * self._numbers, is_here.to(counts))
-            divisors = counts / (1.0 - self._alpha * self._numbers.clamp(0.0, 1.0))
+            numbers = torch.maximum(alpha * self._numbers, is_here.to(counts))
+            divisors = counts / (1.0 - alpha * self._numbers.clamp(0.0, 1.0))
         self._numbers = torch.where(ages, numbers, self._numbers)
         return torch.where(is_here, divisors, constant(math.inf, counts.device))
 
@@ -332,7 +332,6 @@ class Prototypes(Forecaster):
         self._sums = None
         self._counts = None
         self._num_right = None
-        self._alpha = 0.0
 
     def _convert(self, device: torch.device, dtype: torch.dtype) -> None:
         """Follow the model to another device, and to a wider dtype."""

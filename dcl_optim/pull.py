@@ -39,19 +39,17 @@ class Pull(NamedTuple):
 
     def added_to(self, gradient: Tensor, class_dim: int, *scales: Scale) -> Tensor:
         r"""Add :math:`s\,\partial\Delta/\partial z` to a gradient of the logits, s being the product of the scales."""
+        slope = self.slope
         factor, of_rows = self._coefficients(scales)
-        slope = from_rows(self.slope, gradient.shape, class_dim)
-        if of_rows.ndim:
-            of_rows = from_rows(of_rows[:, None].expand_as(self.slope), gradient.shape, class_dim)
-        else:
-            of_rows = of_rows.expand_as(slope)
+        if gradient.shape != slope.shape:
+            of_rows = from_rows(of_rows.expand_as(slope), gradient.shape, class_dim)
+            slope = from_rows(slope, gradient.shape, class_dim)
         if gradient.dtype == slope.dtype:
             return torch.addcmul(gradient, slope, of_rows, value=factor)
         regularized = torch.empty_like(gradient)
         for block in blocks(gradient):
-            torch.addcmul(
-                gradient[block].to(slope.dtype), slope[block], of_rows[block], value=factor, out=regularized[block]
-            )
+            wider = gradient[block].to(slope.dtype)
+            torch.addcmul(wider, slope[block], of_rows.expand_as(slope)[block], value=factor, out=regularized[block])
         return regularized
 
     def gradient(
@@ -62,14 +60,14 @@ class Pull(NamedTuple):
         With ``overwrites`` it takes the memory of the slope.
         """
         factor, of_rows = self._coefficients(scales)
-        if of_rows.ndim:
-            of_rows = of_rows[:, None]
         zero = constant(0.0, self.slope.device)
         rows = torch.addcmul(zero, self.slope, of_rows, value=factor, out=self.slope if overwrites else None)
-        return from_rows(rows, shape, class_dim).to(dtype)
+        if rows.shape != shape:
+            rows = from_rows(rows, shape, class_dim)
+        return rows.to(dtype)
 
     def _coefficients(self, scales: tuple[Scale, ...]) -> tuple[float, Tensor]:
-        """What rows of the slope are multiplied by: a number, and a scalar tensor or (N,)."""
+        """What rows of the slope are multiplied by: a number, and a scalar tensor or (N, 1)."""
         factor = self.factor
         of_rows = self.weights
         for scale in scales:
@@ -80,7 +78,9 @@ class Pull(NamedTuple):
                 factor *= scale
         if self.lengths is not None:
             of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
-        return factor, constant(1.0, self.slope.device) if of_rows is None else of_rows
+        if of_rows is None:
+            of_rows = constant(1.0, self.slope.device)
+        return factor, of_rows[:, None] if of_rows.ndim else of_rows
 
 
 def pull_of(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None = None) -> Pull:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dcl_optim._validation import check_number, check_positive
-from dcl_optim.forecaster import Forecaster, Scale
+from dcl_optim.forecaster import Forecaster
+from dcl_optim.pull import Scale
 from dcl_optim.schedules import Checked, Schedule
 
 

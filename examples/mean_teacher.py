@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion.replay import Replay
 from dcl_optim.distances import squared
-from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale, pull_of
+from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import to_rows
-from dcl_optim.loss.outputs import find_logits
 from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.outputs import find_logits
+from dcl_optim.progress import Forward
+from dcl_optim.pull import Pull, Scale, pull_of
 
 
 class WeightAverage(Forecaster):
@@ -33,9 +35,9 @@ class WeightAverage(Forecaster):
         self._model = model
         self.module = copy.deepcopy(model).requires_grad_(False)
         self._replay = Replay()
-        self._alpha: float | None = None  # of the batches since the last step
+        self._has_observed = False  # since the last step
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._replay.before_forward(args, kwargs, next(self._model.parameters()).device)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,18 +49,18 @@ class WeightAverage(Forecaster):
         return pull_of(self.distance, forward.rows, to_rows(forward.prediction, forward.class_dim))
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
-        self._alpha = alpha
+        self._has_observed = True
 
     def forget(self) -> None:
-        self._alpha = None
+        self._has_observed = False
 
-    def step(self) -> None:
-        if self._alpha is None:
+    def learn(self, alpha: float) -> None:
+        if not self._has_observed:
             return
         with torch.no_grad():
             for average, weight in zip(self.module.parameters(), self._model.parameters(), strict=True):
-                average.lerp_(weight, 1 - self._alpha)
-        self._alpha = None
+                average.lerp_(weight, 1 - alpha)
+        self._has_observed = False
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value.clone() for name, value in self.module.state_dict().items()}

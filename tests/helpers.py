@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import dcl_optim
 from dcl_optim import DCLOptimizer
-from dcl_optim.step import Forward
+from dcl_optim.progress import Forward
 
 CLASSES, FEATURES = 5, 6
 PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
@@ -300,6 +300,7 @@ def no_collector() -> Iterator[None]:
 def training_forwards(optimizer: Any) -> list[weakref.ref[Forward]]:
     """A list to which each training forward of the model is added from now on, as the forecaster is asked about it."""
     forwards: list[weakref.ref[Forward]] = []
+    optimizer.forecaster.predicts = True  # which the prototypes do not
     predict = optimizer.forecaster.predict
 
     def noted(forward: Forward, args: Any, kwargs: Any) -> None:

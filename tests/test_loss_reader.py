@@ -689,7 +689,7 @@ def test_an_unreadable_batch_does_not_count_in_the_training_accuracy():
 
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")
-def test_the_companions_graph_of_an_unreadable_batch_is_freed_with_the_logits():
+def test_the_companions_graph_of_an_unreadable_batch_is_freed_by_the_step():
     nodes = []
 
     class Noting(torch.autograd.Function):
@@ -712,8 +712,9 @@ def test_the_companions_graph_of_an_unreadable_batch_is_freed_with_the_logits():
     x, y = one()
     z = model(x)
     squares(z, y).backward(retain_graph=True)
-    optimizer.step()
     assert [node() is not None for node in nodes[-2:]] == [True, True]
+    optimizer.step()
+    assert [node() is not None for node in nodes[-2:]] == [True, False]
     del z
     assert [node() is not None for node in nodes[-2:]] == [False, False]
 

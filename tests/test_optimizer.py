@@ -226,7 +226,8 @@ def test_two_optimizers_over_one_model():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_steps_of_a_model_that_was_built_again_log_no_old_figures_and_are_said_once(variant):
+def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
+    """As torch, which does not tell a model that its optimizer does not train."""
     model, again = mlp(), mlp(seed=1)
     optimizer = wrap(variant, model)
     train(model, optimizer, batches(2))
@@ -234,11 +235,18 @@ def test_steps_of_a_model_that_was_built_again_log_no_old_figures_and_are_said_o
     logs = optimizer.logs()
     assert logs["step"] == 21
     assert all(math.isnan(logs[name]) for name in ("penalty", "weight", "alpha", "loss_scale"))
-    with pytest.warns(UserWarning, match="20 times in a row.*built again after the optimizer"):
-        train(again, optimizer, batches(1))
-    train(again, optimizer, batches(25))  # an error if it warned again
     train(model, optimizer, batches(1))
     assert optimizer.logs()["penalty"] > 0
+
+
+def test_a_term_of_a_model_that_was_built_again_is_an_error():
+    optimizer, again = wrap("dcp", mlp()), mlp(seed=1)
+    x, y = one()
+    optimizer.zero_grad()
+    z = again(x)
+    (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
+    with pytest.raises(RuntimeError, match="no parameter of the base optimizer has a gradient.*built again"):
+        optimizer.step()
 
 
 def cleared_before_the_step(model, optimizer, x, y):

@@ -23,10 +23,11 @@ from dcl_optim.companion.optimizer import noting, try_to_copy
 from dcl_optim.companion.replay import Replay
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import DataParallelGroup, is_sharded, refuse_flat_shards, unwrapped
-from dcl_optim.forecaster import Forecaster, Forward, Labels, Pull, Scale, pull_of
+from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import to_rows
-from dcl_optim.loss.outputs import find_logits
-from dcl_optim.pull import pull_towards_target
+from dcl_optim.outputs import find_logits
+from dcl_optim.progress import Forward
+from dcl_optim.pull import Pull, Scale, pull_of, pull_towards_target
 
 __all__ = ["Companion", "CompanionOptions"]
 
@@ -115,7 +116,8 @@ class Companion(Forecaster):
     def _start(self) -> None:
         """Begin with nothing to learn."""
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
-        self._num_observed = 0
+        self._has_predicted = False  # in a step in which it learns
+        self._has_observed = False
         self._total_scale: Scale | None = None  # the sum of |s|
         self._half_factor: Tensor | None = None  # of gradients in float16
 
@@ -144,7 +146,7 @@ class Companion(Forecaster):
 
     # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: int) -> None:
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
         if self._network is not None and self._network.base_has_changed():
             if self._options.companion is None:
@@ -171,19 +173,20 @@ class Companion(Forecaster):
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self._made()
         args, kwargs = self._replay.arguments(args, kwargs)
-        learns = forward.step % self._options.every == 0
+        learns = forward.step_number % self._options.every == 0
         with torch.set_grad_enabled(learns or not network.has_predicted), noting(IN_COMPANION.format("forward")):
             if network.has_predicted:
                 logits = self._call(network, args, kwargs)
             else:
                 logits = self._call_first(network, forward.logits, args, kwargs)
-        if logits.shape != forward.logits.shape:
+        if logits.shape != forward.shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
-                f"{tuple(forward.logits.shape)}. Pass a companion with the outputs of the model, or after a change "
+                f"{tuple(forward.shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
         forward.prediction = Prediction(logits, learns, network)
+        self._has_predicted = self._has_predicted or learns
 
     def _call(self, network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return find_logits(self._replay.call(network.module, args, kwargs), self._logits)
@@ -219,7 +222,6 @@ class Companion(Forecaster):
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
         if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
-            self.skip(forward, alpha)
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
@@ -227,14 +229,14 @@ class Companion(Forecaster):
         if self._options.fraction < 1.0:
             towards = self._of_drawn_rows(towards)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
-        size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
+        size = scale
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
             if self._half_factor is None:
                 self._half_factor = _half_factor(towards.slope)
             gradient = gradient * self._half_factor
             size = size * self._half_factor
         self._pending.append((logits, gradient.to(logits)))
-        self._num_observed += 1
+        self._has_observed = True
         self._total_scale = size if self._total_scale is None else self._total_scale + size
 
     def _of_drawn_rows(self, pull: Pull) -> Pull:
@@ -245,10 +247,6 @@ class Companion(Forecaster):
         weights = torch.zeros_like(slope[:, 0])
         weights[drawn.to(slope.device, non_blocking=True)] = len(slope) / number
         return pull._replace(weights=weights)
-
-    def skip(self, forward: Forward, alpha: float) -> None:
-        if self._group.size > 1:  # the others wait for this one's share in the mean
-            self._num_observed += forward.prediction.learns
 
     def end_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
@@ -265,13 +263,14 @@ class Companion(Forecaster):
         if self._network is not None:
             self._network.optimizer.follow_options()
 
-    def step(self) -> None:
+    def learn(self, alpha: float) -> None:
         network = self._network
         if network is None:
             return
         self.end_backward()  # of which only compiled autograd leaves something
-        learns = self._num_observed > 0
-        if learns and self._group.size > 1:  # every rank must bring the same tensors to the reduction
+        learns = self._has_observed
+        if self._group.size > 1 and self._has_predicted:  # every rank must bring the same tensors to the reduction
+            learns = True
             network.optimizer.fill_gradients()
         self._average(list(gradients_of(network.optimizer.optimizer)) if learns else [])
         if learns:  # also where the scales are zeros on a device, of batches that were not read

@@ -16,7 +16,7 @@ from dcl_optim._hooks import is_ours
 from dcl_optim._optim import parameters_of
 from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, tensors_of, version_of, warn
 from dcl_optim.distributed import is_sharded
-from dcl_optim.step import are_close
+from dcl_optim.progress import are_close
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
 LIBRARIES = ("torch.", "transformers.")

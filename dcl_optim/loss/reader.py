@@ -20,7 +20,7 @@ from dcl_optim.forecaster import Labels
 from dcl_optim.layout import to_rows
 from dcl_optim.loss.cross_entropy import LOG, Reading, examine, read
 from dcl_optim.pull import Scale
-from dcl_optim.step import Forward, State
+from dcl_optim.progress import Forward, Outcome
 
 PATIENCE = 20  # batches that may tell nothing before the first one that does
 SAMPLE = 2**20  # logits that the first look takes
@@ -100,6 +100,7 @@ class LossReader:
         self.term = TERMS[reads_labels]
         self.known = Known()
         self._name = name
+        self.not_found = ""  # why an output of the model showed no logits
         self._said: set[str] = set()
         self._num_skipped = 0
         self._waiting: list[tuple[Tensor, Tensor]] = []  # num_live and fits of batches, on a device, that were not read
@@ -141,15 +142,15 @@ class LossReader:
         may_read = True  # until the form is known
         dim = self.dim_of(gradient)
         if self.known.form is not None and dim is not None:
-            may_read = _sync.may_sync(forward.step, gradient)
+            may_read = _sync.may_sync(forward.step_number, gradient)
             forward.lay_out(dim)
             reading = read(self.known.form, forward.rows, to_rows(gradient, dim), self.reads_labels)
         if may_read and (reading is None or not bool(reading.fits)):
             reading, total = self._choose(forward, gradient, dim)
             is_finite = total < math.inf  # false for nan too
-            if reading is None and forward.state is State.OPEN:
+            if reading is None and forward.outcome is Outcome.OPEN:
                 self._num_skipped += int(total != 0)
-        elif reading is not None and not may_read and forward.state is State.OPEN:
+        elif reading is not None and not may_read and forward.outcome is Outcome.OPEN:
             self._waiting.append((reading.num_live, reading.fits))
         return self._loss_of(reading, is_finite)
 
@@ -209,7 +210,7 @@ class LossReader:
         """A gradient has no known form: an error, or a warning once a form is known."""
         if self.known.form is None:
             raise RuntimeError(message)
-        if forward.state is State.OPEN:  # else these logits have their penalty from another loss
+        if forward.outcome is Outcome.OPEN:  # else these logits have their penalty from another loss
             warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
 
     def _unreadable(self, z: Tensor, is_softmax: float, says: float, sums: bool, several: bool) -> str:
@@ -231,6 +232,10 @@ class LossReader:
             fix += OF_AN_ATTACK
         what = "the labels" if self.reads_labels else "the factor"
         return UNREADABLE.format(name=self._name, what=what, seen=seen, fix=fix)
+
+    def skip(self) -> None:
+        """Count a batch that got no penalty."""
+        self._num_skipped += 1
 
     def num_skipped(self) -> int:
         """Count the batches that got no penalty. Synchronizes."""

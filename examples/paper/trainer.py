@@ -172,15 +172,20 @@ class Run:
         """What each predictor, the deployed one first, reaches on a part of the data and on the training part.
 
         The temperature of the scaled likelihood is fitted on the validation part, also where that is the part; the
-        training part's labels are those that were trained on, noise included. For "both" see
-        :class:`~examples.paper.configuration.Experiment`.
+        training part's labels are those that were trained on, noise included. For "both" there are accuracies alone,
+        see :class:`~examples.paper.configuration.Experiment`.
         """
-        measured = "test" if part == "both" else part
+        if part == "both":
+            return {
+                "accuracy": {name: _accuracy(z, y) for name, z, y in self.logits("test")},
+                "validation_accuracy": {name: _accuracy(z, y) for name, z, y in self.logits("validation")},
+                "seconds": round(self.seconds, 3),
+            }
         keys = ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
         found: dict[str, dict[str, Any]] = {key: {} for key in keys}
         validation = list(self.logits("validation"))
         temperatures = {name: _temperature(z, y) for name, z, y in validation}
-        for name, z, y in validation if part == "validation" else self.logits(measured):
+        for name, z, y in validation if part == "validation" else self.logits(part):
             found["accuracy"][name] = _accuracy(z, y)
             found["quality"][name] = measures.quality(z, y, temperatures[name])
             found["spread"][name] = measures.spread(z, y)
@@ -190,8 +195,6 @@ class Run:
             found["perplexity"][name] = float(metrics.non_target_perplexity(z, y).nanmean())
         for corruption in self.data.corruptions if part == "test" else ():
             found["corrupted"][corruption] = {name: _accuracy(z, y) for name, z, y in self.logits(part, corruption)}
-        if part == "both":
-            found["validation_accuracy"] = {name: _accuracy(z, y) for name, z, y in validation}
         return found | {"seconds": round(self.seconds, 3)}
 
     def save(self, path: Path) -> None:

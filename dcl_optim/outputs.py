@@ -8,6 +8,10 @@ from typing import Any
 from torch import Tensor
 
 
+class NoLogits(TypeError):
+    """A model's output shows no logits."""
+
+
 def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tensor:
     """Find the logits in what a model returned.
 
@@ -19,6 +23,9 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
         output: what the model's forward returned.
         given: the script's own function, whose result is checked.
 
+    Raises:
+        NoLogits: there are none.
+
     Examples:
         >>> import torch
         >>> find_logits({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
@@ -26,11 +33,16 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
         >>> find_logits((torch.tensor(0.7), torch.zeros(2, 3))).shape
         torch.Size([2, 3])
     """
-    found = _inside(output) if given is None else given(output)
+    if given is not None:
+        found = given(output)
+    elif isinstance(output, Tensor):
+        found = output
+    else:
+        found = _inside(output)
     if not isinstance(found, Tensor):
-        raise TypeError(_not_found(output))
+        raise NoLogits(_not_found(output))
     if not found.is_floating_point() or not found.ndim:
-        raise TypeError(
+        raise NoLogits(
             f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
             "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
         )
@@ -50,8 +62,6 @@ def _not_found(output: Any) -> str:
 
 
 def _inside(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output
     if getattr(output, "logits", None) is not None:
         return output.logits
     if isinstance(output, Mapping):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.loss.outputs import conversion_source, find_logits
+from dcl_optim.outputs import conversion_source, find_logits
 from tests import by_hand
 from tests.helpers import CLASSES, assert_same, batches, cells, mlp, one, sgd, train, wrap
 
