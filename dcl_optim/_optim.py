@@ -25,7 +25,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def trains_any(optimizer: Optimizer) -> bool:
     """Whether an optimizer trains a parameter now."""
-    return any(map(requires_grad, parameters_of(optimizer)))
+    return any(any(map(requires_grad, group["params"])) for group in optimizer.param_groups)
 
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:

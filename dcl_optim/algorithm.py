@@ -114,6 +114,7 @@ class Given(NamedTuple):
     pull: Pull
     labels: Labels | None
     weight: Scale | None
+    alpha: float
 
 
 class Algorithm:
@@ -157,9 +158,12 @@ class Algorithm:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model: forget a step that was skipped, and prepare the forecaster."""
-        self._is_training_forward = self._is_training(module)
-        if not self._is_training_forward:
+        self._is_training_forward = False
+        if not module.training or not torch.is_grad_enabled() or is_recorded() or not trains_any(self._base):
             return
+        if current_backward() == self.progress.backward != -1:
+            return  # activation checkpointing recomputes a forward pass that is noted
+        self._is_training_forward = True
         if REPLICA in vars(module):
             raise RuntimeError(REPLICATED)
         if self.progress.begin_forward() and self._is_strict:
@@ -167,12 +171,6 @@ class Algorithm:
         if self.progress.were_cleared(self._base):
             self.forget()
         self.forecaster.before_forward(args, kwargs, self.progress.number)
-
-    def _is_training(self, module: nn.Module) -> bool:
-        if not module.training or not torch.is_grad_enabled() or is_recorded():
-            return False
-        backward = current_backward()  # in which activation checkpointing recomputes a forward pass that is noted
-        return not backward == self.progress.backward != -1 and trains_any(self._base)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""
@@ -194,7 +192,7 @@ class Algorithm:
             self.progress.stage = max(self.progress.stage, Stage.FORWARD)
             forecaster.drop_forward()
             return
-        forward = Forward(z, self.progress.number, self.reader.dim_of(z) or 1)
+        forward = Forward(z, self.progress.number, self.reader.known.class_dim or 1)
         if forecaster.predicts:
             forecaster.predict(forward, args, kwargs)
         self.progress.add(forward)
@@ -213,7 +211,8 @@ class Algorithm:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
         if gradient is None or self.uses_term or not self._is_of_training(forward):
             return None
-        self._refuse_stale(forward)
+        if forward.outcome is Outcome.RELEASED:
+            raise RuntimeError(STALE.format(self._name))
         weight = self.weight(forward.step_number)
         alpha = self.alpha(forward.step_number)
         loss = self.reader.read(forward, gradient)
@@ -249,16 +248,11 @@ class Algorithm:
         self.forecaster.end_backward()
         self.progress.end_backward(self._base)
 
-    def _refuse_stale(self, forward: Forward) -> None:
-        if forward.outcome is Outcome.RELEASED:
-            raise RuntimeError(STALE.format(self._name))
-
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
-    def refuse_detached(self) -> None:
-        """Raise RuntimeError if the hooks are gone: nothing learns then."""
-        if not self.hooks.attached:
-            raise RuntimeError((SUPERSEDED if self.superseded else DETACHED).format(self._name))
+    def why_detached(self) -> str:
+        """Say why the hooks are gone, and nothing learns."""
+        return (SUPERSEDED if self.superseded else DETACHED).format(self._name)
 
     def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
         """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""
@@ -269,11 +263,11 @@ class Algorithm:
             raise ValueError(TOO_LATE.format(self._name))
         pull = self.forecaster.pull(forward, labels)
         weight = None if self.weight.constant == 0 else self.weight(forward.step_number)
-        self.alpha(forward.step_number)  # which raises here if it is out of range
+        alpha = self.alpha(forward.step_number)
         self.uses_term = True
         self.progress.term = max(self.progress.term, Term.CALLED)
         forward.outcome = Outcome.GIVEN
-        forward.given = Given(pull, labels, weight)
+        forward.given = Given(pull, labels, weight, alpha)
         term: Tensor = _Term.apply(z, forward, weakref.ref(self))  # which keeps both by references
         return term
 
@@ -281,8 +275,9 @@ class Algorithm:
         """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
         if torch.is_grad_enabled():
             raise RuntimeError(ONCE.format(self._name))
-        self._refuse_stale(forward)
-        pull, labels, weight = forward.given
+        if forward.outcome is Outcome.RELEASED:
+            raise RuntimeError(STALE.format(self._name))
+        pull, labels, weight, alpha = forward.given
         if forward.outcome is Outcome.LEARNED:  # what has learned from the first pull may have overwritten it
             pull = self.forecaster.pull(forward, labels)
         gradient = None
@@ -290,8 +285,12 @@ class Algorithm:
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
             self.progress.term = Term.MET
-            alpha = self.alpha(forward.step_number)
-            self.last = {"weight": weight or 0.0, "alpha": alpha, "loss_scale": s, "penalty": pull.value}
+            self.last = {
+                "weight": 0.0 if weight is None else weight,
+                "alpha": alpha,
+                "loss_scale": s,
+                "penalty": pull.value,
+            }
             self._learn_from_term(forward, pull, labels, s, alpha)
         return gradient
 
@@ -332,7 +331,7 @@ class Algorithm:
         progress = self.progress
         if progress.were_cleared(self._base):
             self.forget()
-        elif progress.stage < Stage.GRADIENTS or self.uses_term:
+        elif progress.stage < Stage.GRADIENTS or (self.uses_term and not progress.has_term()):
             self._refuse_or_skip(progress)
         self.forecaster.before_step()
 
@@ -342,20 +341,18 @@ class Algorithm:
             raise RuntimeError(SUPERSEDED.format(self._name))
         if progress.term is Term.CALLED:
             raise RuntimeError(NOT_ADDED.format(self._name))
-        has_term = progress.term is Term.MET
-        if not self.hooks.attached or (has_term and progress.trained is not None):
+        if not self.hooks.attached:
             return
-        have = have_gradients(self._base)
-        if has_term and not have and self._is_strict:
-            raise RuntimeError(NOT_TRAINED.format(self._name))
-        if has_term or not have:
-            return
-        if self.uses_term:
-            self.reader.skip()
-            self.last = {}
-            warn_once(self._said, WITHOUT_TERM.format(self._name))
-        elif self._is_strict:
-            raise RuntimeError(self._not_regularized(progress.stage))
+        if progress.term is Term.MET:
+            if self._is_strict and not have_gradients(self._base):
+                raise RuntimeError(NOT_TRAINED.format(self._name))
+        elif have_gradients(self._base):
+            if self.uses_term:
+                self.reader.skip()
+                self.last = {}
+                warn_once(self._said, WITHOUT_TERM.format(self._name))
+            elif self._is_strict:
+                raise RuntimeError(self._not_regularized(progress.stage))
 
     def _not_regularized(self, stage: Stage) -> str:
         seen = SEEN[stage]
@@ -417,11 +414,6 @@ class Algorithm:
         if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients; zeros are not seen otherwise."""
-        self.progress.is_zeroed = not set_to_none
-        self._base.zero_grad(set_to_none)
-
     def forget(self) -> None:
         """Drop the batches of the step."""
         self.forecaster.forget()
@@ -473,7 +465,7 @@ class _Term(torch.autograd.Function):
         ctx.pass_of_logits = forward
         ctx.algorithm = algorithm
         ctx.dtype = z.dtype
-        pull, _, weight = forward.given
+        pull, _, weight, _ = forward.given
         penalty: Tensor = pull.value()
         return torch.zeros_like(penalty) if weight is None else penalty * weight
 

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import _sync
+from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
 from dcl_optim.companion.companion import CompanionOptions
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.pull import nothing
 from dcl_optim.schedules import Schedule
-from dcl_optim.progress import Forward
 
 
 class DCLOptimizer(ForecastOptimizer):
@@ -140,12 +141,14 @@ class DCLOptimizer(ForecastOptimizer):
             strict=strict,
         )
 
+    @outside_compiled_graphs
     def penalty(self, logits: Tensor, *labels: NoReturn) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss.
 
-        Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest
-        of the run. The companion
-        learns in its backward pass. With gradients off it is 0 and nothing is learned.
+        Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest of the run:
+        a step without a term has no penalty, and is counted in ``skipped``. The companion learns in its backward pass,
+        whatever factor the term has: the forward passes of a step weigh by the size of their factors, and equally if
+        all are 0. With gradients off it is 0 and nothing is learned.
 
         Args:
             logits: z, what the model's training forward pass returned, or the tensor that ``logits=`` made of it. The
@@ -159,7 +162,8 @@ class DCLOptimizer(ForecastOptimizer):
         Raises:
             TypeError, ValueError: the logits are no floating-point tensor, or no training forward pass since the last
                 step returned them; or it was called with them before, or after a backward pass through them.
-            RuntimeError: another optimizer has wrapped the model since.
+            RuntimeError: another optimizer has wrapped the model since, or ``detach`` was called; or in backward, with
+                create_graph=True or after the step.
 
         Examples:
             >>> import torch
@@ -172,29 +176,27 @@ class DCLOptimizer(ForecastOptimizer):
 
         Source: Equation 2.
         """
-
         if labels:
             raise TypeError("DCLOptimizer.penalty takes the logits alone: the companion needs no labels")
 
-        def make() -> tuple[Forward, None]:
-            progress = self._algorithm.progress
-            forward = progress.forward_of(logits)
-            if forward is None:
-                forward = progress.forward_like(logits, _sync.may_sync(progress.number, logits))
-            if forward is None:
-                fix = (
-                    "pass the tensor that the model returned, called as model(x); of several tensors say which are the "
-                    "logits, as in logits=lambda output: output[1]"
-                )
-                if not self.model.training:
-                    fix = "call model.train(), since in eval mode the companion does not run"
-                raise ValueError(
-                    f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped "
-                    f"model returned since the last step: {fix}"
-                )
-            return forward, None
-
-        return self._term(logits, make)
+        if not self._is_for_training(logits):
+            return nothing(logits)
+        progress = self._algorithm.progress
+        forward = progress.forward_of(logits)
+        if forward is None:
+            forward = progress.forward_like(logits, _sync.may_sync(progress.number, logits))
+        if forward is None:
+            fix = (
+                "pass the tensor that the model returned, called as model(x); of several tensors say which are the "
+                "logits, as in logits=lambda output: output[1]"
+            )
+            if not self.model.training:
+                fix = "call model.train(), since in eval mode the companion does not run"
+            raise ValueError(
+                f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped model "
+                f"returned since the last step: {fix}"
+            )
+        return self._algorithm.term(logits, forward, None)
 
     @property
     def companion(self) -> nn.Module:

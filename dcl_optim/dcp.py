@@ -8,14 +8,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_integer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.distributed import DataParallelGroup
-from dcl_optim.forecaster import Labels
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.prototypes import UPDATES, Prototypes, labels_of
-from dcl_optim.schedules import Schedule
 from dcl_optim.progress import Forward
+from dcl_optim.prototypes import UPDATES, Prototypes, labels_of
+from dcl_optim.pull import nothing
+from dcl_optim.schedules import Schedule
 from dcl_optim.weights import Weight
 
 
@@ -127,13 +128,14 @@ class DCPOptimizer(ForecastOptimizer):
             strict=strict,
         )
 
+    @outside_compiled_graphs
     def penalty(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
         r"""The weighted penalty :math:`\lambda\sum_i\Delta(z_i, p^{y_i})/n`, a term to add to any loss.
 
-        Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest
-        of the run. The
-        prototypes learn in its backward pass. With gradients off it is 0 and nothing is learned, so one function can
-        serve training and validation. The mode of the model does not matter.
+        Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest of the run:
+        a step without a term has no penalty, and is counted in ``skipped``. The prototypes learn in its backward pass.
+        With gradients off it is 0 and nothing is learned, so one function can serve training and validation. The mode
+        of the model does not matter.
 
         Args:
             logits: z, (N, K) or (N, K, d1, ...), of floating point: any tensor of logits, also flattened, divided by a
@@ -150,11 +152,8 @@ class DCPOptimizer(ForecastOptimizer):
             TypeError, ValueError: logits or labels are of another kind or shape, labels are out of range, or the first
                 logits are probabilities; or it was called with these logits before, or after a backward pass in which
                 they got their penalty.
-            RuntimeError: another optimizer has wrapped the model since; or in backward, with create_graph=True or after
-                the step.
-
-        Warns:
-            UserWarning: in 99 steps no label was above a third of the classes, and ``num_classes`` was not given.
+            RuntimeError: another optimizer has wrapped the model since, or ``detach`` was called; or in backward, with
+                create_graph=True or after the step.
 
         Examples:
             >>> import torch
@@ -167,19 +166,17 @@ class DCPOptimizer(ForecastOptimizer):
 
         Source: the paper's appendix, Equation 5.
         """
-        ignored = check_integer("ignore_index", ignore_index)
-
-        def make() -> tuple[Forward, Labels]:
-            progress = self._algorithm.progress
-            checked = labels_of(labels, logits, progress.number, ignored)
-            self.forecaster.check_logits(logits, progress.number)
-            forward = progress.forward_of(logits)
-            if forward is None or forward.class_dim != 1:
-                forward = Forward(logits, progress.number)
-                progress.add(forward)
-            return forward, checked
-
-        return self._term(logits, make)
+        check_integer("ignore_index", ignore_index)
+        if not self._is_for_training(logits):
+            return nothing(logits)
+        progress = self._algorithm.progress
+        checked = labels_of(labels, logits, progress.number, ignore_index)
+        self.forecaster.check_logits(logits, progress.number)
+        forward = progress.forward_of(logits)
+        if forward is None or forward.class_dim != 1:
+            forward = Forward(logits, progress.number)
+            progress.add(forward)
+        return self._algorithm.term(logits, forward, checked)
 
     @property
     def prototypes(self) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcl_optim.layout import blocks, wide
+from dcl_optim.layout import difference, wide
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "squared", "l1", "kl", "infonce"]
@@ -40,8 +40,10 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
         >>> mse(torch.tensor([[1.0, 3.0], [8.0, 6.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
         tensor([ 1.0000, 13.1421])
     """
+    num_classes = z.shape[1]
     norms = torch.linalg.vector_norm(difference(z, c), dim=1)
-    return huber(norms, radius_of(mse, z.shape[1])) * (2.0 / max(z.shape[1], 1))
+    radius = RADIUS * num_classes if num_classes > 1 else math.inf
+    return huber(norms, radius) * (2.0 / max(num_classes, 1))
 
 
 def squared(z: Tensor, c: Tensor) -> Tensor:
@@ -160,33 +162,10 @@ def name_of(distance: Distance) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def radius_of(distance: Distance, num_classes: int) -> float:
-    """The distance of a row up to which ``mse`` is the square; ``squared`` is that everywhere."""
-    return RADIUS * num_classes if distance is mse and num_classes > 1 else math.inf
-
-
 def huber(norms: Tensor, radius: float) -> Tensor:
     """Half of the square up to a radius, and its tangent beyond."""
     near = norms.clamp(max=radius)
     return near * torch.sub(norms, near, alpha=0.5)
-
-
-def difference(z: Tensor, c: Tensor) -> Tensor:
-    """Subtract c from z in float32 or wider; 0 where that is not finite.
-
-    Examples:
-        >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
-        tensor([-2.,  0.])
-    """
-    if z.dtype.itemsize >= 4:
-        subtracted = z - c
-    else:
-        subtracted = z.float()
-        for block in blocks(subtracted):  # c in float32 too would be a second copy of all rows
-            subtracted[block].sub_(wide(c[block]))
-    if subtracted.requires_grad:
-        return subtracted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return subtracted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Logits as rows: one row is one prediction (an image, a pixel, a token), with the classes last."""
+"""Logits as rows: one row is one prediction (an image, a pixel, a token), with the classes last; their difference."""
 
 from __future__ import annotations
 
@@ -98,3 +98,21 @@ def blocks(tensor: Tensor) -> list[slice]:
         return [slice(None)]
     size = -(-length // number)
     return [slice(start, start + size) for start in range(0, length, size)]
+
+
+def difference(z: Tensor, c: Tensor) -> Tensor:
+    """Subtract c from z in float32 or wider; 0 where that is not finite.
+
+    Examples:
+        >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
+        tensor([-2.,  0.])
+    """
+    if z.dtype.itemsize >= 4:
+        subtracted = z - c
+    else:
+        subtracted = z.float()
+        for block in blocks(subtracted):  # c in float32 too would be a second copy of all rows
+            subtracted[block].sub_(wide(c[block]))
+    if subtracted.requires_grad:
+        return subtracted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return subtracted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import Range, check_arguments, check_flag, check_state
 from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.algorithm import Algorithm
 from dcl_optim.distances import name_of
 from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, Labels
+from dcl_optim.forecaster import Forecaster
 from dcl_optim.schedules import Checked, Schedule
-from dcl_optim.progress import Forward
 from dcl_optim.weights import AutoWeight, Weight, resolve_weight
+
 
 class ForecastOptimizer(OptimizerWrapper):
     r"""Wraps an optimizer so that the model it trains is pulled toward a forecaster's predictions.
@@ -80,9 +79,8 @@ class ForecastOptimizer(OptimizerWrapper):
 
     # ---- the penalty as a term ---------------------------------------------------------------------------------------
 
-    @outside_compiled_graphs
-    def _term(self, logits: Tensor, make: Callable[[], tuple[Forward, Labels | None]]) -> Tensor:
-        """The weighted penalty of logits, 0 where nothing is trained; ``make`` finds forward pass and labels."""
+    def _is_for_training(self, logits: Tensor) -> bool:
+        """Whether the penalty of logits is to be trained on; raise if they are none, or nothing would learn."""
         if not isinstance(logits, Tensor):
             raise TypeError(
                 f"penalty takes a tensor of logits, got {type(logits).__name__}; pass the tensor in it, such as "
@@ -90,11 +88,10 @@ class ForecastOptimizer(OptimizerWrapper):
             )
         if not logits.is_floating_point():
             raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
-        if not (torch.is_grad_enabled() and logits.requires_grad):
-            return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
-        self._algorithm.refuse_detached()
-        forward, labels = make()
-        return self._algorithm.term(logits, forward, labels)
+        is_for_training = torch.is_grad_enabled() and logits.requires_grad
+        if is_for_training and not self._algorithm.hooks.attached:
+            raise RuntimeError(self._algorithm.why_detached())
+        return is_for_training
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +122,9 @@ class ForecastOptimizer(OptimizerWrapper):
         else:
             algorithm.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
-        self.forecaster.learn(algorithm.alpha(algorithm.progress.number))  # ω, by those of Equation 4, or the prototypes
+        self.forecaster.learn(
+            algorithm.alpha(algorithm.progress.number)
+        )  # ω, by those of Equation 4, or the prototypes
         algorithm.end_step()
         return result
 
@@ -135,7 +134,8 @@ class ForecastOptimizer(OptimizerWrapper):
         Args:
             set_to_none: set them to None (default) instead of zero.
         """
-        self._algorithm.zero_grad(set_to_none)
+        self._algorithm.progress.is_zeroed = not set_to_none  # None is seen in the gradients themselves
+        self.base.zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:
         super()._switch(mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dcl_optim._optim import have_gradients, parameters_of
+from dcl_optim._optim import have_gradients
 from dcl_optim._torch import call_after_backward, current_backward, reaches_parameters, version_of
 from dcl_optim.layout import copy_of_rows, from_rows, to_rows
 
@@ -68,13 +69,13 @@ class Forward:
     """
 
     def __init__(self, logits: Tensor, step_number: int, class_dim: int = 1) -> None:
-        self.rows = copy_of_rows(logits.detach(), class_dim)
+        self.class_dim = class_dim if class_dim < logits.ndim else 1
+        self.rows = copy_of_rows(logits.detach(), self.class_dim)
         self.shape = logits.shape
         self.step_number = step_number
         self.output = weakref.ref(logits)
         self.version = version_of(logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
-        self.class_dim = class_dim
         self.backward = -1
         self.outcome = Outcome.OPEN
         self.is_one_of_several = False
@@ -88,9 +89,8 @@ class Forward:
 
     def lay_out(self, class_dim: int) -> None:
         """Lay the logits out as rows along the dimension that holds the classes."""
-        if class_dim != self.class_dim:
-            self.rows = to_rows(self.logits, class_dim)
-            self.class_dim = class_dim
+        self.rows = to_rows(self.logits, class_dim)
+        self.class_dim = class_dim
 
     def release(self) -> None:
         """Let go of all tensors: the script may keep the graph that keeps this object."""
@@ -182,7 +182,8 @@ class Progress:
         """The backward pass has ended."""
         self.backward = -1
         if self.stage is Stage.GRADIENTS:
-            trained = next((parameter for parameter in parameters_of(base) if parameter.grad is not None), None)
+            parameters = itertools.chain.from_iterable(group["params"] for group in base.param_groups)
+            trained = next((parameter for parameter in parameters if parameter.grad is not None), None)
             self.trained = None if trained is None else (trained, version_of(trained))
 
     def restart(self) -> None:
@@ -198,8 +199,10 @@ class Progress:
 
     def end(self) -> None:
         """The step is over, and a graph that the script keeps must keep nothing else."""
-        for forward in self._alive():
-            forward.release()
+        for reference in self.forwards:
+            forward = reference()
+            if forward is not None:
+                forward.release()
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -221,10 +224,15 @@ class Progress:
             is_cleared = self.is_zeroed or self.trained[0].grad is None
         return is_cleared and not have_gradients(base, other_than_zero=self.is_zeroed)
 
+    def has_term(self) -> bool:
+        """Whether a backward pass has come through the penalty term, and on to a trained parameter."""
+        return self.term is Term.MET and self.trained is not None
+
     def forward_of(self, logits: Tensor) -> Forward | None:
         """The forward pass that returned this very tensor, unedited."""
-        for forward in self._alive():
-            if forward.output() is logits and forward.version == version_of(logits):
+        for reference in self.forwards:
+            forward = reference()
+            if forward is not None and forward.output() is logits and forward.version == version_of(logits):
                 return forward
         return None
 
@@ -237,13 +245,11 @@ class Progress:
             logits: what the script holds.
             may_read: whether values are compared; if not, only those of several of one shape are.
         """
-        alike = [one for one in self._alive() if one.outcome is Outcome.OPEN and one.shape == logits.shape]
+        alive = [forward for reference in self.forwards if (forward := reference()) is not None]
+        alike = [one for one in alive if one.outcome is Outcome.OPEN and one.shape == logits.shape]
         if may_read or len(alike) > 1:
             alike = [one for one in alike if are_close(one.logits, logits.detach())]
         return alike[0] if len(alike) == 1 else None
-
-    def _alive(self) -> list[Forward]:
-        return [forward for forward in (reference() for reference in self.forwards) if forward is not None]
 
     def without_forwards(self) -> Progress:
         """The same in a copy of the optimizer, whose forward passes are not those of the script."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dcl_optim import _sync
-from dcl_optim._torch import constant, warn
+from dcl_optim._torch import constant
 from dcl_optim._validation import check_state
-from dcl_optim.distances import Distance, difference
+from dcl_optim.distances import Distance
 from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.layout import sum_to_one, to_rows, wide
+from dcl_optim.layout import difference, sum_to_one, to_rows, wide
 from dcl_optim.progress import Forward
 from dcl_optim.pull import Pull, Scale, pull_of
 
@@ -38,10 +38,6 @@ KINDS = (
 PROBABILITIES = (
     "logits has rows that are probabilities, whose distances are so small that the penalty has hardly any effect.\n"
     "  Fix: pass the logits themselves, before softmax, or their log_softmax. See docs/troubleshooting.md"
-)
-FEATURES = (
-    "penalty gets {0} logits a row, in logits of shape {1}, but no label so far was above {2}: these may be features.\n"
-    "  Fix: pass the output of the model's head, its last layer. If they are logits, pass num_classes={0}"
 )
 OTHER_NUM_CLASSES = (
     "num_classes={0} but there are {1} logits a row, in logits of shape {2}; pass num_classes={1}, or logits with the "
@@ -105,7 +101,6 @@ class Prototypes(Forecaster):
         self._measures_from = math.inf  # with more classes the accuracy is measured
         self._may_be_in_batch = num_classes is None  # until labels were seen
         self._may_be_probabilities = True  # until the term got logits
-        self._may_be_features = num_classes is None  # until step 100
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -168,7 +163,8 @@ class Prototypes(Forecaster):
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         assert labels is not None
         self._prepare(forward)
-        self._refuse_in_batch(forward, labels)
+        if self._may_be_in_batch:
+            self._refuse_in_batch(forward, labels)
         c, weights = self._of_classes(labels.rows) if labels.rows.ndim == 1 else self._of_shares(labels.rows)
         number = labels.number
         number = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
@@ -201,7 +197,7 @@ class Prototypes(Forecaster):
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
         """Raise ValueError if the labels are the rows' places, as of in-batch negatives, when they are first seen."""
         number = len(labels.rows)
-        if not self._may_be_in_batch or not _sync.may_sync(forward.step_number, labels.rows):
+        if not _sync.may_sync(forward.step_number, labels.rows):
             return
         self._may_be_in_batch = False
         if number != self.num_classes or number < FEWEST_ROWS:
@@ -211,18 +207,12 @@ class Prototypes(Forecaster):
         if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
             raise ValueError(IN_BATCH.format(number))
 
-    def check_logits(self, logits: Tensor, step: int) -> None:
-        """Check what the term got: refuse probabilities at the first look, and warn once of features, in step 100."""
-        if not _sync.may_sync(step, logits):
-            return
-        if self._may_be_probabilities and logits.numel() >= FEWEST_ROWS * logits.shape[1]:
+    def check_logits(self, logits: Tensor, step_number: int) -> None:
+        """Raise ValueError for probabilities, at the first look at what the term got."""
+        has_enough_rows = logits.numel() >= FEWEST_ROWS * logits.shape[1]
+        if self._may_be_probabilities and has_enough_rows and _sync.may_sync(step_number, logits):
             _refuse_probabilities(logits.detach())
             self._may_be_probabilities = False
-        if self._may_be_features and step >= _sync.SYNC_INTERVAL:
-            self._may_be_features = False
-            classes = self.seen.nonzero().flatten().tolist()
-            if classes and 3 * (classes[-1] + 1) <= self.num_classes:
-                warn(FEATURES.format(self.num_classes, tuple(logits.shape), classes[-1]))
 
     def _classes_of(self, labels: Tensor) -> Tensor:
         """The class of each row (N,), K for none; of soft labels that of the largest share."""
@@ -365,7 +355,7 @@ class Prototypes(Forecaster):
         self._rows[:-1] = values
         self._numbers[:-1] = numbers.to(self._numbers)
         self._fit = state["fit"].to(self._fit)
-        self._may_be_in_batch = self._may_be_features = self._given is None and not len(numbers)
+        self._may_be_in_batch = self._given is None and not len(numbers)
 
 
 def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labels:
@@ -399,7 +389,11 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
     classes = labels.detach().flatten().long()
     has_label = classes != ignore_index
     if may_read:
-        _refuse_classes(classes[has_label & ((classes < 0) | (classes >= shape[1]))], shape[1], ignore_index)
+        wrong = classes[has_label & ((classes < 0) | (classes >= shape[1]))]
+        if len(wrong):
+            raise ValueError(
+                f"labels has {int(wrong[0])}; labels must lie in 0..{shape[1] - 1} or equal ignore_index={ignore_index}"
+            )
     classes = classes.where(has_label, constant(shape[1], classes.device))
     return Labels(classes, has_label.sum(dtype=torch.float32))
 
@@ -407,13 +401,6 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
 def _refuse_probabilities(logits: Tensor) -> None:
     if bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4)):
         raise ValueError(PROBABILITIES)
-
-
-def _refuse_classes(wrong: Tensor, num_classes: int, ignore_index: int) -> None:
-    if len(wrong):
-        raise ValueError(
-            f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal ignore_index={ignore_index}"
-        )
 
 
 def _check_shares(shares: Tensor) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dcl_optim._torch import constant
-from dcl_optim.distances import Distance, companion_target, difference, huber, mse, name_of, radius_of, squared
-from dcl_optim.layout import blocks, from_rows, wide
+from dcl_optim.distances import RADIUS, Distance, companion_target, huber, mse, name_of, squared
+from dcl_optim.layout import blocks, difference, from_rows, wide
 
 Scale = float | Tensor
 
@@ -83,6 +83,11 @@ class Pull(NamedTuple):
         return factor, of_rows[:, None] if of_rows.ndim else of_rows
 
 
+def nothing(logits: Tensor) -> Tensor:
+    """A penalty of 0, as outside of training."""
+    return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def pull_of(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None = None) -> Pull:
     r"""The penalty :math:`\sum_i w_i\,\delta(z_i, c_i)` of rows, with c held constant; no graph is used or kept.
 
@@ -99,7 +104,7 @@ def pull_of(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None = N
     if distance is mse or distance is squared:  # in every step by default, so written out
         slope = difference(z, c)
         norms = torch.linalg.vector_norm(slope, dim=1)
-        return _squared_pull(slope, norms, radius_of(distance, z.shape[1]), weights)
+        return _squared_pull(distance, slope, norms, weights)
     return _differentiated_pull(distance, z, c, weights)
 
 
@@ -116,13 +121,16 @@ def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, al
         return _differentiated_pull(distance, c, companion_target(z, c, alpha), None)
     # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
     share = 1.0 - alpha
-    radius = radius_of(distance, z.shape[1]) / share if share > 0.0 else math.inf
-    towards = _squared_pull(pull.slope, pull.norms, radius, None)
+    towards = _squared_pull(distance, pull.slope, pull.norms, None, share)
     return towards._replace(factor=-share * towards.factor)
 
 
-def _squared_pull(slope: Tensor, norms: Tensor, radius: float, weights: Tensor | None) -> Pull:
+def _squared_pull(distance: Distance, slope: Tensor, norms: Tensor, weights: Tensor | None, share: float = 1.0) -> Pull:
+    """The penalty whose difference is this share of the slope."""
     number, num_classes = slope.shape
+    radius = math.inf
+    if distance is mse and num_classes > 1 and share > 0.0:
+        radius = RADIUS * num_classes / share
     factor = 2.0 / max(num_classes, 1)
     if weights is None:
         factor /= max(number, 1)

@@ -77,10 +77,11 @@ class FollowingFit:
     def __init__(self, rule: AutoWeight, forecaster: Forecaster) -> None:
         self.given = rule
         self._forecaster = forecaster
+        self._constant_up_to = rule.constant_up_to
 
     def __call__(self, step: int) -> Scale:
         num_classes = self._forecaster.num_classes
-        if num_classes <= self.given.constant_up_to:
+        if num_classes <= self._constant_up_to:
             return self.given.floor
         return self.given.at(self._forecaster.train_accuracy(), num_classes)
 

@@ -17,4 +17,4 @@ def test_a_fault_can_be_made(fault) -> None:
 
 
 def test_faults_are_few() -> None:
-    assert len({fault.behavior for fault in FAULTS}) == len(FAULTS) <= 40
+    assert len({fault.behavior for fault in FAULTS}) == len(FAULTS) <= 45

@@ -121,33 +121,6 @@ def test_probabilities_in_place_of_logits_are_refused_each_time(what: str, dense
     assert refuses == (optimizer.prototypes.shape == (0, 0))
 
 
-def train_features(optimizer: Any, highest: int, steps: int) -> Any:
-    x, y = torch.ones(highest + 1, FEATURES).double(), torch.arange(highest + 1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        z = optimizer.model(x)
-        (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-        optimizer.step()
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("highest", "options", "resumes"), [(3, {}, False), (4, {}, False), (3, {"num_classes": 12}, False), (3, {}, True)]
-)
-def test_labels_of_a_third_of_the_logits_name_the_head_once(highest: int, options: Any, resumes: bool) -> None:
-    """The features of a layer before the head: 12, and 4 classes."""
-    optimizer = train_features(wrap("dcp", nn.Linear(FEATURES, 12).double(), **options), highest, 99)
-    if resumes:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    if highest == 3 and not options and not resumes:
-        with pytest.warns(
-            UserWarning, match=r"(?s)12 logits a row.*above 3.*the model's head.*num_classes=12"
-        ) as found:
-            train_features(optimizer, highest, 1)
-        assert found[0].filename == __file__
-    train_features(optimizer, highest, 30)
-
-
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
 def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
     optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))

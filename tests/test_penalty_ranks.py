@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.by_hand import CLOSE, VARIANTS, learned, train, wrap
+from tests.by_hand import CLOSE, VARIANTS, learned, term_of, train, wrap
 from tests.helpers import SHARDS_ON_CPU, assert_same, batches, mlp
 
 pytestmark = [
@@ -60,6 +62,25 @@ def worker(rank: int, folder: Path) -> None:
         own = getattr(call, "module", call).state_dict(), learned(optimizer)
         state = [{name: getattr(t, "full_tensor", t.clone)() for name, t in part.items()} for part in own]
         torch.save(state, folder / f"{variant} {cell.__name__} {rank}.pt")
+    for variant in VARIANTS:
+        torch.save(without_a_term_in_one_rank(variant, rank), folder / f"{variant} in some batches {rank}.pt")
+
+
+def without_a_term_in_one_rank(variant: str, rank: int) -> Any:
+    """A batch without labels has no term: the other rank must not wait for its share."""
+    parallel, optimizer = wrapped_after(variant, rank)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
+        optimizer.zero_grad()
+        z = parallel(x)
+        loss = F.cross_entropy(z, y)
+        if rank == 0 or number != 2:
+            loss = loss + term_of(optimizer)(z, y)
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which says that a step had no term
+            optimizer.step()
+    return dict(parallel.module.state_dict()), learned(optimizer), optimizer.logs()["skipped"]
 
 
 @pytest.mark.parametrize(("variant", "cell"), CELLS)
@@ -68,3 +89,10 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(variant: str, cell: Any,
     assert_same(first, second)
     alone = train(wrap(variant, mlp()), batches(STEPS))
     assert_same(first, [dict(alone.model.state_dict()), learned(alone)], **CLOSE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_rank_without_a_term_in_a_step_ends_where_the_other_does(variant: str, ranks: Path) -> None:
+    first, second = (torch.load(ranks / f"{variant} in some batches {rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first[:2], second[:2])
+    assert (first[2], second[2]) == (0, 1)

@@ -65,6 +65,7 @@ class Prediction:
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
     network: Network
+    rows: Any = None  # the logits as rows, detached and on the model's device, once they are asked for
 
 
 class Companion(Forecaster):
@@ -171,7 +172,8 @@ class Companion(Forecaster):
         warn_once(self._said, COPIED_AGAIN)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        network = self._made()
+        network = self._network
+        assert network is not None
         args, kwargs = self._replay.arguments(args, kwargs)
         learns = forward.step_number % self._options.every == 0
         with torch.set_grad_enabled(learns or not network.has_predicted), noting(IN_COMPANION.format("forward")):
@@ -210,12 +212,10 @@ class Companion(Forecaster):
         self._replay.forget()
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
-        return pull_of(self.distance, forward.rows, self._rows_of(forward))
-
-    def _rows_of(self, forward: Forward) -> Tensor:
-        """The prediction as rows, on the model's device."""
-        logits = forward.prediction.logits.detach()
-        return to_rows(logits, forward.class_dim).to(forward.rows.device)
+        prediction: Prediction = forward.prediction
+        rows = to_rows(prediction.logits.detach(), forward.class_dim)
+        prediction.rows = rows.to(forward.rows.device)
+        return pull_of(self.distance, forward.rows, prediction.rows)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
@@ -225,7 +225,8 @@ class Companion(Forecaster):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
-        towards = pull_towards_target(self.distance, forward.rows, self._rows_of(forward), pull, alpha)
+        towards = pull_towards_target(self.distance, forward.rows, prediction.rows, pull, alpha)
+        prediction.rows = None
         if self._options.fraction < 1.0:
             towards = self._of_drawn_rows(towards)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
@@ -267,7 +268,8 @@ class Companion(Forecaster):
         network = self._network
         if network is None:
             return
-        self.end_backward()  # of which only compiled autograd leaves something
+        if self._pending:  # which only compiled autograd leaves
+            self.end_backward()
         learns = self._has_observed
         if self._group.size > 1 and self._has_predicted:  # every rank must bring the same tensors to the reduction
             learns = True

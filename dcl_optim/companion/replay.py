@@ -70,7 +70,7 @@ class Replay:
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a network with the model's random draws, and forget what was kept."""
         rng_state = self._kept[-1]
-        self.forget()
+        self._kept = None
         hooks: AbstractContextManager[Any] = nullcontext()
         if _are_saved_tensors_hooked():
             # A checkpoint's recomputation does not run this network again. Detached, a saved output does not hold the

@@ -113,10 +113,11 @@ def _read_hard(z: Tensor, g: Tensor, smoothing: float, wants_labels: bool) -> Re
     else:
         read_rows = _together([_read_block(z[part], g[part], smoothing) for part in parts])
     labels, live, num_live, length, _, slope, rest = read_rows
-    excess = torch.sub(rest, length, alpha=tolerance_of(z, g))
+    half = is_half(z, g)
+    excess = torch.sub(rest, length, alpha=HALF_TOLERANCE if half else TOLERANCE)
     fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     tells_scale = excess <= 0
-    if is_half(z, g):
+    if half:
         tells_scale = tells_scale & (length > max(HALF_LENGTH, HALF_LENGTH_OF_ONE / max(len(z), 1)))
     if wants_labels:
         labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))

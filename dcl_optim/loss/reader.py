@@ -19,8 +19,8 @@ from dcl_optim._validation import Range, check_state
 from dcl_optim.forecaster import Labels
 from dcl_optim.layout import to_rows
 from dcl_optim.loss.cross_entropy import LOG, Reading, examine, read
-from dcl_optim.pull import Scale
 from dcl_optim.progress import Forward, Outcome
+from dcl_optim.pull import Scale
 
 PATIENCE = 20  # batches that may tell nothing before the first one that does
 SAMPLE = 2**20  # logits that the first look takes
@@ -136,14 +136,15 @@ class LossReader:
             gradient: of its logits.
         """
         if not gradient.numel():  # a batch without rows says nothing
-            return Loss(self._last_scale())
+            return self._loss_of(None, is_finite=True)
         reading: Reading | None = None
         is_finite = True
         may_read = True  # until the form is known
         dim = self.dim_of(gradient)
         if self.known.form is not None and dim is not None:
             may_read = _sync.may_sync(forward.step_number, gradient)
-            forward.lay_out(dim)
+            if dim != forward.class_dim:
+                forward.lay_out(dim)
             reading = read(self.known.form, forward.rows, to_rows(gradient, dim), self.reads_labels)
         if may_read and (reading is None or not bool(reading.fits)):
             reading, total = self._choose(forward, gradient, dim)
@@ -155,7 +156,7 @@ class LossReader:
         return self._loss_of(reading, is_finite)
 
     def _loss_of(self, reading: Reading | None, is_finite: bool) -> Loss:
-        last = self._last_scale()
+        last = 1.0 if self.known.scale is None else self.known.scale
         if reading is None:
             return Loss(last, None, None, is_finite)
         if not isinstance(last, Tensor):
@@ -165,9 +166,6 @@ class LossReader:
         if self.reads_labels:
             return Loss(scale, Labels(reading.labels, reading.num_live), reading.fits)
         return Loss(scale * reading.fits, None, reading.fits)
-
-    def _last_scale(self) -> Scale:
-        return 1.0 if self.known.scale is None else self.known.scale
 
     def _choose(self, forward: Forward, gradient: Tensor, known_dim: int | None) -> tuple[Reading | None, float]:
         """Choose form and class dimension, and read; give also the sum of the gradient's absolute values."""
@@ -202,7 +200,8 @@ class LossReader:
             reading = read(form, to_rows(forward.logits, dim), to_rows(gradient, dim), self.reads_labels)
             if bool(reading.fits):
                 self.known = Known(form, self.known.scale, dim if gradient.ndim > 2 else None)
-                forward.lay_out(dim)
+                if dim != forward.class_dim:
+                    forward.lay_out(dim)
                 return reading
         return None
 

@@ -1,0 +1,179 @@
+"""What has happened since the last step: terms that are missing, gradients that are cleared, and nothing that is kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.by_hand import VARIANTS, learned, term_of, wrap
+from tests.helpers import Storages, assert_same, batches, mlp, no_collector, one
+
+# ---- a script that has called penalty ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clears_first", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_term_that_was_lost_is_an_error_whenever_gradients_are_cleared(variant: str, clears_first: bool) -> None:
+    """Torch's tutorial computes the loss, and clears then."""
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    if clears_first:
+        optimizer.zero_grad()
+    z = optimizer.model(x)
+    loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y).detach()
+    if not clears_first:
+        optimizer.zero_grad()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="took part in no backward pass"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_without_a_term_are_counted_and_said_once(variant: str) -> None:
+    """They are the base optimizer's; the logs have no figures of the step before."""
+    optimizer = wrap(variant, mlp())
+    with pytest.warns(UserWarning, match="a step without a penalty") as caught:
+        for number, (x, y) in enumerate(batches(8)):
+            optimizer.zero_grad()
+            z = optimizer.model(x)
+            loss = F.cross_entropy(z, y)
+            if number % 2 == 0:
+                loss = loss + term_of(optimizer)(z, y)
+            loss.backward()
+            optimizer.step()
+            assert math.isnan(optimizer.logs()["penalty"]) == bool(number % 2)
+    assert len(caught) == 1
+    assert optimizer.logs()["skipped"] == 4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_term_is_refused_after_detach(variant: str) -> None:
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    optimizer.detach()
+    with pytest.raises(RuntimeError, match=r"penalty was called after detach\(\)"):
+        term_of(optimizer)(optimizer.model(x), y)
+    with torch.no_grad():
+        assert term_of(optimizer)(optimizer.model(x), y) == 0.0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_state_that_is_loaded_between_penalty_and_backward_is_refused(variant: str) -> None:
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    term = term_of(optimizer)(optimizer.model(x), y)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="before the last step"):
+        term.backward()
+
+
+# ---- where the logits are ---------------------------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """Returns no logits under a name that is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"features": x, "scores": self.body(x)}
+
+
+def test_the_prototypes_term_takes_logits_that_the_model_hides() -> None:
+    found = []
+    for model in (Scores(), mlp()):
+        optimizer = wrap("dcp", model)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            output = model(x)
+            z = output["scores"] if isinstance(output, dict) else output
+            (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
+            optimizer.step()
+        found.append(([*model.parameters()], learned(optimizer)))
+    assert_same(*found)
+
+
+def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys() -> None:
+    (x, y), model = one(), Scores()
+    optimizer = wrap("dcp", model)
+    F.cross_entropy(model(x)["scores"], y).backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"(?s)keys 'features', 'scores'.*logits=.*optimizer\.penalty\("):
+        optimizer.step()
+    assert_same([*model.parameters()], before)
+
+
+# ---- gradients that are cleared in part -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_layer_without_a_gradient_drops_no_micro_batch(variant: str) -> None:
+    """DINO cancels the gradients of a layer."""
+    found = []
+    for cancels in (False, True):
+        model = mlp()
+        optimizer = wrap(variant, model, alpha=0.0)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            for rows in (slice(0, 8), slice(8, 16)):
+                (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
+                if cancels:
+                    model[0].weight.grad = None
+            model[0].weight.grad = None
+            optimizer.step()
+        found.append(learned(optimizer))
+    assert_same(*found)
+
+
+# ---- nothing is kept --------------------------------------------------------------------------------------------------
+
+
+def of_the_line(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(optimizer.model(x), y)
+
+
+def of_the_term(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    z = optimizer.model(x)
+    return F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+
+
+@pytest.mark.parametrize("loss_of", [of_the_line, of_the_term])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_loss_that_the_script_keeps_keeps_nothing_but_numbers(variant: str, loss_of: Any) -> None:
+    """As in ``total = total + loss``, whose graph is that of all steps."""
+    optimizer, batch = wrap(variant, mlp()), one()
+    with no_collector(), Storages() as storages:
+        total = torch.zeros(()).double()
+        sizes = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = loss_of(optimizer, *batch)
+            loss.backward()
+            optimizer.step()
+            total = total + loss
+            del loss
+            sizes.append(storages.live()[1])
+        growth = [later - before for before, later in zip(sizes[2:], sizes[3:], strict=False)]
+    assert max(growth) <= 64, "bytes a step; the logits alone have 640"
+
+
+def test_the_term_keeps_one_copy_of_the_logits_and_one_of_their_difference() -> None:
+    """Of logits that the script flattens. The hooks copy nothing once the script has called penalty."""
+    model = nn.Linear(6, 100)
+    optimizer = wrap("dcp", model)
+    x, y = torch.randn(4096, 6), torch.arange(4096) % 100
+    for number in range(2):
+        optimizer.zero_grad()
+        with no_collector(), Storages() as storages:
+            z = model(x)
+            before = storages.live()[1]
+            term = optimizer.penalty(z.view(64, 64, 100).flatten(0, 1), y)
+            kept = storages.live()[1] - before
+        (F.cross_entropy(z, y) + term).backward()
+        optimizer.step()
+        if number:
+            assert kept < 2.3 * z.numel() * z.element_size()
