@@ -27,15 +27,22 @@ RIVALS = ("Mean Teacher", "ELR", "SCE")
 
 
 def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
-    """The parts of the plan; what a part has depends on the results of those before it."""
+    """The parts of the plan; what a part has depends on the results of those before it.
+
+    The order of what follows the confirmation was changed to fit the time, before any of these runs: wrong labels of
+    ten digits and the default that was decided come first, in new seeds.
+    """
     return (
         lambda: _pairs("search", SEARCHED),
         lambda: _confirmation(folder),
+        lambda: _pairs("other settings", WRONG[:1]),
+        lambda: _chosen(folder, CHOSEN_ROUNDS[:2], decided(folder)),
         lambda: _controls("controls", SEARCHED),
+        lambda: _controls("controls, other settings", WRONG[:1]),
+        lambda: _rivals(folder),
         lambda: _pairs("other settings", CONFIRMED),
         lambda: _controls("controls, other settings", CONFIRMED),
-        lambda: _chosen(folder),
-        lambda: _rivals(folder),
+        lambda: _chosen(folder, CHOSEN_ROUNDS, candidates(folder)),
     )
 
 
@@ -66,9 +73,16 @@ def _confirmation(folder: Path) -> Iterator[queue.Item]:
     yield from _items("confirmation", CONFIRMED, ["CE", *map(companion.pair_row, pairs)], CONFIRMATION_ROUNDS)
 
 
-def _chosen(folder: Path) -> Iterator[queue.Item]:
-    pairs = [companion.pair_row(pair) for pair in (*candidates(folder), companion.TODAY)]
-    for number_of_round in CHOSEN_ROUNDS:
+def decided(folder: Path) -> list[companion.Pair]:
+    """The default that follows from the confirmation, if it is another one than today's."""
+    confirmed = {name: companion.of_place(folder, name, "test", "model", CONFIRMATION_ROUNDS) for name in CONFIRMED}
+    pair = companion.default(confirmed, candidates(folder))
+    return [] if pair == companion.TODAY else [pair]
+
+
+def _chosen(folder: Path, rounds: Sequence[int], others: Sequence[companion.Pair]) -> Iterator[queue.Item]:
+    pairs = [companion.pair_row(pair) for pair in (*others, companion.TODAY)]
+    for number_of_round in rounds:
         for name in FAST:
             labels = ["CE", companion.AVERAGED, *pairs, *companion.tuned(folder, name).values()]
             yield from _items("new seeds", [name], list(dict.fromkeys(labels)), [number_of_round])
