@@ -185,11 +185,11 @@ class Algorithm:
         except NoLogits as error:  # no fault if the script adds the term
             if forecaster.predicts:
                 raise
-            self.progress.stage = max(self.progress.stage, Stage.FORWARD)
+            self.progress.add(None)
             self.reader.not_found = str(error)
             return
         if not z.requires_grad:
-            self.progress.stage = max(self.progress.stage, Stage.FORWARD)
+            self.progress.add(None)
             forecaster.drop_forward()
             return
         forward = Forward(z, self.progress.number, self.reader.known.class_dim or 1)

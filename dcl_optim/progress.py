@@ -148,11 +148,12 @@ class Progress:
         self.changes += 1
         return self.changes > 1
 
-    def add(self, forward: Forward) -> None:
-        """The model has returned logits, or the penalty term has got some."""
+    def add(self, forward: Forward | None) -> None:
+        """The model has returned, or the penalty term has got logits; None where no logits were found that are trained."""
         self.stage = max(self.stage, Stage.FORWARD)
-        self.forwards = [reference for reference in self.forwards if reference() is not None]
-        self.forwards.append(weakref.ref(forward))
+        if forward is not None:
+            self.forwards = [reference for reference in self.forwards if reference() is not None]
+            self.forwards.append(weakref.ref(forward))
 
     def gradient(self, forward: Forward, base: Optimizer, end: Callable[[], None]) -> bool:
         """A gradient has come to logits; return whether it is one of the training, and goes on to its parameters.
