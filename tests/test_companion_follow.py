@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
-from dcl_optim.reference import dcl_step
 from tests.helpers import CLASSES, FEATURES, MODELS, assert_same, batch_norm_net, batches, mlp, one, sgd, train, wrap
+from tests.reference import dcl_step
 
 DATA = list(batches(5))
 AGAIN = r"trains other parameters than before.*the companion is copied from the model again"

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, distances, reference
+from dcl_optim import DCLOptimizer, distances
+from tests import reference
 from tests.by_hand import ALPHA, VARIANTS, WEIGHT, by_hand, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, distances
-from dcl_optim.reference import dcl_step, dcp_step
+from tests.reference import dcl_step, dcp_step
 from tests.reliability.networks import Base, Network, bases, networks
 
 IGNORED = -100
