@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, train
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, linear_growth, mlp, running_average, train
 
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
@@ -27,7 +27,7 @@ def build(variant: str, base: str):
     layers = [torch.nn.Linear(FEATURES, 12), torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.2)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(12, CLASSES))
     criterion = torch.nn.CrossEntropyLoss()
-    schedules = {"weight": LinearWarmup(1.0, steps=8), "alpha": RunningAverage()}
+    schedules = {"weight": linear_growth, "alpha": running_average}
     inner = BASES[base](model.parameters())
     if variant == "dcl":
         optimizer = DCLOptimizer(inner, model, companion_fraction=0.5, **schedules)
