@@ -19,6 +19,11 @@ from dcl_optim.companion.replay import capture_rng, replayed
 from dcl_optim.distributed import DataParallelGroup
 
 LAZY = "the model has lazy layers without weights, of which no copy can be made: run a forward pass, then wrap it"
+MOVED = (
+    "the model was moved or converted, but its companion was not: what is trained was {} and is {}.\n"
+    "  Fix: move the model before its first training forward pass and before a state is loaded; or call "
+    "optimizer.reset_companion() after the move: the companion is then copied from the model again"
+)
 OTHERS_TRAIN = (
     "the state of the companion is of a model that trained other parameters: {}.\n"
     "  Fix: freeze the parameters that were frozen when it was made, load, and unfreeze them"
@@ -86,9 +91,16 @@ class Network:
     def base_has_changed(self) -> bool:
         """Whether the base optimizer trains a parameter that it did not or in another group, or the model has moved.
 
-        The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
+        The companion keeps a parameter that is frozen; it learns again when it is unfrozen. One that has learned is not
+        to be lost by a move.
+
+        Raises:
+            RuntimeError: the model has moved, and the companion is more than a copy of it.
         """
-        if self._is_copy and list(map(_place, self._twins)) != self._places:
+        places = list(map(_place, self._twins))
+        if self._is_copy and places != self._places:
+            if self.has_predicted or self.is_loaded:
+                raise RuntimeError(MOVED.format(set(self._places), set(places)))
             return True
         trained = _trained_by(self._base)
         if trained == self._last:
