@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,29 +74,13 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
 
 
-class Range(NamedTuple):
-    """What a number of a saved state may be: at least ``lowest``, less than ``end``, finite; None if ``optional``."""
-
-    lowest: float
-    end: float
-    optional: bool = False
-    kind: type = float
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is such a number."""
-        if value is None:
-            return self.optional
-        if not is_number(value) or not math.isfinite(value) or (self.kind is int and not isinstance(value, int)):
-            return False
-        return bool(self.lowest <= value < self.end)
-
-
 def check_state(found: Any, expected: dict[str, Any], owner: str) -> None:
-    """Raise ValueError unless a saved state has the names, shapes, kinds of dtype and ranges of an expected one.
+    """Raise ValueError unless a saved state has the names, types, shapes and kinds of dtype of an expected one.
 
     Args:
         found: the saved state.
-        expected: by name a tensor of the same shape, a :class:`Range`, a type, or None for anything.
+        expected: by name a tensor of the same shape, a type, a union of types such as ``int | None``, or None for
+            anything.
         owner: whose state it is, for the error.
 
     Examples:
@@ -111,9 +96,7 @@ def check_state(found: Any, expected: dict[str, Any], owner: str) -> None:
         raise ValueError(f"the state of the {owner} does not fit: missing {missing[:5]}, unexpected {extra[:5]}")
     for name, wanted in expected.items():
         value = found[name]
-        if isinstance(wanted, Range) and not wanted.holds(value):
-            raise ValueError(f"the state of the {owner} has {value!r} for {name!r}")
-        if isinstance(wanted, type) and not isinstance(value, wanted):
+        if isinstance(wanted, (type, UnionType)) and not _is_of(value, wanted):
             raise ValueError(f"the state of the {owner} has a {type(value).__name__} for {name!r}")
         if isinstance(wanted, Tensor):
             if not isinstance(value, Tensor) or value.shape != wanted.shape:
@@ -123,3 +106,8 @@ def check_state(found: Any, expected: dict[str, Any], owner: str) -> None:
                 )
             if not torch.can_cast(value.dtype, wanted.dtype):
                 raise ValueError(f"the state of the {owner} has {value.dtype} for {name!r}, expected {wanted.dtype}")
+
+
+def _is_of(value: Any, kind: type | UnionType) -> bool:
+    """Whether a value is of a type or of one in a union; True and False are no numbers."""
+    return isinstance(value, kind) and not (isinstance(value, bool) and issubclass(int, kind))

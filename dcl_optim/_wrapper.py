@@ -12,21 +12,12 @@ from torch.optim import Optimizer
 from dcl_optim import _torch
 from dcl_optim._optim import all_or_nothing
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 def _of_base(name: str, document: str) -> Any:
     """Make a property that reads and sets an attribute of the base optimizer."""
     return property(
         lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value), doc=document
     )
-
-
-NO_OPTIMIZER = (
-    "base_optimizer must be a torch.optim.Optimizer instance, got {kind}: build the optimizer as before and wrap it, "
-    "as in {name}(torch.optim.SGD(model.parameters(), lr=0.1), model)"
-)
 
 
 class OptimizerWrapper(_torch.OptimizerInternals, ABC):
@@ -37,17 +28,15 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
 
     def __init__(self, base: Optimizer) -> None:
         if not isinstance(base, Optimizer):
-            raise TypeError(NO_OPTIMIZER.format(name=self._name, kind=type(base).__name__))
+            raise TypeError(
+                f"base_optimizer must be a torch.optim.Optimizer instance, got {type(base).__name__}: build the "
+                "optimizer as before and wrap it, as in "
+                f"{self._name}(torch.optim.SGD(model.parameters(), lr=0.1), model)"
+            )
         if isinstance(base, OptimizerWrapper):
             raise TypeError(f"base_optimizer is a {type(base).__name__} itself; wrap its base, optimizer.base")
         self.base = base
         self._set_up_hooks()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Check the arguments before Python finds others missing: torch.optim's classes take parameters."""
-        if args and not isinstance(args[0], Optimizer):
-            raise TypeError(NO_OPTIMIZER.format(name=cls._name, kind=type(args[0]).__name__))
-        return super().__new__(cls)
 
     @abstractmethod
     def _own_state(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import Range, check_arguments, check_flag, check_state
+from dcl_optim._validation import check_arguments, check_flag, check_state
 from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.algorithm import Algorithm
 from dcl_optim.distances import name_of
@@ -212,7 +212,7 @@ class ForecastOptimizer(OptimizerWrapper):
         }
 
     def _check_own_state(self, state: dict[str, Any]) -> None:
-        expected = {"steps": Range(0, math.inf, kind=int), "term": bool, "loss": dict, "forecaster": dict}
+        expected = {"steps": int, "term": bool, "loss": dict, "forecaster": dict}
         check_state(state, expected, self._name)
         self._algorithm.reader.check_state(state["loss"])
         self.forecaster.check_state(state["forecaster"])

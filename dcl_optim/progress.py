@@ -149,7 +149,7 @@ class Progress:
         return self.changes > 1
 
     def add(self, forward: Forward | None) -> None:
-        """The model has returned, or the penalty term has got logits; None where no logits were found that are trained."""
+        """The model has returned, or the penalty term has got logits; None where no trained logits were found."""
         self.stage = max(self.stage, Stage.FORWARD)
         if forward is not None:
             self.forwards = [reference for reference in self.forwards if reference() is not None]

@@ -11,50 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from dcl_optim._validation import check_number, is_number
+from dcl_optim._validation import is_number
 
 Schedule = Callable[[int], float]
-
-
-@dataclass(frozen=True)
-class RunningAverage:
-    r""":math:`\alpha_t = (t-1)/t`: every past model counts equally (Section 3.2).
-
-    The paper prefers a fixed 0.6.
-
-    Examples:
-        >>> [RunningAverage()(t) for t in (1, 2, 4)]
-        [0.0, 0.5, 0.75]
-    """
-
-    def __call__(self, step: int) -> float:
-        return (step - 1) / step
-
-
-@dataclass(frozen=True)
-class LinearWarmup:
-    r"""Grow linearly to a value and stay: :math:`v\,\min(1, t/T)`. Ours; the paper keeps :math:`\lambda` fixed.
-
-    Args:
-        value, steps: v, at least 0, and T, the number of optimizer steps until it is reached, at least 1.
-
-    Examples:
-        >>> schedule = LinearWarmup(1.0, steps=4)
-        >>> [schedule(t) for t in (1, 2, 4, 100)]
-        [0.25, 0.5, 1.0, 1.0]
-    """
-
-    value: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        for name, given, least in (("value", self.value, 0), ("steps", self.steps, 1)):
-            check_number(name, given)
-            if not least <= given < math.inf:
-                raise ValueError(f"{name}={given!r} must be finite and >= {least}")
-
-    def __call__(self, step: int) -> float:
-        return self.value * min(1.0, step / self.steps)
 
 
 @dataclass(frozen=True)

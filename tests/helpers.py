@@ -52,6 +52,16 @@ def dropout_net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, CLASSES)).double()
 
 
+def linear_growth(step: int, value: float = 1.0, steps: int = 8) -> float:
+    """λ that grows to a value over a number of steps, and stays."""
+    return value * min(1.0, step / steps)
+
+
+def running_average(step: int) -> float:
+    """The paper's α with which every past model has the same weight (Section 3.2)."""
+    return (step - 1) / step
+
+
 class TwoHeads(nn.Module):
     """A model that returns the logits and an auxiliary head's."""
 

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCLOptimizer, reference
+from dcl_optim import DCLOptimizer
 from dcl_optim.distances import squared
+from tests import reference
 from tests.by_hand import ALPHA, VARIANTS, WEIGHT, learned, term_of, wrap
 from tests.helpers import (
     CLASSES,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, distances
 from dcl_optim.layout import to_rows
-from dcl_optim.reference import dcl_step
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -28,6 +27,7 @@ from tests.helpers import (
     train,
     wrap,
 )
+from tests.reference import dcl_step
 
 DATA = list(batches(5))
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import distances, reference
+from dcl_optim import distances
+from tests import reference
 from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, wrap
 
 # ---- every k-th step -------------------------------------------------------------------------------------------------

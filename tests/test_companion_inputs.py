@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import distances, reference
+from dcl_optim import distances
+from tests import reference
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 
 DATA = list(batches(5))

@@ -15,8 +15,8 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import squared
-from dcl_optim.reference import dcl_step
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, train, wrap
+from tests.reference import dcl_step
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
 

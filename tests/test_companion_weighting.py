@@ -36,8 +36,8 @@ def loss_with_the_term(optimizer: DCLOptimizer, x: Tensor, y: Tensor) -> Tensor:
 def test_companion_learns_the_mean_weighted_by_the_factors_of_the_losses(loss, factors, together):
     """Of the forward passes of a step, in one backward pass or several, each weighs by the size of its factor.
 
-    If the factor on the term is 0 in all of them, as in a warm-up, they weigh equally. A negative one makes no companion
-    run away.
+    If the factor on the term is 0 in all of them, as in a warm-up, they weigh equally. With a negative one the
+    companion does not run away.
     """
     model = mlp()
     optimizer = wrap(model, weight=0.0, alpha=0.4)

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCPOptimizer, reference
+from dcl_optim import DCPOptimizer
 from dcl_optim.distances import mse
+from tests import reference
 from tests.helpers import CLASSES, TwoHeads, assert_same, batches, mlp, one, sgd, train
 
 

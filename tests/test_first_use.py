@@ -42,7 +42,8 @@ def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrap
     step()
     step()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=rf"twice.*{wrapper.__name__}.*SGD was stepped.*\n  Fix: .*step\(\)") as caught:
+    message = rf"twice.*{wrapper.__name__}.*SGD was stepped.*\n  Fix: .*step\(\)"
+    with pytest.raises(RuntimeError, match=message) as caught:
         step()
     assert_same(model.state_dict(), before)
     assert is_short(str(caught.value))

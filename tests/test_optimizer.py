@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, distances, reference
+from dcl_optim import DCLOptimizer, distances
+from tests import reference
 from tests.by_hand import ALPHA, VARIANTS, WEIGHT, by_hand, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
 
@@ -245,7 +246,7 @@ def test_a_term_of_a_model_that_was_built_again_is_an_error():
     optimizer.zero_grad()
     z = again(x)
     (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-    with pytest.raises(RuntimeError, match="no parameter of the base optimizer has a gradient.*built again"):
+    with pytest.raises(RuntimeError, match=r"no parameter of the base optimizer has a gradient.*built again"):
         optimizer.step()
 
 

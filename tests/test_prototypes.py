@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCPOptimizer, _sync, distances
 from dcl_optim.prototypes import labels_of
-from dcl_optim.reference import dcp_step
 from tests.helpers import assert_same, live_tensors, train
+from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
 KEY = "dcl_optim.DCPOptimizer"

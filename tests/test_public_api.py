@@ -24,7 +24,7 @@ PAGES = [Path(__file__).parent.parent / "docs" / f"{name}.md" for name in ("api"
 DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
 
 FROZEN = """\
-dcl_optim: AutoWeight, DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+dcl_optim: AutoWeight, DCLOptimizer, DCPOptimizer, __version__
 dcl_optim.DCPOptimizer(base_optimizer, model, *, weight='auto', num_classes=None, logits=None, process_group='auto',
         alpha=0.97, update='rows', distance='mse', strict=True)
     .penalty(self, logits, labels, *, ignore_index=-100)
@@ -42,10 +42,6 @@ dcl_optim.AutoWeight(floor=0.1, power=6.0, classes=100.0)
     .constant_up_to
     .floor = 0.1
     .power = 6.0
-dcl_optim.schedules.RunningAverage()
-    .__call__(self, step)
-dcl_optim.schedules.LinearWarmup(value, steps)
-    .__call__(self, step)
 dcl_optim.distances.mse(z, c)
 dcl_optim.distances.squared(z, c)
 dcl_optim.distances.l1(z, c)

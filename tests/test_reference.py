@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import CLASSES, MODELS, assert_same, batches, cells
+from tests.reference import dcl_step, dcp_step
 
 STEPS = 100
 BASES = {

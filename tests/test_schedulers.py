@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same, batches, cells, mlp, through_a_file, train
+from tests.reference import dcl_step
 
 STEPS, BREAK = 12, 5
 LOSSES = (3.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5)  # for the scheduler that looks at them

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
-from tests.helpers import assert_same, batches, mlp, sgd, train
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import assert_same, batches, linear_growth, mlp, sgd, train
 
 
 def dcl(**options):
@@ -16,9 +16,8 @@ def dcl(**options):
 
 
 def test_they_are_what_was_given():
-    warmup = LinearWarmup(1.0, steps=10)
-    optimizer = dcl(weight=warmup, alpha=1)[1]
-    assert optimizer.weight is warmup
+    optimizer = dcl(weight=linear_growth, alpha=1)[1]
+    assert optimizer.weight is linear_growth
     assert optimizer.alpha == 1.0
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.by_hand import VARIANTS, WEIGHT, learned, wrap
+from tests.by_hand import VARIANTS, learned, wrap
 from tests.helpers import (
     CLASSES,
     FEATURES,

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from dcl_optim.reference import dcp_step
 from tests.helpers import assert_same, on_two_ranks, sgd, through_a_file
+from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS = 4, 6, 12
 KEY = "dcl_optim.DCPOptimizer"

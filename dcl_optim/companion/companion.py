@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
@@ -44,8 +43,8 @@ WEIGHTS_LOADED = (
     "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
 COPIED_AGAIN = (
-    "the base optimizer trains other parameters than before, or has them in another place: the companion is copied "
-    "from the model again"
+    "the base optimizer trains other parameters than before, or the model was moved: the companion is copied from the "
+    "model again"
 )
 WRITES_TO_THE_MODEL = (
     "the companion's forward pass writes to the model's own tensors. Either the model's forward pass writes to "
@@ -151,7 +150,8 @@ class Companion(Forecaster):
         self._group.find()
         if self._network is not None and self._network.base_has_changed():
             if self._options.companion is None:
-                self._copy_again(self._network)
+                self.reset()
+                warn_once(self._said, COPIED_AGAIN)
             else:
                 self._network.has_predicted = False  # it may share what trains now
         network = self._made()
@@ -159,17 +159,6 @@ class Companion(Forecaster):
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
-
-    def _copy_again(self, network: Network) -> None:
-        """Follow a change of what the base trains; a state that was loaded and not used yet survives a move."""
-        state = self.state_dict() if network.is_loaded and not network.has_predicted else None
-        self.reset()
-        if state is not None:
-            with suppress(ValueError):  # raised if other parameters train than those that it was saved with
-                self.check_state(state)
-                self.load_state_dict(state)
-                return
-        warn_once(self._said, COPIED_AGAIN)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self._network

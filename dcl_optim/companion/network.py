@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import all_or_nothing, parameters_of, requires_grad
+from dcl_optim._optim import all_or_nothing, parameters_of
 from dcl_optim._validation import check_state
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
@@ -19,6 +19,11 @@ from dcl_optim.companion.replay import capture_rng, replayed
 from dcl_optim.distributed import DataParallelGroup
 
 LAZY = "the model has lazy layers without weights, of which no copy can be made: run a forward pass, then wrap it"
+MOVED = (
+    "the model was moved or converted, but its companion was not: what is trained was {} and is {}.\n"
+    "  Fix: move the model before its first training forward pass and before a state is loaded; or call "
+    "optimizer.reset_companion() after the move: the companion is then copied from the model again"
+)
 OTHERS_TRAIN = (
     "the state of the companion is of a model that trained other parameters: {}.\n"
     "  Fix: freeze the parameters that were frozen when it was made, load, and unfreeze them"
@@ -72,6 +77,7 @@ class Network:
         with replayed(capture_rng(device)), torch.inference_mode(False):  # the script's generators stay as they were
             self.module = build(model, base, options.companion)
             self._twins, others = _twins_of(model, base, self.module)
+            self._places = list(map(_place, self._twins))
             self.optimizer = CompanionOptimizer(base, self._twins, others, options.make_optimizer, options.lr_scale)
         self._modules = [(model, self.module)]
         self._shared: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, of the model and the copy
@@ -83,20 +89,26 @@ class Network:
         self._views = [(theirs, ours) for theirs, ours in self._shared if ours is not theirs]
 
     def base_has_changed(self) -> bool:
-        """Whether the base optimizer trains a parameter that it did not, or has one in another place or group.
+        """Whether the base optimizer trains a parameter that it did not or in another group, or the model has moved.
 
-        The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
+        The companion keeps a parameter that is frozen; it learns again when it is unfrozen. One that has learned is not
+        to be lost by a move.
+
+        Raises:
+            RuntimeError: the model has moved, and the companion is more than a copy of it.
         """
-        trained, places = _trained_by(self._base)
-        last, last_places = self._last
-        if places == last_places and all(map(is_, trained, last)):
+        places = list(map(_place, self._twins))
+        if self._is_copy and places != self._places:
+            if self.has_predicted or self.is_loaded:
+                raise RuntimeError(MOVED.format(set(self._places), set(places)))
+            return True
+        trained = _trained_by(self._base)
+        if trained == self._last:
             return False
-        self._last = trained, places
-        ids = set(map(id, trained))
+        self._last = trained
         for theirs, ours in self._twins.items():
-            ours.requires_grad_(id(theirs) in ids)
-        known = dict(zip(map(id, self._known[0]), self._known[1], strict=True))
-        return any(known.get(id(parameter)) != place for parameter, place in zip(trained, places, strict=True))
+            ours.requires_grad_(theirs in trained)
+        return not trained.items() <= self._known.items()
 
     def follow(self) -> None:
         """Bring the companion to where the model is."""
@@ -158,15 +170,10 @@ def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dic
     return twins, [parameter for name, parameter in own.items() if name not in known]
 
 
-def _trained_by(base: Optimizer) -> tuple[list[Tensor], list[Any]]:
-    """What a base optimizer trains, and where each is, without a line of Python for each parameter."""
-    trained: list[Tensor] = []
-    numbers: list[int] = []  # of the groups
-    for number, group in enumerate(base.param_groups):
-        of_group = list(filter(requires_grad, group["params"]))
-        trained += of_group
-        numbers += [number] * len(of_group)
-    return trained, list(zip(numbers, map(_place, trained), strict=True))
+def _trained_by(base: Optimizer) -> dict[Tensor, int]:
+    """What a base optimizer trains, with the number of its group."""
+    groups = enumerate(base.param_groups)
+    return {parameter: number for number, group in groups for parameter in group["params"] if parameter.requires_grad}
 
 
 _place = attrgetter("device", "dtype")

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import metrics
-from dcl_optim.schedules import LinearWarmup, RunningAverage
 from examples.helpers.checkpoint import save_atomically
 from examples.paper import datasets, measures, methods, networks
 from examples.paper.configuration import Configuration
@@ -34,8 +33,8 @@ AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fift
 # What JSON has no value for, by the name that a configuration gives, from the number of steps in the training and in
 # an epoch.
 SCHEDULES: dict[str, Callable[[int, int], Any]] = {
-    "running-average": lambda steps, epoch: RunningAverage(),
-    "warm-up": lambda steps, epoch: LinearWarmup(1.0, max(1, steps // 2)),
+    "running-average": lambda steps, epoch: lambda step: (step - 1) / step,
+    "warm-up": lambda steps, epoch: lambda step: min(1.0, step / max(1, steps // 2)),
     "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from hypothesis import seed as of_seed
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dcl_optim import LinearWarmup, RunningAverage
-from tests.helpers import through_a_file
+from tests.helpers import linear_growth, running_average, through_a_file
 from tests.reliability.cases import Case, Literal, cases, learned, set_rates, term, wrapped
 
 CLEARS = ("optimizer", "optimizer, in place", "model", "base", "model, in place", "base, in place")
@@ -202,15 +202,15 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
         return tuple(draw(st.lists(values, min_size=len(events), max_size=len(events))))
 
     hundredths = st.integers(0, 100).map(lambda number: number / 100)
-    ramp = st.builds(LinearWarmup, hundredths, st.integers(1, 8))
+    growth = st.builds(partial, st.just(linear_growth), value=hundredths, steps=st.integers(1, 8))
     case = replace(
         case,
         sizes=for_each(st.integers(3 if case.way == "line" else 1, 5).map(lambda half: 2 * half)),
         rates=for_each(st.sampled_from([1.0, 0.5, 0.1])),
         loop="plain",
         parts=1,
-        weight=draw(hundredths.map(lambda number: 3 * number) | ramp),
-        alpha=draw(hundredths | st.just(RunningAverage()) | ramp),
+        weight=draw(hundredths.map(lambda number: 3 * number) | growth),
+        alpha=draw(hundredths | st.just(running_average) | growth),
     )
     dcl = {"companion_every": st.sampled_from([1, 1, 2]), "companion_lr_scale": st.sampled_from([1.0, 0.5])}
     options = draw(st.fixed_dictionaries(dcl if variant == "dcl" else {"update": st.sampled_from(["rows", "batch"])}))

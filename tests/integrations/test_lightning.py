@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer, LinearWarmup, RunningAverage
-from tests.helpers import assert_same
+from dcl_optim import DCLOptimizer
+from tests.helpers import assert_same, linear_growth, running_average
 from tests.integrations import METHODS, differ
 from tests.integrations.lightning_modules import (
     BATCHES,
@@ -50,7 +50,7 @@ LOOPS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bfloat16": ({"precision": "bf16-mixed"}, {}, {"autocast": torch.autocast("cpu", dtype=torch.bfloat16)}),
     "rates by steps": ({}, {"scheduler": one_cycle}, {"scheduler": one_cycle}),
     "rates by epochs": ({}, *({"scheduler": halved, "interval": "epoch"} for _ in range(2))),
-    "weight and alpha": ({}, *({"weight": LinearWarmup(1.0, steps=10), "alpha": RunningAverage()} for _ in range(2))),
+    "weight and alpha": ({}, *({"weight": linear_growth, "alpha": running_average} for _ in range(2))),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from dcl_optim import LinearWarmup, RunningAverage
-from tests.helpers import assert_same, batches, mlp
+from tests.helpers import assert_same, batches, linear_growth, mlp, running_average
 from tests.integrations import METHODS, differ, wrap
 from tests.integrations.lightning_modules import (
     BATCHES,
@@ -46,7 +46,7 @@ def one_cycle(optimizer):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_resumed_through_the_trainer_is_the_uninterrupted_run(method, tmp_path):
-    settings = {"scheduler": one_cycle, "weight": LinearWarmup(1.0, steps=20), "alpha": RunningAverage()}
+    settings = {"scheduler": one_cycle, "weight": partial(linear_growth, steps=20), "alpha": running_average}
     whole = Classifier(method, still(), **settings)
     expected = fit(whole, max_epochs=4, accumulate_grad_batches=2)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import CLASSES, assert_same, batches, cells, mlp, train
+from tests.reference import dcl_step, dcp_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
-from dcl_optim.reference import dcl_step
 from tests.helpers import assert_same, cells
 from tests.integrations.huggingface import sentences, text_classifier
 from tests.integrations.trainer_by_hand import QUIET, Tape, repeat, sgd, train, wrapped
+from tests.reference import dcl_step
 
 pytestmark = pytest.mark.filterwarnings(*QUIET)
 WEIGHT = 5.0

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from dcl_optim.reference import dcl_step, dcp_step
 from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, through_a_file, train
+from tests.reference import dcl_step, dcp_step
 
 WEIGHT = 0.4
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {

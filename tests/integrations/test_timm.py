@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from dcl_optim.reference import dcl_step
 from tests.by_hand import end
 from tests.helpers import assert_same, cells
 from tests.integrations.timm_models import CLASSES, MODELS, TINY, VIT, adamw, create, images
+from tests.reference import dcl_step
 
 WEIGHT = 0.3
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, distances
-from dcl_optim.reference import dcl_step, dcp_step
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from tests.helpers import linear_growth, running_average
+from tests.reference import dcl_step, dcp_step
 from tests.reliability.networks import Base, Network, bases, networks
 
 IGNORED = -100
@@ -212,7 +213,7 @@ def cases(draw: st.DrawFn) -> Case:
         parts=parts,
         factor=draw(st.sampled_from([1.0, 8.0, 0.25])),
         way=way,
-        weight=draw(st.sampled_from([0.1, 0.5, 2.0, LinearWarmup(1.0, 4)])),
-        alpha=draw(st.sampled_from([0.0, 0.4, 0.6, 0.97, 1.0, RunningAverage()])),
+        weight=draw(st.sampled_from([0.1, 0.5, 2.0, partial(linear_growth, steps=4)])),
+        alpha=draw(st.sampled_from([0.0, 0.4, 0.6, 0.97, 1.0, running_average])),
         distance=distance,
     )

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import LinearWarmup
-from tests.helpers import CLASSES, mlp
+from tests.helpers import CLASSES, linear_growth, mlp
 
 NAN, INF = float("nan"), float("inf")
 NO_NUMBERS = ["0.5", "", b"1", [0.5], {}, (1,), 1j, object(), nn.ReLU, torch.zeros(3)]
@@ -44,7 +43,7 @@ WRONG_DCP: dict[str, list[Any]] = {
     "companion_every": [2],
 }
 RIGHT: dict[str, list[Any]] = {
-    "weight": [0.0, 0.1, 2, LinearWarmup(1.0, 3)],
+    "weight": [0.0, 0.1, 2, linear_growth],
     "alpha": [0.0, 0.6, 1],
     "distance": ["mse", "l1"],
     "process_group": ["auto", None],
@@ -57,10 +56,6 @@ RIGHT_DCL: dict[str, list[Any]] = {
     "companion_every": [1, 2],
 }
 RIGHT_DCP: dict[str, list[Any]] = {"update": ["rows", "batch"]}
-WRONG_RAMP: dict[str, list[Any]] = {
-    "value": [-1, -0.1, NAN, INF, None, True, *NO_NUMBERS],
-    "steps": [0, -1, NAN, INF, None, True, *NO_NUMBERS],
-}
 # What a schedule must not give; the error comes in the backward that asks for it.
 WRONG_RETURNS = [-0.1, NAN, INF, -INF, "0.5", None, [], {}, 1j, b"1"]
 NO_LOGITS = [None, 3, "logits", [0.5], {}, NAN, nn.ReLU()]

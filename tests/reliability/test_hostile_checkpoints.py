@@ -13,9 +13,11 @@ import torch
 from tests.reliability.hostile import ABSENT, JUNK, VARIANTS, Training, places, replaced
 
 FLIPS = 200
-# What junk may be in its place: an optimizer without a state, a loss of which nothing is known yet.
+# What junk may be in its place: an optimizer without a state, a loss of which nothing is known yet, numbers of the same
+# type, whose values are not looked at.
 RIGHT = {("state", "empty"), ("loss", "form", "none"), ("loss", "class_dim", "none"), ("loss", "scale", "none")}
-RIGHT |= {("loss", "scale", "minus one"), ("loss", "form", "minus one")}  # the form of log-probabilities
+RIGHT |= {("loss", "form", "nan"), ("loss", "scale", "nan")}
+RIGHT |= {("loss", "class_dim", "minus one"), ("loss", "num_silent", "minus one"), ("steps", "minus one")}
 
 
 @pytest.fixture(params=VARIANTS)
@@ -59,7 +61,7 @@ def is_left_to_torch(place: tuple[Any, ...]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, for what it makes of complex numbers and indices
-def test_a_state_with_anything_wrong_is_refused_whole(variant):
+def test_a_state_with_another_name_type_or_shape_is_refused_whole(variant):
     good, victim = Training(variant, 6).optimizer.state_dict(), Training(variant, 3)
     before, ours = victim.everything(), copy.deepcopy(victim.optimizer.state_dict())
     refused, taken = 0, set()

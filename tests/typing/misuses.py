@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.metrics import logit_drift
 
 
@@ -28,7 +28,6 @@ def constructors(model: nn.Module, base: torch.optim.Optimizer, name: str) -> No
     DCPOptimizer(base, model, update="row")  # pyright: ignore[reportArgumentType]
     DCPOptimizer(base, model, num_classes="10")  # pyright: ignore[reportArgumentType]
     DCPOptimizer(base, model, 10)  # pyright: ignore[reportCallIssue]
-    LinearWarmup(1.0)  # pyright: ignore[reportCallIssue]
 
 
 def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:

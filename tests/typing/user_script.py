@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, multi_margin_loss
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, LinearWarmup, RunningAverage, __version__
+from dcl_optim import DCLOptimizer, DCPOptimizer, __version__
 from dcl_optim.distances import kl
 from dcl_optim.metrics import logit_drift, non_target_perplexity, top_non_target_consistency
 
@@ -28,7 +28,7 @@ def plain_loop(path: Path) -> dict[str, float]:
     """The loop with a scheduler, and a checkpoint that a second optimizer goes on from."""
     model = network()
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = DCLOptimizer(base, model, weight=LinearWarmup(0.5, steps=10), alpha=RunningAverage())
+    optimizer = DCLOptimizer(base, model, weight=lambda t: min(0.5, t / 20), alpha=lambda t: (t - 1) / t)
     scheduler = CosineAnnealingLR(optimizer, T_max=5)
     for _ in range(5):
         x, y = batch()
@@ -77,7 +77,7 @@ def prototypes() -> Tensor:
     model, criterion = network(), nn.CrossEntropyLoss()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
     DCPOptimizer(base, model).detach()
-    optimizer = DCPOptimizer(base, model, num_classes=CLASSES, weight=LinearWarmup(0.1, steps=4))
+    optimizer = DCPOptimizer(base, model, num_classes=CLASSES, weight=lambda t: min(0.1, t / 40))
     x, y = batch()
     optimizer.zero_grad()
     criterion(model(x), y).backward()
