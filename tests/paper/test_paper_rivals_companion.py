@@ -73,6 +73,13 @@ def test_scores_are_of_a_predictor_and_the_kept_one_is_the_best_on_validation_im
     assert validation == {"a": pytest.approx({0: 60.0, 1: 50.0}), "CE": pytest.approx({0: 70.0})}
 
 
+def test_scores_are_the_models_where_a_row_has_no_such_predictor():
+    """The teacher comes first in the records of a training toward the average of the weights."""
+    found = [a_record("a", 0, {"teacher": 60, "model": 50}, {"teacher": 45, "model": 35})]
+    for predictor, expected in (("companion", 35.0), ("mean of both", 35.0), ("teacher", 45.0), (KEPT, 45.0)):
+        assert companion.scores(found, "test", predictor, {0}) == {"a": pytest.approx({0: expected})}
+
+
 def test_the_model_is_kept_at_a_tie_also_where_another_predictor_comes_first():
     """As the teacher does, which a training toward the average of its weights deploys."""
     assert companion.kept(a_record("a", 0, {"teacher": 50, "model": 50}, 0)) == "model"
