@@ -484,10 +484,30 @@ def rivals(table: str) -> str:
 
 def rivals_stages() -> str:
     """How many runs of each stage of the queue are made."""
-    from benchmarks.table import grid
     from examples.paper.rivals import queue
 
-    rows = [[stage, f"{made} of {of_stage}"] for stage, (made, of_stage) in queue.counts(RESULTS).items()]
+    return _stages(queue.counts(RESULTS))
+
+
+def companion(table: str) -> str:
+    """One of the tables of ``python -m examples.paper.rivals.companion_tables``."""
+    from examples.paper.rivals import companion_tables
+
+    found: str = getattr(companion_tables, table)(RESULTS)
+    return found
+
+
+def companion_stages() -> str:
+    """How many runs of each stage of the queue of DCL's search are made."""
+    from examples.paper.rivals import companion_queue, queue
+
+    return _stages(queue.counts(RESULTS, companion_queue.parts))
+
+
+def _stages(counts: Mapping[str, tuple[int, int]]) -> str:
+    from benchmarks.table import grid
+
+    rows = [[stage, f"{made} of {of_stage}"] for stage, (made, of_stage) in counts.items()]
     return "\n".join(grid(["stage", "runs"], rows, words=1))
 
 

@@ -1,5 +1,6 @@
 """The rivals of DCP: the choice of values by hand, the rules of the search, the order of the runs."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -12,7 +13,7 @@ from dcl_optim import AutoWeight
 from examples.paper import jobs, records
 from examples.paper.configuration import DCP, Configuration
 from examples.paper.experiments import EXPERIMENTS
-from examples.paper.rivals import choice, queue, rules, selection, settings, tables, values
+from examples.paper.rivals import choice, companion_queue, queue, rules, selection, settings, tables, values
 from examples.paper.rivals.experiments import name_of, search_of, top_of
 from examples.paper.rivals.rules import Rule, fixed_row
 
@@ -333,13 +334,23 @@ def test_confirmations_are_of_chosen_rows_in_new_seeds():
     assert tops == {values.top_label(label) for label in chosen.under["kanji-5"]}
 
 
-def test_the_records_of_the_repository_are_the_first_ones_of_the_queue():
-    """Others would be a choice: what has a record depends on the time alone."""
+def begun(order, made):
+    """The runs of a queue before the first one that has no record."""
+    return set(itertools.takewhile(lambda run: run in made, order))
+
+
+def test_the_records_of_the_repository_are_the_first_ones_of_the_queues():
+    """Others would be a choice: what has a record depends on the time alone.
+
+    The queue of DCL's search makes runs of the rivals too, and takes those that the other queue has made.
+    """
     folder = Path(__file__).parents[2] / records.COMMITTED
     names = [name for name in EXPERIMENTS if name.startswith("rivals-")]
     made = {(name, one["label"], one["seed"]) for name in names for one in records.read(folder / f"{name}.jsonl")}
-    order = [(item.experiment, item.label, item.seed) for item in queue.wanted(folder)]
-    assert made == set(order[: len(made)])
+    first = set()
+    for parts in (queue.rivals, companion_queue.parts):
+        first |= begun([(item.experiment, item.label, item.seed) for item in queue.wanted(folder, parts)], made)
+    assert made == first
     for name in names:
         for record in records.read(folder / f"{name}.jsonl"):
             assert record["configuration"] == EXPERIMENTS[name].runs[record["label"]].as_dict()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.table import grid
@@ -19,6 +20,7 @@ from examples.paper import records
 from examples.paper.gain_tables import SHOWN
 from examples.paper.gains import holm
 from examples.paper.rivals import choice, rules, selection, values
+from examples.paper.rivals.cells import HEADS, against_today, cell_of, gain_of
 from examples.paper.rivals.experiments import name_of, search_of, top_of
 from examples.paper.rivals.settings import (
     CHOICE_ROUNDS,
@@ -34,19 +36,6 @@ from examples.paper.rivals.settings import (
 )
 from examples.paper.table import probability, probability_cell
 
-HEADS = {
-    "kanji-3": "kanji, 3",
-    "kanji-5": "kanji, 5",
-    "kanji-5-noise-20": "kanji, 5, 20 % wrong",
-    "kanji-5-noise-40": "kanji, 5, 40 % wrong",
-    "kanji-32": "kanji, 32",
-    "scripts": "scripts",
-    "text": "text",
-    "digits-5": "digits, 5",
-    "digits-30-noise-30": "digits, 30, 30 % wrong",
-    "fashion-500-noise-30": "Fashion, 50, 30 % wrong",
-    "fashion-5000": "Fashion, 500",
-}
 RULES_SHOWN = 12
 
 
@@ -100,9 +89,9 @@ def in_new_seeds(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
     for name in FAST:
         scores = selection.of_place(folder, name_of(name), name, "test", rounds)
         plain = chosen.by_place[name]["CE"]
-        one = [_gain(scores, label, places=1) for label in (default, *chosen.ahead)]
+        one = [gain_of(scores, label, places=1) for label in (default, *chosen.ahead)]
         tuned_rows = [
-            label if label == "CE" else f"{_gain(scores, label, places=1)} ({label})"
+            label if label == "CE" else f"{gain_of(scores, label, places=1)} ({label})"
             for label in (plain, *chosen.ahead_in[name])
         ]
         lines.append([HEADS[name], *one, *tuned_rows, str(len(scores.get(default, {})))])
@@ -149,21 +138,9 @@ def expensive(folder: Path) -> str:
         scores = selection.of_place(folder, name_of(name), name, "test", CHOICE_ROUNDS)
         plain = scores.get("CE", {})
         if plain:
-            gains = [_gain(scores, label) for label in chosen.for_all()[1:]]
+            gains = [gain_of(scores, label) for label in chosen.for_all()[1:]]
             lines.append([place.title, f"{statistics.fmean(plain.values()):.1f}", *gains, str(len(plain))])
     return "\n".join(grid(["", "CE, %", *chosen.for_all()[1:], "seeds"], lines, words=1))
-
-
-def _gain(scores: choice.Scores, label: str, places: int = 2) -> str:
-    """A row's mean gain over CE."""
-    return _cell(choice.gains(scores, label), places)
-
-
-def _cell(gains: Sequence[float], places: int = 2) -> str:
-    """Their mean with its standard error; without the error if there is one seed, and nothing without any."""
-    if len(gains) < 2:
-        return f"{gains[0]:+.1f}" if gains else ""
-    return plus_minus(*mean_and_error(gains), sign="+", places=places)
 
 
 def _corrected(gains: Mapping[str, list[float]]) -> dict[str, float]:
@@ -187,7 +164,7 @@ def on_top(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
         [
             HEADS[name],
             label,
-            _cell(found),
+            cell_of(found),
             probability_cell(corrected.get(f"{name}\n{label}")),
             str(len(found)),
         ]
@@ -236,25 +213,13 @@ def second_in_searched(folder: Path) -> str:
 
 
 def _candidates(folder: Path, names: Sequence[str], candidates: Sequence[rules.Rule], rounds: tuple[int, ...]) -> str:
-    lines = []
-    differences: dict[rules.Rule, list[float]] = {candidate: [] for candidate in candidates}
-    for name in names:
-        setting = selection.of_place(folder, search_of(name), name, "test", rounds)
-        classes = PLACES[name].classes
-        today = rules.TODAY.row(classes)
-        cells = [_gain(setting, today)]
-        for candidate in candidates:
-            row = candidate.row(classes)
-            found = choice.gains(setting, row, today)
-            differences[candidate] += found
-            cells += [_gain(setting, row), _cell(found)]
-        lines.append([HEADS[name], *cells, str(len(setting.get(today, {})))])
-    total = ["all", ""]
-    for found in differences.values():
-        total += ["", _cell(found)]
-    lines.append([*total, str(len(next(iter(differences.values()))))])
-    heads = [head for candidate in candidates for head in (str(candidate), "minus today's")]
-    return "\n".join(grid(["", "today", *heads, "seeds"], lines, words=1))
+    settings = {name: selection.of_place(folder, search_of(name), name, "test", rounds) for name in names}
+    rows = {str(candidate): partial(_row_in, candidate) for candidate in candidates}
+    return against_today(settings, partial(_row_in, rules.TODAY), rows)
+
+
+def _row_in(rule: rules.Rule, name: str) -> str:
+    return rule.row(PLACES[name].classes)
 
 
 def against_best(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
