@@ -2,7 +2,7 @@
 
     python -m examples.noisy_labels
 
-300 of scikit-learn's digits, 30 % of them with a wrong label. The accuracies are of 1,000 others, whose labels are right.
+300 of scikit-learn's digits, 30 % of them with a wrong label. The accuracies are of 1,000 others with right labels.
 Which network is the better one differs from script to script: decide on validation images.
 """
 
