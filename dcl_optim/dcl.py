@@ -12,7 +12,7 @@ from dcl_optim import _sync
 from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
-from dcl_optim.companion.companion import CompanionOptions
+from dcl_optim.companion.network import CompanionOptions
 from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.optimizer import ForecastOptimizer

@@ -332,8 +332,12 @@ class Prototypes(Forecaster):
 
     # ---- the state ---------------------------------------------------------------------------------------------------
 
+    def _saved(self) -> dict[str, Tensor]:
+        """Views of what a resumed run has to know, by their names in the state."""
+        return {"values": self._rows[:-1], "numbers": self._numbers[:-1], "fit": self._fit}
+
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values, "numbers": self._numbers[:-1].clone(), "fit": self._fit.clone()}
+        return {name: tensor.clone() for name, tensor in self._saved().items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         number = self._given
@@ -349,13 +353,11 @@ class Prototypes(Forecaster):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.forget()
-        numbers = state["numbers"]
-        values = state["values"].to(self._rows.device)
-        self._create(len(numbers), values)  # in the dtype of the logits that it was learned from
-        self._rows[:-1] = values
-        self._numbers[:-1] = numbers.to(self._numbers)
-        self._fit = state["fit"].to(self._fit)
-        self._may_be_in_batch = self._given is None and not len(numbers)
+        values = state["values"]
+        self._create(len(values), values.to(self._rows.device))  # in the dtype of the logits that it was learned from
+        for name, tensor in self._saved().items():
+            tensor.copy_(state[name])
+        self._may_be_in_batch = self._given is None and not len(values)
 
 
 def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labels:

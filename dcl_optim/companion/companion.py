@@ -28,8 +28,6 @@ from dcl_optim.outputs import find_logits
 from dcl_optim.progress import Forward
 from dcl_optim.pull import Pull, Scale, pull_of, pull_towards_target
 
-__all__ = ["Companion", "CompanionOptions"]
-
 TINY = 1e-30  # what can be divided by
 HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
 IN_COMPANION = (
