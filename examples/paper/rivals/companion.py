@@ -102,6 +102,34 @@ EXPERIMENTS = {
 }
 
 
+def _variants() -> dict[str, Configuration]:
+    """Digits with wrong labels in other networks and with AdamW, which divides a constant factor as 1 - α out."""
+    plain = FAST["digits-30-noise-30"].plain
+    adamw = replace(plain, optimizer="adamw", lr=1e-3, weight_decay=1e-2)
+    networks = {
+        "CNN": plain,
+        "larger CNN with dropout": replace(plain, network="cnn"),
+        "MLP": replace(plain, network="mlp"),
+        "CNN, AdamW": adamw,
+    }
+    made = {}
+    for title, variant in networks.items():
+        made[f"{title}: CE"] = variant
+        made[f"{title}: DCL"] = _dcl(variant, 0.1, 0.99)
+    made["CNN, AdamW: DCL, companion_lr_scale 0.01"] = _dcl(adamw, 0.1, 0.0, companion_lr_scale=0.01)
+    return made
+
+
+VARIANTS = "companion-variants"
+EXPERIMENTS[VARIANTS] = Experiment(
+    "the companion with other networks and with AdamW, on digits, 30 of each, 30 % wrong",
+    "both",
+    6,
+    "CNN: CE",
+    _variants(),
+)
+
+
 def scores(
     found: Sequence[records.Record], part: str, predictor: str, seeds: Collection[int]
 ) -> dict[str, dict[int, float]]:
