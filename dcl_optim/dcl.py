@@ -56,12 +56,13 @@ class DCLOptimizer(ForecastOptimizer):
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
         companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
             drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
-        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.6, the paper's. With mse it scales the
-            companion's gradient, which Adam and similar optimizers divide out: use ``companion_lr_scale`` there.
+        alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
+            1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out: use
+            ``companion_lr_scale`` there.
         distance: :math:`\Delta`: ``"mse"`` (default; linear for distant rows), ``"squared"`` (the paper's), ``"l1"``,
             ``"kl"``, ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
-        strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
-            optimizer alone. Default True.
+        strict: raise if a step finds gradients without a training forward pass, and if the weights were changed twice
+            without a step. Default True.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
@@ -89,8 +90,8 @@ class DCLOptimizer(ForecastOptimizer):
 
     The paper's settings: ``DCLOptimizer(optimizer, model, weight=1, alpha=0.6, distance="squared")``.
 
-    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. Where we differ: the weight, and a distance
-    that is linear for distant rows. ``companion`` is for its Table 9, ``companion_fraction`` for its Table 10.
+    Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. Where we differ: the weight, alpha, and a
+    distance that is linear for distant rows. ``companion`` is for its Table 9, ``companion_fraction`` for its Table 10.
     """
 
     _name = "DCLOptimizer"
@@ -109,7 +110,7 @@ class DCLOptimizer(ForecastOptimizer):
         companion_lr_scale: float = 1.0,
         companion_every: int = 1,
         companion_fraction: float = 1.0,
-        alpha: float | Schedule = 0.6,
+        alpha: float | Schedule = 0.99,
         distance: DistanceName | Distance = "mse",
         strict: bool = True,
     ) -> None:

@@ -61,8 +61,8 @@ class DCPOptimizer(ForecastOptimizer):
             :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, which can diverge in long training.
         distance: :math:`\Delta`: ``"mse"`` (default; linear for distant rows), ``"squared"`` (the paper's), ``"l1"``,
             ``"kl"``, ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
-        strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
-            optimizer alone. Default True.
+        strict: raise if a step finds gradients without a training forward pass, and if the weights were changed twice
+            without a step. Default True.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.

@@ -39,8 +39,8 @@ class ForecastOptimizer(OptimizerWrapper):
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step.
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
             ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first tensor with classes in a tuple.
-        strict: raise if a step finds gradients without a training forward pass, and in the second step of the base
-            optimizer alone. Default True.
+        strict: raise if a step finds gradients without a training forward pass, and if the weights were changed twice
+            without a step. Default True.
     """
 
     _name = "ForecastOptimizer"

@@ -39,7 +39,7 @@ def train(seed: int) -> tuple[float, float]:
     layers = [nn.Conv2d(1, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 64, 3, 2, 1), nn.BatchNorm2d(64)]
     model = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4, 10))
     base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    optimizer = DCLOptimizer(base, model, alpha=0.99)
+    optimizer = DCLOptimizer(base, model)
     for _ in range(100):
         for rows in torch.randperm(len(x_train)).split(32):
             optimizer.zero_grad()
@@ -53,6 +53,5 @@ def train(seed: int) -> tuple[float, float]:
 
 if __name__ == "__main__":
     found = [train(seed) for seed in range(5)]
-    print(
-        f"{mean(model for model, _ in found):.1f} % of the model, {mean(other for _, other in found):.1f} % of its companion"
-    )
+    of_model, of_companion = (mean(accuracies) for accuracies in zip(*found, strict=True))
+    print(f"{of_model:.1f} % of the model, {of_companion:.1f} % of its companion")

@@ -88,7 +88,9 @@ def companions_way(rows: int, classes: int, gap: float, autocast: torch.dtype | 
     for parameter in companion.parameters():
         parameter.data += gap * parameter.std() * torch.randn_like(parameter)
     before = flat(companion)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, companion=companion, weight=0.0)
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model, companion=companion, weight=0.0, alpha=0.6
+    )
     x, y = torch.randn(rows, 32), torch.arange(rows) % classes
     for _ in range(2):
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):

@@ -24,7 +24,7 @@ def test_they_are_what_was_given():
 @pytest.mark.parametrize(
     ("kind", "defaults"),
     [
-        (DCLOptimizer, {"weight": 0.1, "alpha": 0.6}),
+        (DCLOptimizer, {"weight": 0.1, "alpha": 0.99}),
         (DCPOptimizer, {"weight": "auto", "alpha": 0.97, "update": "rows"}),
     ],
 )

@@ -175,7 +175,7 @@ def fine_tune(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Optimizer = SGD(trained, settings.lr(method), momentum=0.9, weight_decay=settings.weight_decay)
     if dcl:
-        optimizer = DCLOptimizer(optimizer, model, weight=settings.weight)
+        optimizer = DCLOptimizer(optimizer, model, weight=settings.weight, alpha=0.6)
     if dcp is not None:
         optimizer = DCPOptimizer(optimizer, model, weight=dcp)
     torch.manual_seed(seed)  # dropout's

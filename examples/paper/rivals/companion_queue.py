@@ -35,14 +35,13 @@ def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
     return (
         lambda: _pairs("search", SEARCHED),
         lambda: _confirmation(folder),
-        lambda: _pairs("other settings", WRONG[:1]),
-        lambda: _chosen(folder, CHOSEN_ROUNDS[:2], decided(folder)),
+        lambda: _decided(folder, WRONG, CHOSEN_ROUNDS),
+        lambda: _decided(folder, list(FAST), CHOSEN_ROUNDS[:2]),
         lambda: _controls("controls", SEARCHED),
-        lambda: _controls("controls, other settings", WRONG[:1]),
-        lambda: _rivals(folder),
         lambda: _pairs("other settings", CONFIRMED),
         lambda: _controls("controls, other settings", CONFIRMED),
-        lambda: _chosen(folder, CHOSEN_ROUNDS, candidates(folder)),
+        lambda: _chosen(folder),
+        lambda: _rivals(folder),
     )
 
 
@@ -80,9 +79,14 @@ def decided(folder: Path) -> list[companion.Pair]:
     return [] if pair == companion.TODAY else [pair]
 
 
-def _chosen(folder: Path, rounds: Sequence[int], others: Sequence[companion.Pair]) -> Iterator[queue.Item]:
-    pairs = [companion.pair_row(pair) for pair in (*others, companion.TODAY)]
-    for number_of_round in rounds:
+def _decided(folder: Path, names: Sequence[str], rounds: Sequence[int]) -> Iterator[queue.Item]:
+    labels = ["CE", *map(companion.pair_row, dict.fromkeys([*decided(folder), companion.TODAY]))]
+    yield from _items("the default in new seeds", names, labels, rounds)
+
+
+def _chosen(folder: Path) -> Iterator[queue.Item]:
+    pairs = [companion.pair_row(pair) for pair in (*candidates(folder), companion.TODAY)]
+    for number_of_round in CHOSEN_ROUNDS:
         for name in FAST:
             labels = ["CE", companion.AVERAGED, *pairs, *companion.tuned(folder, name).values()]
             yield from _items("new seeds", [name], list(dict.fromkeys(labels)), [number_of_round])
