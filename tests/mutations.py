@@ -180,8 +180,6 @@ FAULTS = [
     Fault("options not followed", "companion.optimizer:CompanionOptimizer.follow_options", NOTHING, "schedulers"),
     Fault("not copied again", "companion.network:Network.base_has_changed",
           begin("return False"), "structure companion*"),
-    Fault("a move loses the companion", "companion.network:Network.base_has_changed",
-          replace("self.has_predicted or self.is_loaded", "False"), "companion_follow"),
     # the prototypes
     Fault("unseen prototypes pull", "prototypes:Prototypes.pull",
           result("result._replace(weights=None)"), "prototypes*"),

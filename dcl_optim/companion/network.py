@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import all_or_nothing, parameters_of
+from dcl_optim._optim import all_or_nothing, parameters_of, requires_grad
 from dcl_optim._validation import check_state
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
@@ -67,7 +67,7 @@ class Network:
         self._group = group
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._known = _trained_by(base)
-        self._last = self._known
+        self._last: list[list[int]] = []  # the ids of what was trained at the last forward, by groups
         self._model = model
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
@@ -102,10 +102,12 @@ class Network:
             if self.has_predicted or self.is_loaded:
                 raise RuntimeError(MOVED.format(set(self._places), set(places)))
             return True
-        trained = _trained_by(self._base)
-        if trained == self._last:
+        # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
+        ids = [list(map(id, filter(requires_grad, group["params"]))) for group in self._base.param_groups]
+        if ids == self._last:
             return False
-        self._last = trained
+        self._last = ids
+        trained = _trained_by(self._base)
         for theirs, ours in self._twins.items():
             ours.requires_grad_(theirs in trained)
         return not trained.items() <= self._known.items()
