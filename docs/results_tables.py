@@ -489,11 +489,11 @@ def rivals_stages() -> str:
     return _stages(queue.counts(RESULTS))
 
 
-def companion(table: str) -> str:
-    """One of the tables of ``python -m examples.paper.rivals.companion_tables``."""
+def companion(table: str, *rounds: int) -> str:
+    """One of the tables of ``python -m examples.paper.rivals.companion_tables``, in the seeds of some rounds."""
     from examples.paper.rivals import companion_tables
 
-    found: str = getattr(companion_tables, table)(RESULTS)
+    found: str = getattr(companion_tables, table)(RESULTS, *([rounds] if rounds else []))
     return found
 
 

@@ -402,12 +402,15 @@ ALL_CONTROLS = [companion.AVERAGED, *companion.NEVER_ROWS, *companion.ZERO_ROWS,
 
 
 def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_other_settings(made):
-    search, confirmation, controls, others, controls_of_others, _, _ = made
+    search, confirmation, wrong, controls, everywhere, others, controls_of_others, _, _ = made
     assert_all_runs(search, settings.SEARCHED, ALL_PAIRS, (0, 1))
     assert_all_runs(
         confirmation, settings.CONFIRMED, ["CE", *map(pair_row, (TODAY, A, B))], settings.CONFIRMATION_ROUNDS
     )
+    decided = ["CE", pair_row(TODAY)]  # no candidate is shown by equal accuracies
+    assert_all_runs(wrong, companion_queue.WRONG, decided, settings.CHOSEN_ROUNDS)
     assert_all_runs(controls, settings.SEARCHED, ALL_CONTROLS, (0, 1))
+    assert_all_runs(everywhere, settings.FAST, decided, settings.CHOSEN_ROUNDS[:2])
     assert_all_runs(others, settings.CONFIRMED, ALL_PAIRS, (0, 1))
     assert_all_runs(controls_of_others, settings.CONFIRMED, ALL_CONTROLS, (0, 1))
     assert [item.stage for item in search] == ["search, round 0"] * 128 + ["search, round 1"] * 128
@@ -415,7 +418,9 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
     assert stages == [
         "search",
         "confirmation",
+        "the default in new seeds",
         "controls",
+        "the default in new seeds",
         "other settings",
         "controls",
         "new seeds",
@@ -427,7 +432,8 @@ def test_what_was_chosen_is_run_in_seeds_that_no_choice_has_seen(made):
     *before, chosen, rivals = made
     labels = ["CE", companion.AVERAGED, *map(pair_row, (A, B, TODAY)), *CONTROLLED]
     assert_all_runs(chosen, settings.FAST, labels, settings.CHOSEN_ROUNDS)
-    seen = {(item.experiment, item.seed) for part in before for item in part}
+    choices = [part for part in before if not part[0].stage.startswith("the default in new seeds")]
+    seen = {(item.experiment, item.seed) for part in choices for item in part}
     assert seen.isdisjoint({(item.experiment, item.seed) for item in chosen})
     found = {(item.experiment, item.label, item.seed) for item in rivals}
     assert len(found) == len(rivals) == 3 * (15 + 5)
