@@ -22,7 +22,7 @@ def dcl_step(
     distance: Function,
     *,
     weight: float = 1.0,
-    alpha: float = 0.6,
+    alpha: float = 0.99,
     learns: bool = True,
     rows: Tensor | None = None,
 ) -> Tensor:

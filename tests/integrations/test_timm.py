@@ -214,7 +214,7 @@ def test_timms_scaler_and_clipping_act_on_loss_and_penalty_together(mode: str, c
     base, second, optimizer = (
         adamw(by_hand),
         adamw(companion),
-        DCLOptimizer(adamw(model), model, weight=2.0),
+        DCLOptimizer(adamw(model), model, weight=2.0, alpha=0.6),
     )
     for x, y in images(3):
         z, c = (seeded(network, x) for network in (by_hand, companion))
