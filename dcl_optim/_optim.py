@@ -9,7 +9,7 @@ from itertools import chain
 from operator import attrgetter, is_not
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 # Without a line of Python for each parameter: a step may ask about all of them.
@@ -33,11 +33,21 @@ def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return filter(_exists, map(_gradient, parameters_of(optimizer)))
 
 
-def have_gradients(optimizer: Optimizer, other_than_zero: bool = False) -> bool:
-    """Whether any parameter has a gradient; if asked for, one that is not all zero, which synchronizes."""
+def have_gradients(optimizer: Optimizer, model: nn.Module | None = None, other_than_zero: bool = False) -> bool:
+    """Whether any parameter has a gradient.
+
+    Args:
+        optimizer: whose parameters.
+        model: of those, the parameters of this model alone.
+        other_than_zero: one that is not all zero, which synchronizes.
+    """
+    gradients = gradients_of(optimizer)
+    if model is not None:
+        own = {id(parameter) for parameter in model.parameters()}
+        gradients = (p.grad for p in parameters_of(optimizer) if id(p) in own and p.grad is not None)
     if other_than_zero:
-        return any(map(torch.any, gradients_of(optimizer)))
-    return next(gradients_of(optimizer), None) is not None
+        return any(map(torch.any, gradients))
+    return next(gradients, None) is not None
 
 
 def without_gradient(optimizer: Optimizer) -> list[Tensor]:

@@ -51,8 +51,9 @@ ONCE = (
     "second derivative would be missing.\n  Fix: take that gradient of the loss without the penalty"
 )
 STALE = (
-    "a backward pass came through logits, or through what penalty returned, of before the last step of {}: their "
-    "penalty is that of other weights.\n  Fix: call the model in each step, and penalty if the script adds it"
+    "a backward pass came through logits, or through what penalty returned, of before the last step of {}, or "
+    "before a state was loaded: their penalty is that of other weights.\n"
+    "  Fix: call the model in each step, and penalty if the script adds it"
 )
 
 # What a step refuses.
@@ -168,7 +169,7 @@ class Algorithm:
             raise RuntimeError(REPLICATED)
         if self.progress.begin_forward() and self._is_strict:
             raise RuntimeError(CHANGED.format(name=self._name, base=type(self._base).__name__))
-        if self.progress.were_cleared(self._base):
+        if self.progress.were_cleared(self._base, self.model):
             self.forget()
         self.forecaster.before_forward(args, kwargs, self.progress.number)
 
@@ -179,6 +180,7 @@ class Algorithm:
         self._is_training_forward = False
         forecaster = self.forecaster
         if self.uses_term and not forecaster.predicts:
+            self.progress.add(None)
             return  # the term brings the logits
         try:
             z = find_logits(output, self._logits)
@@ -239,7 +241,7 @@ class Algorithm:
         """Note that a gradient has come to logits; return whether it is one of the training."""
         if not self.hooks.attached:
             return False
-        if forward.outcome is not Outcome.LEARNED and self.progress.were_cleared(self._base):
+        if forward.outcome is not Outcome.LEARNED and self.progress.were_cleared(self._base, self.model):
             self.forget()
         return self.progress.gradient(forward, self._base, self._end_backward)
 
@@ -329,7 +331,7 @@ class Algorithm:
     def before_step(self) -> None:
         """Raise unless the gradients are those of Equation 2, or were cleared; then the batches are forgotten."""
         progress = self.progress
-        if progress.were_cleared(self._base):
+        if progress.were_cleared(self._base, self.model):
             self.forget()
         elif progress.stage < Stage.GRADIENTS or (self.uses_term and not progress.has_term()):
             self._refuse_or_skip(progress)
@@ -339,12 +341,12 @@ class Algorithm:
         """Raise for gradients without a penalty, or count them as skipped if the script adds the term elsewhere."""
         if self.superseded:
             raise RuntimeError(SUPERSEDED.format(self._name))
-        if progress.term is Term.CALLED:
-            raise RuntimeError(NOT_ADDED.format(self._name))
         if not self.hooks.attached:
             return
+        if progress.term is Term.CALLED:
+            raise RuntimeError(NOT_ADDED.format(self._name))
         if progress.term is Term.MET:
-            if self._is_strict and not have_gradients(self._base):
+            if self._is_strict and trains_any(self._base) and not have_gradients(self._base):
                 raise RuntimeError(NOT_TRAINED.format(self._name))
         elif have_gradients(self._base):
             if self.uses_term:
@@ -365,7 +367,7 @@ class Algorithm:
 
     def is_creating_state(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
-        if self.progress.stage is Stage.GRADIENTS or not self.hooks.attached or not have_gradients(self._base):
+        if self.progress.stage > Stage.NOTHING or not self.hooks.attached or not have_gradients(self._base):
             return False
         return not any(float(group.get("lr", 1.0)) for group in self._base.param_groups)
 

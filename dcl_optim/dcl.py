@@ -67,7 +67,8 @@ class DCLOptimizer(ForecastOptimizer):
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
         RuntimeError: the model cannot be copied, or its copy would train the model's own parameters (at the first
-            training forward pass); the loss scale of the first batches cannot be read (in backward).
+            training forward pass); the model was moved or converted since (at the next one); the loss scale of the
+            first batches cannot be read (in backward).
 
     Warns:
         UserWarning: the copy's first prediction differs from the model's logits; a later batch cannot be read or is not

@@ -85,7 +85,8 @@ class Forecaster(ABC):
             forward: the forward pass; its ``rows`` must not change.
             pull: what :meth:`pull` returned; it was added to the gradient already, and may be overwritten.
             labels: of its rows; None without ``reads_labels``.
-            scale: how much it weighs among those of the step, at least 0: what its loss was multiplied by.
+            scale: how much it weighs among those of the step: what its loss was multiplied by. Without labels it is
+                at least 0.
             alpha: the value of this step, in [0, 1].
         """
 

@@ -122,9 +122,8 @@ class ForecastOptimizer(OptimizerWrapper):
         else:
             algorithm.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
-        self.forecaster.learn(
-            algorithm.alpha(algorithm.progress.number)
-        )  # ω, by those of Equation 4, or the prototypes
+        alpha = algorithm.alpha(algorithm.progress.number)
+        self.forecaster.learn(alpha)  # ω, by those of Equation 4; or the prototypes
         algorithm.end_step()
         return result
 
@@ -172,7 +171,8 @@ class ForecastOptimizer(OptimizerWrapper):
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale`` of
         the last backward pass, nan after a step without one; ``skipped`` (batches since the optimizer was made that the
-        line gave no penalty); with DCP ``prototype_norm`` and ``prototype_margin``; with an automatic weight
+        line gave no penalty, and steps without a term where others have one); with DCP ``prototype_norm`` and
+        ``prototype_margin``; with an automatic weight
         ``train_accuracy``.
 
         Args:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import have_gradients
+from dcl_optim._optim import have_gradients, parameters_of
 from dcl_optim._torch import call_after_backward, current_backward, reaches_parameters, version_of
 from dcl_optim.layout import copy_of_rows, from_rows, to_rows
 
@@ -107,7 +106,7 @@ class Progress:
         number: of the optimizer step that these batches belong to, from 1.
 
     Attributes:
-        number: the same, as long as the object lives.
+        number: the number of that step.
         forwards: the forward passes, by weak references: one lives as long as the graph of its logits.
         stage: how far the script has come; changes with forward passes and gradients of logits.
         term: how far the penalty term has come; changes with calls of ``penalty`` and their backward passes.
@@ -175,6 +174,8 @@ class Progress:
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             self.stage = max(self.stage, Stage.GRAPH_KEPT)
             return False
+        if forward.outcome is Outcome.RELEASED:  # of an older step, which is refused
+            return True
         self.stage = Stage.GRADIENTS
         self.is_zeroed = False
         return True
@@ -183,8 +184,7 @@ class Progress:
         """The backward pass has ended."""
         self.backward = -1
         if self.stage is Stage.GRADIENTS:
-            parameters = itertools.chain.from_iterable(group["params"] for group in base.param_groups)
-            trained = next((parameter for parameter in parameters if parameter.grad is not None), None)
+            trained = next((parameter for parameter in parameters_of(base) if parameter.grad is not None), None)
             self.trained = None if trained is None else (trained, version_of(trained))
 
     def restart(self) -> None:
@@ -207,7 +207,7 @@ class Progress:
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
-    def were_cleared(self, base: Optimizer) -> bool:
+    def were_cleared(self, base: Optimizer, model: nn.Module) -> bool:
         """Whether the gradients of the batches are gone without a step, as where a gradient scaler skips it.
 
         Those that were there after the backward pass are not there any more. FSDP2 may have had none. A backward pass
@@ -223,7 +223,7 @@ class Progress:
             is_cleared = self.is_zeroed or is_running
         else:
             is_cleared = self.is_zeroed or self.trained[0].grad is None
-        return is_cleared and not have_gradients(base, other_than_zero=self.is_zeroed)
+        return is_cleared and not have_gradients(base, model, other_than_zero=self.is_zeroed)
 
     def has_term(self) -> bool:
         """Whether a backward pass has come through the penalty term, and on to a trained parameter."""

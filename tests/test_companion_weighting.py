@@ -73,6 +73,26 @@ def test_a_batch_whose_loss_counts_for_nothing_teaches_nothing():
     assert len(theirs) == 2
 
 
+@pytest.mark.parametrize("factors", [(0.0, 1.0), (1e-6, 1.0), (1.0, 1.0)])
+def test_factors_of_different_sizes_do_not_overflow_in_float16(factors):
+    """The second forward pass alone moves the companion, or both alike."""
+    moved = []
+    for dtype in (torch.float16, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).to(dtype)
+        companion = copy.deepcopy(model)
+        companion.weight.data += 1.0
+        before = companion.weight.detach().clone()
+        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion=companion, alpha=0.0)
+        for number, factor in enumerate(factors):
+            z = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(number)).to(dtype))
+            (0.0 * z.float().square().mean() + factor * optimizer.penalty(z)).backward()
+        optimizer.step()
+        moved.append((companion.weight - before).float())
+    assert moved[1].abs().min() > 0
+    assert_same(*moved, rtol=0.05, atol=2e-3)
+
+
 # ---- in 16 bits the companion learns as in float32 -------------------------------------------------------------------
 
 

@@ -70,6 +70,69 @@ def test_a_state_that_is_loaded_between_penalty_and_backward_is_refused(variant:
         term.backward()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant: str) -> None:
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    z = optimizer.model(x)
+    (F.cross_entropy(z, y) + term_of(optimizer)(z, y)).backward()
+    optimizer.step()
+    z = optimizer.model(x)
+    term_of(optimizer)(z, y)
+    F.cross_entropy(z, y).backward()
+    optimizer.detach()
+    optimizer.step()
+    assert optimizer.logs()["step"] == 2.0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_learning_rate_of_0_hides_no_term_that_is_missing(variant: str) -> None:
+    """As in a warm-up; torch.distributed.checkpoint creates the state by such a step, without a forward pass."""
+    optimizer = wrap(variant, mlp())
+    for number, (x, y) in enumerate(batches(3)):
+        optimizer.param_groups[0]["lr"] = 0.0 if number else 0.1
+        optimizer.zero_grad()
+        z = optimizer.model(x)
+        term = term_of(optimizer)(z, y) if number < 2 else 0.0
+        (F.cross_entropy(z, y) + (term if number == 0 else 0.0)).backward()
+        if number == 0:
+            optimizer.step()
+        elif number == 1:
+            with pytest.raises(RuntimeError, match="took part in no backward pass"):
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())  # the script begins anew
+        else:
+            with pytest.warns(UserWarning, match="a step without a penalty"):
+                optimizer.step()
+    assert optimizer.logs()["skipped"] == 1
+
+
+def test_a_base_whose_parameters_are_all_frozen_is_no_model_that_was_built_again() -> None:
+    """As where an input is trained by another optimizer."""
+    optimizer = wrap("dcp", mlp())
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        prompt = torch.zeros_like(x).requires_grad_()
+        z = optimizer.model(x + prompt)
+        (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
+        optimizer.step()
+        assert prompt.grad is not None
+        optimizer.model.requires_grad_(False)
+
+
+def test_after_an_error_about_an_older_graph_gradients_from_elsewhere_are_still_refused() -> None:
+    (x, y), optimizer = one(), wrap("dcp", mlp())
+    parameter = optimizer.model[-1].bias
+    loss = F.cross_entropy(optimizer.model(x), y)
+    loss.backward(retain_graph=True, inputs=[parameter])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="before the last step"):
+        loss.backward(inputs=[parameter])
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="no training forward pass"):
+        optimizer.step()
+
+
 # ---- where the logits are ------------------------------------------------------------------------------------------
 
 
@@ -126,6 +189,25 @@ def test_one_layer_without_a_gradient_drops_no_micro_batch(variant: str) -> None
                     model[0].weight.grad = None
             model[0].weight.grad = None
             optimizer.step()
+        found.append(learned(optimizer))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_batch_that_is_cleared_in_the_model_alone_is_dropped(variant: str) -> None:
+    """The base trains a parameter outside of the model too, such as the centers of a loss."""
+    found = []
+    for skips in (False, True):
+        model, outside = mlp(), nn.Parameter(torch.ones(3).double())
+        base = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
+        optimizer = wrap(variant, model, base)
+        for number, (x, y) in enumerate(batches(3)):
+            if skips and number == 1:
+                (F.cross_entropy(model(x + 1.0), y) + outside.sum()).backward()
+            model.zero_grad()
+            (F.cross_entropy(model(x), y) + outside.sum()).backward()
+            optimizer.step()
+            outside.grad = None
         found.append(learned(optimizer))
     assert_same(*found)
 

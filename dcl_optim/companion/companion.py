@@ -219,13 +219,24 @@ class Companion(Forecaster):
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
-            if self._half_factor is None:
-                self._half_factor = _half_factor(towards.slope)
-            gradient = gradient * self._half_factor
-            size = size * self._half_factor
+            half_factor = self._smaller_half_factor(_half_factor(towards.slope))
+            gradient = gradient * half_factor
+            size = size * half_factor
         self._pending.append((logits, gradient.to(logits)))
         self._has_observed = True
         self._total_scale = size if self._total_scale is None else self._total_scale + size
+
+    def _smaller_half_factor(self, factor: Tensor) -> Tensor:
+        """The factor of all forward passes of the step, the smallest one, also for what they have brought before."""
+        before = self._half_factor
+        if before is not None and self._total_scale is not None:
+            factor = torch.minimum(factor, before)
+            share = factor / before
+            for gradient in (*gradients_of(self.optimizer), *(gradient for _, gradient in self._pending)):
+                gradient.mul_(share)
+            self._total_scale = self._total_scale * share
+        self._half_factor = factor
+        return factor
 
     def _of_drawn_rows(self, pull: Pull) -> Pull:
         """The mean over a random share of the rows; the others get no gradient."""
@@ -235,6 +246,9 @@ class Companion(Forecaster):
         weights = torch.zeros_like(slope[:, 0])
         weights[drawn.to(slope.device, non_blocking=True)] = len(slope) / number
         return pull._replace(weights=weights)
+
+    def skip(self, forward: Forward) -> None:
+        self._has_predicted = self._has_predicted or forward.prediction.learns  # the other ranks wait
 
     def end_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
