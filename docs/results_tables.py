@@ -7,6 +7,7 @@ python docs/results_tables.py --check   fails if a table differs from its result
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -448,9 +449,11 @@ def made() -> str:
     from benchmarks.table import grid
     from examples.paper import size
 
+    rivals = sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl"))
     sizes = {
         "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": sorted(size.EXPERIMENTS),
-        "README, [Rivals](rivals.md)": sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl")),
+        "README, [Rivals](rivals.md)": [name for name in rivals if not name.startswith("rivals-companion")],
+        "README, [The companion](companion.md)": [name for name in rivals if name.startswith("rivals-companion")],
     }
     lines = []
     for place, names in (MADE | sizes).items():
@@ -494,7 +497,11 @@ def companion(table: str, *rounds: int) -> str:
     from examples.paper.rivals import companion_tables
 
     found: str = getattr(companion_tables, table)(RESULTS, *([rounds] if rounds else []))
-    return found
+    if not found.startswith("|"):
+        return found  # a sentence
+    heads, rule, *lines = found.splitlines()
+    has_figures = re.compile(r"[-+]\d|\d / ")  # gains or counts: rows that were not run are left out
+    return "\n".join([heads, rule, *filter(has_figures.search, lines)])
 
 
 def companion_stages() -> str:
