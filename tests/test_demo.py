@@ -88,7 +88,7 @@ def test_by_default_weight_and_alpha_are_the_optimizers(tmp_path: Path, capsys: 
     small = ("--seeds", "1", "--train-size", "200")
     default = untimed(run(tmp_path / "default", *small))
     other = untimed(run(tmp_path / "other", *small, "--weight", "0.5", "--alpha", "0.1"))
-    for method, alpha in (("DCL", "0.6"), ("DCP", "0.97")):
+    for method, alpha in (("DCL", "0.99"), ("DCP", "0.97")):
         given = untimed(run(tmp_path / "given", *small, "--weight", "0.1", "--alpha", alpha))
         assert "seeds\nweight 0.1, alpha " + alpha in capsys.readouterr().out
         assert default[method] == given[method] != other[method]

@@ -19,7 +19,8 @@ COPIED_AGAIN = "trains other parameters than before.*the companion is copied fro
 
 def two_optimizers(model: nn.Module) -> tuple[DCLOptimizer, torch.optim.Optimizer]:
     """The head's is wrapped, the body's is not."""
-    head = DCLOptimizer(torch.optim.SGD(model[-1].parameters(), lr=0.1), model, weight=1.0, distance="squared")
+    base = torch.optim.SGD(model[-1].parameters(), lr=0.1)
+    head = DCLOptimizer(base, model, weight=1.0, alpha=0.6, distance="squared")
     return head, torch.optim.SGD(model[:-1].parameters(), lr=0.2, momentum=0.9)
 
 
