@@ -140,7 +140,7 @@ def test_a_variant_that_steps_with_a_closure_only_regularizes_the_gradient_at_y_
     companion = copy.deepcopy(hand)
     base, second = with_closure(hand.parameters(), lr=lr), companions(companion.parameters())
     wrapped = with_closure(model.parameters(), lr=lr)
-    optimizer = DCLOptimizer(wrapped, model, weight=WEIGHT, companion_optimizer=companions)
+    optimizer = DCLOptimizer(wrapped, model, weight=WEIGHT, alpha=0.6, companion_optimizer=companions)
     for x, y in batches(6):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:

@@ -134,7 +134,7 @@ def test_the_penalty_is_on_the_main_logits_only(name: str) -> None:
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     second = copy.deepcopy(other)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, companion=other)
+    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, companion=other)
     ((x, y),) = batches(1, shape, size=2, dense=name in ("deeplab", "lraspp"))
     z, c = seeded(by_hand, x), main(seeded(second, x))
     rows, targets = (to_rows(tensor) for tensor in (main(z), c))

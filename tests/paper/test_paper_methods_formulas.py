@@ -74,7 +74,7 @@ def twin(method: Method, name: str = "model") -> nn.Module:
 
 DEFAULTS = {
     "plain": {"label_smoothing": 0.0},
-    "dcl": {"weight": 0.1, "alpha": 0.6, "distance": "mse"},
+    "dcl": {"weight": 0.1, "alpha": 0.99, "distance": "mse"},
     "dcp": {"weight": "auto", "alpha": 0.97, "distance": "mse", "update": "rows"},
     "cs-kd": {"weight": 1.0, "temperature": 4.0},
     "gam": {"rho": 0.2, "rho_gradient": 0.02, "beta_0": 0.5, "beta_1": 0.6, "gamma": 0.03},
