@@ -144,7 +144,7 @@ FAULTS = [
     Fault("learns from cleared gradients", "algorithm:Algorithm.before_step",
           replace("progress.were_cleared(self._base, self.model)", "False"), "step"),
     Fault("one cleared gradient drops the batches", "progress:Progress.were_cleared",
-          replace("have_gradients(base, model, other_than_zero=self.is_zeroed)", "False"), "step"),
+          replace("have_gradients(base, model, other_than_zero=self.is_zeroed)", "False"), "progress"),
     Fault("weights that change are not seen", "progress:Progress.begin_forward", begin("return False"), "first_use"),
     Fault("learns from a term that is not finite", "algorithm:Algorithm._learn_from_term",
           replace("_sync.may_sync(forward.step_number, scale)", "False"), "penalty* algorithm*"),
