@@ -449,11 +449,11 @@ def made() -> str:
     from benchmarks.table import grid
     from examples.paper import size
 
-    rivals = sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl"))
+    stems = sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl"))
     sizes = {
         "[Size of the network](gains.md#the-size-of-the-network), figure of gains by size": sorted(size.EXPERIMENTS),
-        "README, [Rivals](rivals.md)": [name for name in rivals if not name.startswith("rivals-companion")],
-        "README, [The companion](companion.md)": [name for name in rivals if name.startswith("rivals-companion")],
+        "README, [Rivals](rivals.md)": [name for name in stems if not name.startswith("rivals-companion")],
+        "README, [The companion](companion.md)": [name for name in stems if name.startswith("rivals-companion")],
     }
     lines = []
     for place, names in (MADE | sizes).items():

@@ -54,7 +54,7 @@ def pretraining_optimizer(model: nn.Module, setting: Pretraining, method: str) -
     if method == "dcl":
         # The squared distance is the mean over all pixels, whichever dimension is taken for the classes.
         options: dict[str, Any] = {"distance": "squared", "logits": attrgetter("logits")}
-        optimizer = DCLOptimizer(optimizer, model, weight=setting.weight, **options)
+        optimizer = DCLOptimizer(optimizer, model, weight=setting.weight, alpha=0.6, **options)
     return optimizer
 
 
