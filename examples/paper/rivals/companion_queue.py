@@ -24,13 +24,15 @@ from examples.paper.rivals.settings import (
 # Where the companion is compared with the rivals of training with wrong labels, at their tuned values.
 WRONG = ("digits-30-noise-30", "fashion-500-noise-30")
 RIVALS = ("Mean Teacher", "ELR", "SCE")
+LOGITS = "logit penalty"  # a control that is no row of DCL's own
 
 
 def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
     """The parts of the plan; what a part has depends on the results of those before it.
 
     The order of what follows the confirmation was changed to fit the time, before any of these runs: wrong labels of
-    ten digits and the default that was decided come first, in new seeds.
+    ten digits and the default that was decided come first, in new seeds; all pairs of the settings that the search
+    left out come last.
     """
     return (
         lambda: _pairs("search", SEARCHED),
@@ -38,10 +40,12 @@ def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
         lambda: _decided(folder, WRONG, CHOSEN_ROUNDS),
         lambda: _controls("controls", SEARCHED),
         lambda: _decided(folder, list(FAST), CHOSEN_ROUNDS[:2]),
-        lambda: _pairs("other settings", CONFIRMED),
+        lambda: _rivals(folder, WRONG, RIVALS, CHOSEN_ROUNDS),
+        lambda: _rivals(folder, list(FAST), [LOGITS], CHOSEN_ROUNDS[:2]),
         lambda: _controls("controls, other settings", CONFIRMED),
-        lambda: _chosen(folder),
-        lambda: _rivals(folder),
+        lambda: _chosen(folder, CHOSEN_ROUNDS[:2]),
+        lambda: _pairs("other settings", CONFIRMED),
+        lambda: _chosen(folder, CHOSEN_ROUNDS),
     )
 
 
@@ -84,21 +88,21 @@ def _decided(folder: Path, names: Sequence[str], rounds: Sequence[int]) -> Itera
     yield from _items("the default in new seeds", names, labels, rounds)
 
 
-def _chosen(folder: Path) -> Iterator[queue.Item]:
+def _chosen(folder: Path, rounds: Sequence[int]) -> Iterator[queue.Item]:
     pairs = [companion.pair_row(pair) for pair in (*candidates(folder), companion.TODAY)]
-    for number_of_round in CHOSEN_ROUNDS:
+    for number_of_round in rounds:
         for name in FAST:
             labels = ["CE", companion.AVERAGED, *pairs, *companion.tuned(folder, name).values()]
             yield from _items("new seeds", [name], list(dict.fromkeys(labels)), [number_of_round])
 
 
-def _rivals(folder: Path) -> Iterator[queue.Item]:
+def _rivals(folder: Path, names: Sequence[str], methods: Sequence[str], rounds: Sequence[int]) -> Iterator[queue.Item]:
     chosen = selection.choose(folder).by_place
-    for name in WRONG:
-        for number_of_round in CHOSEN_ROUNDS:
+    for name in names:
+        for number_of_round in rounds:
             for seed in PLACES[name].of_round(number_of_round):
-                for method in RIVALS:
-                    yield queue.Item("rivals with wrong labels", name_of(name), chosen[name][method], seed)
+                for method in methods:
+                    yield queue.Item("rivals at their tuned values", name_of(name), chosen[name][method], seed)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from examples.paper import records
 from examples.paper.rivals import choice, companion, selection
 from examples.paper.rivals.cells import HEADS, RowOf, against_today, cell_of, gain_of
 from examples.paper.rivals.companion import AVERAGED, CONTROLS, KEPT, PREDICTORS, TODAY, Pair, pair_row
-from examples.paper.rivals.companion_queue import RIVALS, WRONG, candidates
+from examples.paper.rivals.companion_queue import LOGITS, RIVALS, WRONG, candidates
 from examples.paper.rivals.experiments import name_of
 from examples.paper.rivals.settings import (
     CHOICE_ROUNDS,
@@ -36,7 +36,7 @@ from examples.paper.table import by_seed
 
 Rounds = tuple[int, ...]
 
-AVERAGES, LOGITS = "averages of the weights", "logit penalty"  # the controls that are no rows of DCL's own
+AVERAGES = "averages of the weights"  # of plain training, a control that is no row of DCL's own
 NAMES = (*CONTROLS, AVERAGES, LOGITS)
 OF_CHOICE = "seeds of the choice"  # what marks a gain that was not measured in the seeds of the table
 NETWORKS = [predictor for predictor in PREDICTORS if predictor != KEPT]
