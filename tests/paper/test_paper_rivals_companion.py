@@ -353,9 +353,9 @@ def as_made(item, test):
 
 def rivals_of_wrong_labels(folder):
     """The records that the values of the rivals are chosen by: each method's second value is the best one."""
-    for place in companion_queue.WRONG:
+    for place in settings.FAST:
         found = [a_record("CE", 0, 50, 50)]
-        for method in companion_queue.RIVALS:
+        for method in (companion_queue.LOGITS, *(companion_queue.RIVALS if place in companion_queue.WRONG else ())):
             found += [a_record(label, 0, 51 + (n == 1), 50) for n, label in enumerate(values.LABELS[method])]
         written(folder, name_of(place), found)
 
@@ -398,11 +398,11 @@ def assert_all_runs(items, names, labels, rounds):
 
 
 ALL_PAIRS = ["CE", *map(pair_row, companion.PAIRS)]
-ALL_CONTROLS = [companion.AVERAGED, *companion.NEVER_ROWS, *companion.ZERO_ROWS, *companion.TOWARD_ROWS]
+ALL_CONTROLS = ["CE", companion.AVERAGED, *companion.NEVER_ROWS, *companion.ZERO_ROWS, *companion.TOWARD_ROWS]
 
 
 def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_other_settings(made):
-    search, confirmation, wrong, controls, everywhere, others, controls_of_others, _, _ = made
+    search, confirmation, wrong, controls, everywhere, _, _, controls_of_others, _, others, _ = made
     assert_all_runs(search, settings.SEARCHED, ALL_PAIRS, (0, 1))
     assert_all_runs(
         confirmation, settings.CONFIRMED, ["CE", *map(pair_row, (TODAY, A, B))], settings.CONFIRMATION_ROUNDS
@@ -421,18 +421,21 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
         "the default in new seeds",
         "controls",
         "the default in new seeds",
-        "other settings",
+        "rivals at their tuned values",
+        "rivals at their tuned values",
         "controls",
         "new seeds",
-        "rivals with wrong labels",
+        "other settings",
+        "new seeds",
     ]
 
 
 def test_what_was_chosen_is_run_in_seeds_that_no_choice_has_seen(made):
-    *before, chosen, rivals = made
+    rivals, logit_penalty, first, chosen = (made[n] for n in (5, 6, 8, 10))
     labels = ["CE", companion.AVERAGED, *map(pair_row, (A, B, TODAY)), *CONTROLLED]
+    assert_all_runs(first, settings.FAST, labels, settings.CHOSEN_ROUNDS[:2])
     assert_all_runs(chosen, settings.FAST, labels, settings.CHOSEN_ROUNDS)
-    choices = [part for part in before if not part[0].stage.startswith("the default in new seeds")]
+    choices = [made[n] for n in (0, 1, 3, 7, 9)]
     seen = {(item.experiment, item.seed) for part in choices for item in part}
     assert seen.isdisjoint({(item.experiment, item.seed) for item in chosen})
     found = {(item.experiment, item.label, item.seed) for item in rivals}
@@ -442,6 +445,11 @@ def test_what_was_chosen_is_run_in_seeds_that_no_choice_has_seen(made):
         for name in companion_queue.WRONG
         for method in companion_queue.RIVALS
         for seed in seeds_of(name, settings.CHOSEN_ROUNDS)
+    }
+    assert {(item.experiment, item.label, item.seed) for item in logit_penalty} == {
+        (f"rivals-{name}", values.LABELS[companion_queue.LOGITS][1], seed)
+        for name in settings.FAST
+        for seed in seeds_of(name, settings.CHOSEN_ROUNDS[:2])
     }
 
 
@@ -487,7 +495,7 @@ def test_the_queue_of_the_rivals_is_not_changed_by_these_records(folder, capsys)
 
     rivals_of_wrong_labels(folder)
     before = listed()
-    assert "first values, round 0: 8 of 300\n" in before
+    assert "first values, round 0: 28 of 300\n" in before
     for item in companion_queue.parts(folder)[0]():
         written(folder, item.experiment, [as_made(item, 50.0)])
     assert listed() == before

@@ -62,7 +62,7 @@ def _pairs(stage: str, names: Sequence[str]) -> Iterator[queue.Item]:
 
 
 def _controls(stage: str, names: Sequence[str]) -> Iterator[queue.Item]:
-    labels = [companion.AVERAGED, *(label for found in companion.CONTROLS.values() for label in found)]
+    labels = ["CE", companion.AVERAGED, *(label for found in companion.CONTROLS.values() for label in found)]
     yield from _items(stage, names, labels, CHOICE_ROUNDS)
 
 
