@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+__all__ = ["find_logits"]
+
 
 class NoLogits(TypeError):
     """A model's output shows no logits."""
