@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "examples" / "research" / "results"
 # The pages that have tables or code of the examples.
 PAGES = (
     "README.md",
@@ -89,15 +89,15 @@ def _ratios(name: str, ratio: str) -> dict[str, Any]:
 
 def overview_accuracy() -> str:
     """The first page's table of gains: DCP beside the best rival, which is tuned for the data."""
-    from examples.paper.rivals import tables
+    from examples.research.rivals import tables
 
     return tables.overview(RESULTS, OVERVIEW)
 
 
 def experiment(name: str) -> str:
-    """The table of an experiment of examples/paper."""
-    from examples.paper.experiments import EXPERIMENTS
-    from examples.paper.table import markdown
+    """The table of an experiment of examples/research."""
+    from examples.research.experiments import EXPERIMENTS
+    from examples.research.table import markdown
 
     return _named(markdown(EXPERIMENTS[name], _records(name)))
 
@@ -106,8 +106,8 @@ def side_by_side(names: Sequence[str]) -> str:
     """Experiments with the same rows: the baseline's accuracy, and each other row's difference to it."""
     from benchmarks.table import grid
     from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.paper.experiments import EXPERIMENTS
-    from examples.paper.table import accuracy, by_label, paired
+    from examples.research.experiments import EXPERIMENTS
+    from examples.research.table import accuracy, by_label, paired
 
     columns = []
     for name in names:
@@ -129,14 +129,14 @@ def _named(table: str) -> str:
 
 def gains_by_experiment(columns: Mapping[str, str]) -> str:
     """The gains over plain training in some experiments, by the head of their column."""
-    from examples.paper import evidence, gain_tables
+    from examples.research import evidence, gain_tables
 
     return gain_tables.by_experiment({head: _records(name) for head, name in columns.items()}, evidence.CURVES)
 
 
 def gains_by_size() -> str:
     """The gains over plain training by the size of the network, a column for each, and those of the primary two."""
-    from examples.paper import gain_tables, size
+    from examples.research import gain_tables, size
 
     columns = {_parameters(name): [r for run in size.runs_of(name) for r in _records(run)] for name in size.NETWORKS}
     together = {
@@ -148,7 +148,7 @@ def gains_by_size() -> str:
 
 def other_gains_by_size() -> str:
     """What else gains over plain training by the size of the network, a column for each."""
-    from examples.paper import gain_tables, size
+    from examples.research import gain_tables, size
 
     columns = {_parameters(name): _records(size.others_of(name)) for name in size.NETWORKS}
     return gain_tables.by_experiment(columns, size.OTHERS)
@@ -156,7 +156,7 @@ def other_gains_by_size() -> str:
 
 def gains_on_all_kanji() -> str:
     """The gains over plain training with all images of kanji, where the two largest networks make hardly an error."""
-    from examples.paper import gain_tables, size
+    from examples.research import gain_tables, size
 
     found = {_parameters(name, "kanji"): _records(f"size-kanji-{name}") for name in size.PRIMARY}
     return gain_tables.by_experiment(found, size.DRAWN)
@@ -164,8 +164,8 @@ def gains_on_all_kanji() -> str:
 
 def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
     """The gains over plain training with few images of kanji, by the title of an experiment."""
-    from examples.paper import gain_tables
-    from examples.paper.gains import Row
+    from examples.research import gain_tables
+    from examples.research.gains import Row
 
     found = {title: _records(name) for title, name in experiments.items()}
     made = {record["label"] for some in found.values() for record in some}
@@ -176,8 +176,8 @@ def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
 def accuracy_by_epochs(experiments: Mapping[str, str]) -> str:
     """Plain training's accuracy with fewer epochs, in per cent, by the title of an experiment."""
     from benchmarks.table import grid
-    from examples.paper import evidence
-    from examples.paper.experiments import EXPERIMENTS
+    from examples.research import evidence
+    from examples.research.experiments import EXPERIMENTS
 
     lines = []
     for title, name in experiments.items():
@@ -191,7 +191,7 @@ def accuracy_by_epochs(experiments: Mapping[str, str]) -> str:
 def tuning_by_size() -> str:
     """Plain training's accuracy on validation images by learning rate and weight decay, with the largest networks."""
     from benchmarks.table import grid
-    from examples.paper import size
+    from examples.research import size
 
     found = {name: {r["label"]: r["accuracy"]["model"] for r in _records(f"size-tuning-{name}")} for name in size.TUNED}
     lines = [
@@ -203,7 +203,7 @@ def tuning_by_size() -> str:
 
 def gains_when_tuned() -> str:
     """The gains over plain training with the learning rate and weight decay that are best for it."""
-    from examples.paper import gain_tables, size
+    from examples.research import gain_tables, size
 
     found = {_parameters(name): _records(f"size-scripts-{name}-tuned") for name in size.TUNED}
     return gain_tables.by_experiment(found, size.DRAWN, {"both": list(found.values())})
@@ -211,29 +211,29 @@ def gains_when_tuned() -> str:
 
 def _parameters(name: str, setting: str = "scripts") -> str:
     """The head of a network's column."""
-    from examples.paper import size
+    from examples.research import size
 
     return f"{size.parameters(setting, name) / 1000:,.0f} k parameters"
 
 
 def gains_by_setting(*, bold: bool = False) -> str:
     """The gains over plain training in all settings, with corrected p values, or the small ones in bold."""
-    from examples.paper import gain_tables, pays
+    from examples.research import gain_tables, pays
 
     return gain_tables.by_setting(_settings(), pays.TESTED, bold=bold)
 
 
 def gains_by_weight() -> str:
     """The gains of DCP by its weight, in all settings."""
-    from examples.paper import gain_tables, pays
+    from examples.research import gain_tables, pays
 
     return gain_tables.by_row(_settings(), pays.WEIGHTS)
 
 
 def _settings() -> dict[str, list[Any]]:
     """The records of all settings by their title, the largest gain of DCP first."""
-    from examples.paper import pays
-    from examples.paper.gains import Row, by_gain
+    from examples.research import pays
+    from examples.research.gains import Row, by_gain
 
     found = {title: _records(name) for name, title in pays.PAYS.items()}
     return {title: found[title] for title in by_gain(found, Row("DCP"))}
@@ -241,9 +241,9 @@ def _settings() -> dict[str, list[Any]]:
 
 def gains_by_measure(name: str, *measures: str) -> str:
     """What each row of an experiment changes, a column for each measure."""
-    from examples.paper.experiments import EXPERIMENTS
-    from examples.paper.gain_tables import by_measure
-    from examples.paper.gains import Row
+    from examples.research.experiments import EXPERIMENTS
+    from examples.research.gain_tables import by_measure
+    from examples.research.gains import Row
 
     rows = {label: Row(label) for label in EXPERIMENTS[name].runs if label != EXPERIMENTS[name].baseline}
     return by_measure(_records(name), rows, measures)
@@ -254,7 +254,7 @@ def gains_of_peers(cost: str, *measures: str) -> str:
 
     ``cost`` is that of a training: "plain", also without the pairs as "plain, alone", or "twice".
     """
-    from examples.paper import gain_tables, peers
+    from examples.research import gain_tables, peers
 
     alone = {name: row for name, row in peers.PLAIN_COST.items() if not name.startswith("DCP and ")}
     rows = {"plain": peers.PLAIN_COST, "plain, alone": alone, "twice": peers.TWICE_THE_COST}[cost]
@@ -325,7 +325,7 @@ def applications() -> str:
     """The score of each application without the optimizers, and what they gain with the p of the paired t-test."""
     from benchmarks.table import grid
     from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.paper.table import by_seed, probability, probability_cell
+    from examples.research.table import by_seed, probability, probability_cell
 
     lines = []
     for title, module, changed, plain, *others in APPLICATIONS:
@@ -361,8 +361,8 @@ def planned_comparisons() -> str:
     """DCP's gains on a pretrained network in comparisons that were planned, with p corrected for all of them."""
     from benchmarks.table import grid
     from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.paper.gains import holm
-    from examples.paper.table import probability, probability_cell
+    from examples.research.gains import holm
+    from examples.research.table import probability, probability_cell
 
     gains = {}
     for data, row, seeds, changed in PLANNED:
@@ -388,24 +388,24 @@ def _of_application(module: str, changed: Mapping[str, Any]) -> dict[str, dict[i
     """The scores of an application with its default settings but some, by the label and the seed."""
     from importlib import import_module
 
-    from examples.applications.comparison import made, results_file
-    from examples.paper.table import by_label
+    from examples.research.applications.comparison import made, results_file
+    from examples.research.table import by_label
 
-    package = (ROOT / "examples" / "applications" / module).is_dir()
-    found = import_module(f"examples.applications.{module}{'.__main__' if package else ''}").APPLICATION
+    package = (ROOT / "examples" / "research" / "applications" / module).is_dir()
+    found = import_module(f"examples.research.applications.{module}{'.__main__' if package else ''}").APPLICATION
     runs = by_label(made(found, {**found.settings, **changed}, results_file(found, RESULTS)))
     return {label: {seed: record["score"] for seed, record in of.items()} for label, of in runs.items()}
 
 
 def _of_experiments(names: Sequence[str]) -> dict[str, dict[int, float]]:
-    """The test accuracy in experiments of examples/paper together, by the label and the seed."""
-    from examples.paper.table import accuracy, by_label
+    """The test accuracy in experiments of examples/research together, by the label and the seed."""
+    from examples.research.table import accuracy, by_label
 
     runs = by_label([record for name in names for record in _records(name)])
     return {label: {seed: accuracy(record) for seed, record in of.items()} for label, of in runs.items()}
 
 
-# What the experiments of examples/paper are for, by the page and the heading.
+# What the experiments of examples/research are for, by the page and the heading.
 MADE: dict[str, tuple[str, ...]] = {
     "[Results](../results.md), [All settings](gains.md#all-settings), figure of gains by setting": (
         *("data-kanji-480", "length-kanji-4k", "noise-kanji-20", "length-kanji-1k", "length-scripts-4k"),
@@ -447,7 +447,7 @@ MADE: dict[str, tuple[str, ...]] = {
 def made() -> str:
     """Which experiments each table and figure is made of, how many runs these are, and how long they took where."""
     from benchmarks.table import grid
-    from examples.paper import size
+    from examples.research import size
 
     stems = sorted(path.stem for path in RESULTS.glob("rivals-*.jsonl"))
     sizes = {
@@ -478,8 +478,8 @@ def _took(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def rivals(table: str) -> str:
-    """One of the tables of ``python -m examples.paper.rivals.tables``."""
-    from examples.paper.rivals import tables
+    """One of the tables of ``python -m examples.research.rivals.tables``."""
+    from examples.research.rivals import tables
 
     found: str = getattr(tables, table)(RESULTS)
     return found
@@ -487,14 +487,14 @@ def rivals(table: str) -> str:
 
 def rivals_stages() -> str:
     """How many runs of each stage of the queue are made."""
-    from examples.paper.rivals import queue
+    from examples.research.rivals import queue
 
     return _stages(queue.counts(RESULTS))
 
 
 def companion(table: str, *rounds: int) -> str:
-    """One of the tables of ``python -m examples.paper.rivals.companion_tables``, in the seeds of some rounds."""
-    from examples.paper.rivals import companion_tables
+    """One of the tables of ``python -m examples.research.rivals.companion_tables``, in the seeds of some rounds."""
+    from examples.research.rivals import companion_tables
 
     found: str = getattr(companion_tables, table)(RESULTS, *([rounds] if rounds else []))
     if not found.startswith("|"):
@@ -506,7 +506,7 @@ def companion(table: str, *rounds: int) -> str:
 
 def companion_stages() -> str:
     """How many runs of each stage of the queue of DCL's search are made."""
-    from examples.paper.rivals import companion_queue, queue
+    from examples.research.rivals import companion_queue, queue
 
     return _stages(queue.counts(RESULTS, companion_queue.parts))
 
@@ -522,8 +522,8 @@ def losses() -> str:
     """DCP with cross-entropy and with generalized cross-entropy, by its weight; validation images."""
     from benchmarks.table import grid
     from dcl_optim.demo.report import mean_and_error, plus_minus
-    from examples.paper.losses import EXPERIMENTS
-    from examples.paper.table import accuracy, by_label, paired
+    from examples.research.losses import EXPERIMENTS
+    from examples.research.table import accuracy, by_label, paired
 
     (name,) = EXPERIMENTS
     found = by_label(_records(name))
@@ -581,7 +581,7 @@ def cost() -> str:
 
 
 def _records(name: str) -> list[Any]:
-    from examples.paper import records
+    from examples.research import records
 
     return records.read(RESULTS / f"{name}.jsonl")
 

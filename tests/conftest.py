@@ -23,11 +23,9 @@ REST = ("integration", "example", "stress", "adversary")
 DEFAULT = " and ".join(f"not {marker}" for marker in REST)
 FOLDERS = {
     "adversary": "adversary",
-    "applications": "example",
     "benchmarks": "example",
     "examples": "example",
     "integrations": "integration",
-    "paper": "example",
     "reliability": "stress",
 }
 HERE = Path(__file__).parent

@@ -401,13 +401,6 @@ def test_a_reader_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "curves.png"}
 
 
-def test_the_committed_table_follows_from_its_runs():
-    docs = Path(__file__).parent.parent / "docs"
-    runs = read(docs / "results" / "demo.json")["histories"]
-    table = report.format_table(report.summarise({method: runs[method] for method in training.METHODS}), "test")
-    assert f"\n{table}\n" in (docs / "results" / "ablations.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("flags", "epochs", "seeds"),
     [

@@ -8,7 +8,7 @@ from types import TracebackType
 # The extras of pyproject.toml that bring a package, by the name that it is imported by.
 EXTRAS = {
     **dict.fromkeys(("matplotlib", "scipy", "sklearn", "tqdm"), "demo"),
-    **dict.fromkeys(("fontTools", "PIL", "timm", "torchvision"), "paper"),
+    **dict.fromkeys(("fontTools", "PIL", "timm", "torchvision"), "research"),
     **dict.fromkeys(("lightning", "peft", "transformers"), "demo,integrations"),
 }
 

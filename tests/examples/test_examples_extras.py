@@ -21,10 +21,10 @@ NEEDS = {
     "image_classification": "tqdm",
     "lightning_module": "lightning",
     "transformers_lora": "peft",
-    "paper": "tqdm",
-    "applications.text": "tqdm",
-    "applications.augmentations": "torchvision",
-    "applications.masked_autoencoder": "timm",
+    "research": "tqdm",
+    "research.applications.text": "tqdm",
+    "research.applications.augmentations": "torchvision",
+    "research.applications.masked_autoencoder": "timm",
 }
 
 

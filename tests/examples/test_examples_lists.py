@@ -20,8 +20,8 @@ def execute(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("package", "some"),
     [
-        ("examples", ("minimal", "image_classification", "applications", "paper")),
-        ("examples.applications", ("fine_tuning", "masked_autoencoder", "text")),
+        ("examples", ("minimal", "image_classification", "research")),
+        ("examples.research.applications", ("fine_tuning", "masked_autoencoder", "text")),
     ],
 )
 def test_a_package_lists_its_commands(package: str, some: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ The module is imported where the kills are sent from too, so it imports the scri
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,19 +63,6 @@ def example(folder: Path, board: Board) -> None:
         run.save(path)
 
 
-def results(folder: Path, board: Board) -> None:
-    """The results file of examples/paper, with records long enough to be killed in."""
-    from examples.paper import records
-
-    path, append = folder / "results.jsonl", board.noted(records.append)
-    for number in itertools.count(len(records.read(path))):
-        append(record(number), path)
-
-
-def record(number: int) -> dict[str, Any]:
-    return {"seed": number, "losses": [number + epoch / 7 for epoch in range(3000)]}
-
-
 def fingerprint(state: Any) -> str:
     """A name for all that a state holds, to the bit, but for the time that it took."""
     found = hashlib.sha256()
@@ -97,6 +83,3 @@ def fingerprint(state: Any) -> str:
 
     add(state)
     return found.hexdigest()
-
-
-KINDS = {"example": example, "results": results}

@@ -1,39 +1,26 @@
-"""A hundred kills while checkpoints are written: what is there afterwards is whole, and training goes on from it."""
+"""Kills while checkpoints are written: what is there afterwards is whole, and training goes on from it."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
-from examples.paper import records
 from tests.helpers import PATIENCE
 from tests.reliability.processes import server
-from tests.reliability.savers import KINDS, Board, fingerprint, record
+from tests.reliability.savers import Board, example, fingerprint
 
-KILLS = {"example": 75, "results": 25}
-
-
-def steps_of(kind: str, folder: Path) -> int:
-    """How many saves a folder's file is the result of, 0 if there is none; raises if it is not whole."""
-    if kind == "results":
-        found = records.read(folder / "results.jsonl")
-        assert found == [record(number) for number in range(len(found))]
-        return len(found)
-    if not (folder / "run.pt").exists():
-        return 0
-    return torch.load(folder / "run.pt", weights_only=True)["epoch"]
+KILLS = 75
 
 
-def kill(kind: str, folder: Path, draw: random.Random) -> bool:
+def kill(saver: Callable[[Path, Board], None], folder: Path, draw: random.Random) -> bool:
     """Let a process go on from what is there, kill it at a random moment; say whether it was writing."""
     context = server()
     board = Board(context.RawValue("b", 0), context.RawValue("i", 0))
-    process = context.Process(target=KINDS[kind], args=(folder, board), daemon=True)
+    process = context.Process(target=saver, args=(folder, board), daemon=True)
     process.start()
     until, saves = time.monotonic() + PATIENCE, draw.randrange(3)
     while not (board.writing.value and board.saves.value >= saves):
@@ -46,33 +33,33 @@ def kill(kind: str, folder: Path, draw: random.Random) -> bool:
     return bool(board.writing.value)
 
 
-def uninterrupted(kind: str, saves: int, folder: Path) -> Iterator[str]:
+def uninterrupted(saves: int, folder: Path) -> Iterator[str]:
     """The names of the states that a run writes which nobody kills."""
     context = server()
     board = Board(context.RawValue("b", 0), context.RawValue("i", 0), saves, folder / "names")
-    process = context.Process(target=KINDS[kind], args=(folder, board), daemon=True)
+    process = context.Process(target=example, args=(folder, board), daemon=True)
     process.start()
     process.join()
     return iter((folder / "names").read_text().split())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_each_kill_the_last_checkpoint_is_whole_and_training_goes_on(kind, tmp_path):
+def test_after_each_kill_the_last_checkpoint_is_whole_and_training_goes_on(tmp_path):
     draw, killed, whole = random.Random(0), tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
     whole.mkdir()
     before, landed, found = 0, 0, {}
-    for _ in range(KILLS[kind]):
-        landed += kill(kind, killed, draw)
-        steps = steps_of(kind, killed)
+    for _ in range(KILLS):
+        landed += kill(example, killed, draw)
+        path = killed / "run.pt"
+        state = torch.load(path, weights_only=True) if path.exists() else {"epoch": 0}
+        steps = state["epoch"]
         assert steps >= before, "an older state came back"
-        if steps and kind != "results":
-            found[steps] = fingerprint(torch.load(killed / "run.pt", weights_only=True))
+        if steps:
+            found[steps] = fingerprint(state)
         assert len(list(killed.iterdir())) <= 2, "a kill leaves at most one file, which the next save takes over"
         before = steps
-    assert landed >= KILLS[kind] / 2, f"{landed} kills came during a save"
-    assert before >= KILLS[kind] / 2, f"{before} saves survived"
-    if found:
-        names = list(uninterrupted(kind, before, whole))
-        assert all(names[steps - 1] == name for steps, name in found.items())
-        assert len(set(found.values())) > KILLS[kind] / 4
+    assert landed >= KILLS / 2, f"{landed} kills came during a save"
+    assert before >= KILLS / 2, f"{before} saves survived"
+    names = list(uninterrupted(before, whole))
+    assert all(names[steps - 1] == name for steps, name in found.items())
+    assert len(set(found.values())) > KILLS / 4

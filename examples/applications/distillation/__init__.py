@@ -1,1 +1,0 @@
-"""Knowledge distillation with and without Deep Companion Learning: ``python -m examples.applications.distillation``."""

@@ -1,1 +1,0 @@
-"""The paper's tables and figures on data at hand: ``python -m examples.paper``."""

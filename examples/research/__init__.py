@@ -1,0 +1,1 @@
+"""The paper's tables and figures on data at hand: ``python -m examples.research``."""

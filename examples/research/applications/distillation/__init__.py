@@ -1,0 +1,1 @@
+"""Knowledge distillation with and without DCL: ``python -m examples.research.applications.distillation``."""

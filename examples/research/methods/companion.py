@@ -1,0 +1,175 @@
+"""Deep Companion Learning and Deep Companion Prototype: plain training with a penalty as a term of the loss."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer, distances
+from examples.research.methods.base import Predictor, Setting, check_count, check_range, ensemble, keywords_of
+from examples.research.methods.plain import Plain
+
+SHARED = ("weight", "alpha", "distance", "temperature")
+
+
+class CompanionLearning(Plain):
+    """Deep Companion Learning (R. Zhu and V. Saligrama, ECCV 2024): the penalty of :class:`DCLOptimizer`.
+
+    Beside model and companion it reports the mean of their softmaxes. A ``companion_every`` above the number of steps
+    gives a companion that never learns, a control. An alpha of 1 does not: the gradient is zero then, but the weight
+    decay goes on.
+
+    Args:
+        setting: what to train with.
+        options: DCLOptimizer's weight, alpha, distance, companion_lr_scale, companion_every and companion_fraction;
+            companion, a function that builds the network; temperature, of a distance by name; and those of
+            :class:`Plain`.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+
+    cost = 2.0
+
+    def __init__(self, setting: Setting, **options: Any) -> None:
+        arguments, others = _split(options)
+        build = arguments.pop("companion", None)
+
+        def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
+            return DCLOptimizer(base, model, companion=None if build is None else build(), **arguments)
+
+        super().__init__(setting, wrap, **others)
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        own = ("companion", "companion_lr_scale", "companion_every", "companion_fraction")
+        return (*SHARED, *own, *super().options())
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {**super().networks(), "companion": self.main.optimizer.companion}
+
+    def predictors(self) -> dict[str, Predictor]:
+        both = [self.main.network, self.main.optimizer.companion]
+        return {**super().predictors(), "mean of both": ensemble(both)}
+
+    def _penalty(self, z: Tensor, target: Tensor) -> Tensor | float:
+        term: Tensor = self.main.optimizer.penalty(z)
+        return term
+
+
+class CompanionPrototype(Plain):
+    r"""Deep Companion Prototype (the same paper's appendix): the penalty of :class:`DCPOptimizer`.
+
+    Args:
+        setting: what to train with.
+        random_prototypes: a control: the standard deviation :math:`\ge 0` of prototypes that are drawn from a Gaussian
+            at the start, of torch's global generator, and stay. It takes a weight and the distance "squared". Default
+            0 for those that learn.
+        power: that of an :class:`AutoWeight`; None (default) for the weight among the options.
+        classes: the same rule's number of classes from which on the weight grows to 1. Default 100.
+        among: 0 (default) for that rule's own signal, the training accuracy, or k for a :class:`FitAmong`.
+        options: DCPOptimizer's weight, alpha, distance and update; temperature as in :class:`CompanionLearning`; and
+            those of :class:`Plain`.
+
+    Raises:
+        ValueError: an option out of range, or of prototypes that learn with ``random_prototypes``.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        random_prototypes: float = 0.0,
+        power: float | None = None,
+        classes: float = 100.0,
+        among: int = 0,
+        **options: Any,
+    ) -> None:
+        check_range("random_prototypes", random_prototypes, 0)
+        check_count("among", among, 0)
+        self._fit = None
+        if power is not None:
+            rule = AutoWeight(power=power, classes=classes)
+            options["weight"] = rule
+            if among:
+                self._fit = FitAmong(rule, min(among, setting.classes), setting.classes)
+                options["weight"] = self._fit.weight
+        arguments, others = _split(options)
+        self._drawn: nn.Embedding | None = None
+        if not random_prototypes:
+            super().__init__(setting, partial(DCPOptimizer, num_classes=setting.classes, **arguments), **others)
+            if self._fit is not None:
+                self.kept["fit"] = self._fit.to(self.setting.device)
+            return
+        self._weight = arguments.pop("weight", 1.0)
+        check_range("weight", self._weight, 0)
+        if (arguments.pop("distance", "squared"), arguments.pop("update", "batch")) != (
+            "squared",
+            "batch",
+        ) or arguments:
+            raise ValueError("random_prototypes stay and have the distance squared: leave the prototypes' options out")
+        super().__init__(setting, **others)
+        rows = random_prototypes * torch.randn(setting.classes, setting.classes)
+        self._drawn = nn.Embedding.from_pretrained(rows).to(next(self.main.network.parameters()))
+        self.kept["prototypes"] = self._drawn
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        return (*SHARED, "update", *keywords_of(cls.__init__), *super().options())
+
+    def _penalty(self, z: Tensor, target: Tensor) -> Tensor | float:
+        if self._drawn is None:
+            term: Tensor = self.main.optimizer.penalty(z, target)
+            if self._fit is not None:
+                self._fit.observe(z.detach(), target)
+            return term
+        return self._weight * distances.squared(z, self._drawn(target)).mean()
+
+
+class FitAmong(nn.Module):
+    """The training accuracy among the rows whose label is one of the model's k likeliest, as a signal of AutoWeight.
+
+    A wrong label that the model does not fit is rarely among them, so it does not count as a misfit. The accuracy is a
+    running mean as AutoWeight's own.
+
+    Args:
+        rule: the weight at an accuracy.
+        likeliest: k.
+        classes: K.
+    """
+
+    DECAY = 0.98
+    fit: Tensor  # rows that are right, and rows whose label is among the likeliest
+
+    def __init__(self, rule: AutoWeight, likeliest: int, classes: int) -> None:
+        super().__init__()
+        self._rule, self._likeliest, self._classes = rule, likeliest, classes
+        self.register_buffer("fit", torch.zeros(2, dtype=torch.float64))
+
+    def weight(self, step: int) -> float:
+        """The weight at the accuracy before this step."""
+        right, among = self.fit.tolist()
+        accuracy = torch.tensor(right / among if among else 0.0)
+        return float(self._rule.at(accuracy, self._classes))
+
+    def observe(self, z: Tensor, target: Tensor) -> None:
+        """Take note of a step's logits and labels; a soft label counts as its largest share."""
+        y = target if target.dim() == 1 else target.argmax(1)
+        likeliest = z.topk(self._likeliest, dim=1).indices
+        right = (likeliest[:, 0] == y).sum()
+        among = (likeliest == y[:, None]).any(1).sum()
+        self.fit.mul_(self.DECAY).add_(torch.stack((right, among)))
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The wrapper's arguments, and the options of plain training."""
+    others = {name: value for name, value in options.items() if name in Plain.options()}
+    arguments = {name: value for name, value in options.items() if name not in others}
+    if "temperature" in arguments:
+        function = getattr(distances, arguments["distance"])
+        arguments["distance"] = partial(function, temperature=arguments.pop("temperature"))
+    return arguments, others

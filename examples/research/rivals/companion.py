@@ -1,0 +1,257 @@
+"""The search for DCL's default, its controls, and the network to keep; fixed before the runs.
+
+DCL has a pair (λ, α), and gives three predictors: the model, its companion, and the mean of their softmaxes. Each run
+has the validation and test accuracy of all three.
+
+**The search.** All pairs of ``WEIGHTS`` and ``ALPHAS`` in the six settings of the search for DCP's default, on
+validation images, in two rounds of seeds. A pair is judged by the model's accuracy, since the model is what a script
+keeps unless it says otherwise. The regret of a pair in a setting is the mean accuracy of the best pair there minus the
+pair's. The pair with the smallest mean regret is the winner and the next one the runner-up, among the pairs that are
+nowhere more than 0.5 points below CE, or nowhere farther below it than today's default is.
+
+**The confirmation.** Winner and runner-up on the test images of the five other settings, in three rounds of new seeds.
+One becomes the default if its mean difference to today's default exceeds the standard error of that difference over
+settings and seeds, and if it loses more than 0.5 points to today's default in no setting. If both do, it is the winner
+unless the runner-up is better by more than the error.
+
+**Controls**, in the same seeds: a companion that never learns; λ = 0 with the companion kept; the penalty toward an
+average of the weights in place of the companion; averages of plain training's weights; the logit penalty (of the
+rivals). Each has the value with the largest mean validation gain in the setting.
+
+**The network to keep.** By run, the predictor with the largest validation accuracy, the model if two are equal. Plain
+training has its one.
+
+**In new seeds.** All settings have today's default, winner and runner-up, and the best pair and the best value of each
+control for the setting, by the validation accuracy of the predictor that is kept, in the seeds of ``CHOSEN_ROUNDS``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from examples.research import records
+from examples.research.configuration import DCL, Configuration, Experiment
+from examples.research.rivals import choice
+from examples.research.rivals.settings import CHOICE_ROUNDS, FAST, PLACES, SEARCHED
+
+WEIGHTS = (0.1, 0.3, 1.0)
+ALPHAS = (0.6, 0.97, 0.99, 0.9, 0.0)  # in the order in which they are run
+TODAY = (0.1, 0.6)
+WORST = -0.5  # points below CE that a pair may lose in a setting, and below today's default in the confirmation
+SLOW = (0.97, 0.99)  # of the companion that is kept where λ = 0
+AVERAGES = (0.99, 0.998, 0.9995)  # decays for a step of the averages of plain training's weights
+DECAY = 0.998  # of the average that takes the companion's place
+NEVER = 10**9  # steps between two of a companion that never learns
+
+KEPT = "kept"  # the predictor that is best on the run's validation images
+PREDICTORS = ("model", "companion", "mean of both", KEPT)
+
+Pair = tuple[float, float]
+PAIRS: list[Pair] = [(weight, alpha) for alpha in ALPHAS for weight in WEIGHTS]
+
+
+def pair_row(pair: Pair) -> str:
+    """The name of a pair's row."""
+    return f"DCL, λ = {pair[0]:g}, α = {pair[1]:g}"
+
+
+def _dcl(plain: Configuration, weight: float, alpha: float, **options: float) -> Configuration:
+    own = {"weight": weight, "alpha": alpha, "distance": "mse"}
+    return replace(plain, method="dcl", options=DCL | own | options)
+
+
+AVERAGED = "CE, averages of the weights"
+NEVER_ROWS = [f"never learns, λ = {weight:g}" for weight in WEIGHTS]
+ZERO_ROWS = [f"λ = 0, α = {alpha:g}" for alpha in SLOW]
+TOWARD_ROWS = [f"toward an average, λ = {weight:g}" for weight in WEIGHTS]
+# By the name of the control; the row of the averages has one run, whose predictors are the values.
+CONTROLS = {"never learns": NEVER_ROWS, "λ = 0": ZERO_ROWS, "toward an average": TOWARD_ROWS}
+
+
+def rows(plain: Configuration) -> dict[str, Configuration]:
+    """All runs of a setting, by their row."""
+    made = {"CE": plain} | {pair_row(pair): _dcl(plain, *pair) for pair in PAIRS}
+    for label, alpha in zip(ZERO_ROWS, SLOW, strict=True):
+        made[label] = _dcl(plain, 0.0, alpha)
+    for label, weight in zip(NEVER_ROWS, WEIGHTS, strict=True):
+        made[label] = _dcl(plain, weight, 0.6, companion_every=NEVER)
+    for label, weight in zip(TOWARD_ROWS, WEIGHTS, strict=True):
+        options = {"weight": weight, "ramp_up": 0, "decay": DECAY, "of_logits": True}
+        made[label] = replace(plain, method="mean-teacher", options=options)
+    return made | {AVERAGED: replace(plain, averages=AVERAGES)}
+
+
+def name_of(place: str) -> str:
+    """The experiment of a setting."""
+    return f"rivals-companion-{place}"
+
+
+EXPERIMENTS = {
+    name_of(name): Experiment(
+        f"DCL's default and its controls: {place.title}",
+        "both",
+        len(CHOICE_ROUNDS) * place.seeds,
+        "CE",
+        rows(place.plain),
+    )
+    for name, place in FAST.items()
+}
+
+
+def _variants() -> dict[str, Configuration]:
+    """Digits with wrong labels in other networks and with AdamW, which divides a constant factor as 1 - α out."""
+    plain = FAST["digits-30-noise-30"].plain
+    adamw = replace(plain, optimizer="adamw", lr=1e-3, weight_decay=1e-2)
+    networks = {
+        "CNN": plain,
+        "larger CNN with dropout": replace(plain, network="cnn"),
+        "MLP": replace(plain, network="mlp"),
+        "CNN, AdamW": adamw,
+    }
+    made = {}
+    for title, variant in networks.items():
+        made[f"{title}: CE"] = variant
+        made[f"{title}: DCL"] = _dcl(variant, 0.1, 0.99)
+    made["CNN, AdamW: DCL, companion_lr_scale 0.01"] = _dcl(adamw, 0.1, 0.0, companion_lr_scale=0.01)
+    return made
+
+
+VARIANTS = "companion-variants"
+EXPERIMENTS[VARIANTS] = Experiment(
+    "the companion with other networks and with AdamW, on digits, 30 of each, 30 % wrong",
+    "both",
+    6,
+    "CNN: CE",
+    _variants(),
+)
+
+
+def scores(
+    found: Sequence[records.Record], part: str, predictor: str, seeds: Collection[int]
+) -> dict[str, dict[int, float]]:
+    """The accuracies of records in percent, by row and seed, of a predictor, or the model's where it is the only one.
+
+    Args:
+        found: the records of a setting.
+        part: "validation" or "test".
+        predictor: one of PREDICTORS, or the name of another one.
+        seeds: those to take.
+    """
+    accuracies: dict[str, dict[int, float]] = {}
+    for record in found:
+        if record["seed"] in seeds:
+            measured = record["accuracy" if part == "test" else "validation_accuracy"]
+            name = predictor
+            if predictor == KEPT:
+                name = kept(record)
+            elif predictor not in measured:
+                name = "model"
+            accuracies.setdefault(record["label"], {})[record["seed"]] = 100 * float(measured[name])
+    return accuracies
+
+
+def kept(record: records.Record) -> str:
+    """The predictor of a run that is best on its validation images; the model if another one is only as good."""
+    measured = record["validation_accuracy"]
+    return max(measured, key=lambda name: (measured[name], name == "model"))
+
+
+def of_place(
+    folder: Path, place: str, part: str, predictor: str, rounds: Sequence[int] = CHOICE_ROUNDS
+) -> dict[str, dict[int, float]]:
+    """The same of a setting, in the seeds of some rounds."""
+    seeds = {seed for one in rounds for seed in PLACES[place].of_round(one)}
+    return scores(records.finished(folder, f"{name_of(place)}.jsonl"), part, predictor, seeds)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the search finds of a pair: its gain over CE and its regret in each setting, by the setting's name."""
+
+    pair: Pair
+    gains: Mapping[str, float]
+    regrets: Mapping[str, float]
+
+    @property
+    def mean_regret(self) -> float:
+        """The mean over the settings."""
+        return statistics.fmean(self.regrets.values())
+
+
+def judge(settings: choice.AllScores) -> list[Judged]:
+    """Judge the pairs that were run in all settings, the smallest mean regret first."""
+    found = []
+    for pair in PAIRS:
+        gains = {name: choice.mean_gain(setting, pair_row(pair)) for name, setting in settings.items()}
+        known = {name: gain for name, gain in gains.items() if gain is not None}
+        if known and len(known) == len(settings):
+            found.append((pair, known))
+    best = {name: max(gains[name] for _, gains in found) for name in settings} if found else {}
+    judged = [Judged(pair, gains, {name: best[name] - gain for name, gain in gains.items()}) for pair, gains in found]
+    return sorted(judged, key=lambda one: one.mean_regret)
+
+
+def candidates(judged: Sequence[Judged]) -> list[Pair]:
+    """The winner and the runner-up of the search, without today's default."""
+    today = [one for one in judged if one.pair == TODAY]
+    worst = min([WORST, *(min(one.gains.values()) for one in today)])
+    allowed = [one.pair for one in judged if min(one.gains.values()) >= worst]
+    return [pair for pair in allowed[:2] if pair != TODAY]
+
+
+def searched(folder: Path, predictor: str = "model") -> dict[str, dict[str, dict[int, float]]]:
+    """The validation accuracies of the search."""
+    return {name: of_place(folder, name, "validation", predictor) for name in SEARCHED}
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """A candidate against today's default: its differences in all pairs, and their mean in each setting."""
+
+    differences: Sequence[float]
+    by_setting: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.differences)
+
+    @property
+    def error(self) -> float:
+        """The standard error over settings and seeds."""
+        return statistics.stdev(self.differences) / math.sqrt(len(self.differences))
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the candidate may become the default."""
+        return self.mean > self.error and min(self.by_setting.values()) >= WORST
+
+
+def confirm(settings: choice.AllScores, pair: Pair, other: Pair = TODAY) -> Confirmed | None:
+    """Compare a pair with another one on test images; None unless both were run in all settings."""
+    found = {name: choice.gains(setting, pair_row(pair), pair_row(other)) for name, setting in settings.items()}
+    if not all(found.values()):
+        return None
+    differences = [one for gains in found.values() for one in gains]
+    return Confirmed(differences, {name: statistics.fmean(gains) for name, gains in found.items()})
+
+
+def default(settings: choice.AllScores, found: Sequence[Pair]) -> Pair:
+    """The default that follows from the confirmation of the candidates, the winner first."""
+    shown = [pair for pair in found if (compared := confirm(settings, pair)) is not None and compared.is_shown]
+    if len(shown) < 2:
+        return shown[0] if shown else TODAY
+    winner, runner_up = shown
+    compared = confirm(settings, runner_up, winner)
+    return runner_up if compared is not None and compared.mean > compared.error else winner
+
+
+def tuned(folder: Path, place: str) -> dict[str, str]:
+    """The best pair of a setting and the best value of each control, by the validation accuracy of what is kept."""
+    found = of_place(folder, place, "validation", KEPT)
+    families = {"DCL": [pair_row(pair) for pair in PAIRS], **CONTROLS}
+    best = {family: choice.tuned(found, labels) for family, labels in families.items()}
+    return {family: label for family, label in best.items() if label is not None}

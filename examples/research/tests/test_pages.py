@@ -1,0 +1,49 @@
+"""The pages: their tables are those of the committed records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dcl_optim.demo import report, training
+from examples.research import records
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    specification = importlib.util.spec_from_file_location("results_tables", ROOT / "docs" / "results_tables.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_every_table_is_the_one_of_its_results_file(tables):
+    assert tables.main(["--check"]) == 0
+
+
+def test_a_changed_figure_is_noticed(tables, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "results" / "performance.md").read_text()
+    wrong = re.sub(r"\| plain \| \d", "| plain | 9", page)
+    assert wrong != page
+    (tmp_path / "page.md").write_text(wrong)
+    monkeypatch.setattr(tables, "PAGES", (str(tmp_path / "page.md"),))
+    assert tables.main(["--check"]) != 0
+    assert tables.main([]) == 0
+    assert (tmp_path / "page.md").read_text() == page
+
+
+def test_how_all_results_were_made_is_on_the_page():
+    page = (ROOT / "docs" / "results" / "how-it-was-made.md").read_text()
+    assert [path.stem for path in (ROOT / records.COMMITTED).glob("*.jsonl") if f"`{path.stem}`" not in page] == []
+
+
+def test_the_demos_table_follows_from_its_runs():
+    runs = json.loads((ROOT / records.COMMITTED / "demo.json").read_text())["histories"]
+    table = report.format_table(report.summarise({method: runs[method] for method in training.METHODS}), "test")
+    assert f"\n{table}\n" in (ROOT / "docs" / "results" / "ablations.md").read_text(encoding="utf-8")
