@@ -58,8 +58,9 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     for item in items:
         assert " at 0x" not in item.nodeid, f"{item.nodeid} has another name in each of pytest-xdist's processes"
-        if item.path.is_relative_to(HERE) and item.path.parent != HERE:
-            item.add_marker(FOLDERS[item.path.relative_to(HERE).parts[0]])
+        folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+        if folder in FOLDERS:
+            item.add_marker(FOLDERS[folder])
         if item.path.name == "frameworks.md":
             item.add_marker("integration")
         for marker in item.iter_markers("gpu"):

@@ -178,7 +178,7 @@ def _rank(rank: int, function: Callable[..., None], folder: Path, meeting: Path,
     os._exit(0)
 
 
-# ---- instruments of tests/test_overhead.py ---------------------------------------------------------------------------
+# ---- instruments of tests/devices/test_overhead.py -------------------------------------------------------------------
 
 PACKAGE = str(Path(dcl_optim.__file__).parent)
 # The work of networks and optimizers, which the wrapper has them do: not its own.

@@ -16,7 +16,7 @@ from benchmarks import first_steps, kernels, memory, run, steps, table, timing, 
 from benchmarks.methods import METHODS
 from benchmarks.setting import Setting
 from benchmarks.workloads import ON_CPU
-from tests.on_device import needs_device
+from tests.devices.on_device import needs_device
 
 MIB = 2**20
 MLP_PARAMETERS = 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10

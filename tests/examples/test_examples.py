@@ -17,7 +17,7 @@ import torch
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples import image_classification
 from tests.helpers import assert_same, cells
-from tests.test_example import execute
+from tests.project.test_minimal_example import execute
 
 FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 

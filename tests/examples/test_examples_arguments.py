@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.helpers.arguments import Parser, add_device, number
-from tests.test_example import ROOT, execute
+from tests.project.test_minimal_example import ROOT, execute
 
 
 @pytest.fixture

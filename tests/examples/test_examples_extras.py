@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from examples.helpers.extras import EXTRAS, explain
-from tests.test_example import ROOT
+from tests.project.test_minimal_example import ROOT
 
 NEEDS = {
     "minimal": "sklearn",

@@ -1,8 +1,8 @@
 """Deliberate faults of the package, each a behavior that a change might break: does a test of the default suite fail?
 
-``python -m tests.mutations`` makes them one at a time in a copy of the working tree and runs the test files that a
-fault names, then the whole default suite if those pass; in the end the tests that failed have to pass without a fault.
-``--list`` shows the faults; names, or parts of them, choose some.
+``python -m tests.project.mutations`` makes them one at a time in a copy of the working tree and runs the test files
+that a fault names, then the whole default suite if those pass; in the end the tests that failed have to pass without a
+fault. ``--list`` shows the faults; names, or parts of them, choose some.
 
 A fault is made in the syntax tree of one function, found by its name, so the text around it may change.
 """
@@ -26,7 +26,7 @@ from queue import SimpleQueue
 
 from tests.conftest import DEFAULT
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", DEFAULT)
 LIMIT = 1800  # seconds for a run; a test that hangs is red, too
 Change = Callable[[ast.FunctionDef], None]
@@ -82,7 +82,10 @@ def _exchange(function: ast.FunctionDef, kind: type[ast.AST], old: ast.AST, new:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: of the function ``where`` (module:qualified name); ``tests`` are patterns of tests/test_*.py."""
+    """One fault: of the function ``where`` (module:qualified name).
+
+    ``tests`` names the test files that look at it, ``step`` for test_step.py, or folders, ``term/``.
+    """
 
     behavior: str
     where: str
@@ -95,7 +98,8 @@ class Fault:
 
     @property
     def paths(self) -> list[str]:
-        found = (sorted(HERE.glob(f"tests/test_{pattern}.py")) for pattern in self.tests.split())
+        named = (f"{name}test_*" if name.endswith("/") else f"*/test_{name}" for name in self.tests.split())
+        found = (sorted(HERE.glob(f"tests/{pattern}.py")) for pattern in named)
         return [str(path.relative_to(HERE)) for paths in found for path in paths]
 
     def made_in(self, root: Path) -> str:
@@ -115,47 +119,49 @@ class Fault:
 NOTHING = begin("return None")
 FAULTS = [
     # the penalty and its factors
-    Fault("no penalty", "pull:Pull.added_to", begin("return gradient"), "reference dcp*"),
-    Fault("weight left out", "algorithm:Algorithm.on_gradient", replace("weight", "1.0"), "settings optimizer weights"),
-    Fault("scale left out", "algorithm:Algorithm.on_gradient", replace("loss.scale", "1.0"), "loss_reader amp"),
+    Fault("no penalty", "pull:Pull.added_to", begin("return gradient"), "reference dcp_optimizer"),
+    Fault("weight left out", "algorithm:Algorithm.on_gradient", replace("weight", "1.0"),
+          "weight_and_alpha step automatic_weight"),
+    Fault("scale left out", "algorithm:Algorithm.on_gradient", replace("loss.scale", "1.0"),
+          "loss_reader mixed_precision"),
     Fault("schedules a step late", "algorithm:Algorithm.on_gradient",
-          replace("forward.step_number", "(forward.step_number - 1)"), "settings optimizer"),
-    Fault("the term ignores factors", "algorithm:Algorithm.on_term", begin("s = torch.ones_like(s)"), "penalty*"),
+          replace("forward.step_number", "(forward.step_number - 1)"), "weight_and_alpha step"),
+    Fault("the term ignores factors", "algorithm:Algorithm.on_term", begin("s = torch.ones_like(s)"), "term/"),
     Fault("hooks add in a step with a term", "algorithm:Algorithm.on_gradient",
-          replace("self.uses_term", "False"), "penalty*"),
-    Fault("term not required at step", "algorithm:Algorithm._refuse_or_skip", NOTHING, "penalty*"),
-    Fault("a step without a term is not counted", "loss.reader:LossReader.skip", NOTHING, "penalty*"),
-    Fault("a kept loss keeps tensors", "progress:Progress.end", NOTHING, "overhead step penalty*"),
+          replace("self.uses_term", "False"), "term/"),
+    Fault("term not required at step", "algorithm:Algorithm._refuse_or_skip", NOTHING, "term/"),
+    Fault("a step without a term is not counted", "loss.reader:LossReader.skip", NOTHING, "term/"),
+    Fault("a kept loss keeps tensors", "progress:Progress.end", NOTHING, "overhead skipped_steps term/"),
     Fault("other factors than 0 weigh equally", "algorithm:Algorithm._learn_from_term",
-          replace("torch.hypot(s, constant(LEAST_SCALE, s.device))", "torch.ones_like(s)"), "companion_weighting"),
+          replace("torch.hypot(s, constant(LEAST_SCALE, s.device))", "torch.ones_like(s)"), "weighting"),
     Fault("labels of the term off by one", "prototypes:labels_of",
-          result("result._replace(rows=(result.rows + 1) % arguments[1].shape[1])"), "penalty* dcp*"),
+          result("result._replace(rows=(result.rows + 1) % arguments[1].shape[1])"), "term/ dcp_optimizer"),
     Fault("mean over ignored rows", "prototypes:labels_of", result("result._replace(number=len(result.rows))"),
-          "penalty* dcp* prototypes*"),
+          "term/ prototypes/"),
     # which passes count
     Fault("forward passes in eval mode count", "algorithm:Algorithm.before_forward",
-          replace("not module.training", "False"), "algorithm*"),
+          replace("not module.training", "False"), "backward_passes not_finite"),
     Fault("an attack's backward pass counts", "progress:Progress.gradient",
-          replace("reaches_parameters(forward.nodes, base)", "True"), "algorithm*"),
+          replace("reaches_parameters(forward.nodes, base)", "True"), "backward_passes not_finite"),
     Fault("learned twice", "algorithm:Algorithm._may_learn",
-          replace("forward.outcome is Outcome.LEARNED", "False"), "step algorithm*"),
+          replace("forward.outcome is Outcome.LEARNED", "False"), "skipped_steps backward_passes not_finite"),
     Fault("not forgotten after a skipped step", "progress:Progress.were_cleared",
-          begin("return False"), "step"),
+          begin("return False"), "skipped_steps"),
     Fault("learns from cleared gradients", "algorithm:Algorithm.before_step",
-          replace("progress.were_cleared(self._base, self.model)", "False"), "step"),
+          replace("progress.were_cleared(self._base, self.model)", "False"), "skipped_steps"),
     Fault("one cleared gradient drops the batches", "progress:Progress.were_cleared",
-          replace("have_gradients(base, model, other_than_zero=self.is_zeroed)", "False"), "progress"),
+          replace("have_gradients(base, model, other_than_zero=self.is_zeroed)", "False"), "since_the_last_step"),
     Fault("weights that change are not seen", "progress:Progress.begin_forward", begin("return False"), "first_use"),
     Fault("learns from a term that is not finite", "algorithm:Algorithm._learn_from_term",
-          replace("_sync.may_sync(forward.step_number, scale)", "False"), "penalty* algorithm*"),
+          replace("_sync.may_sync(forward.step_number, scale)", "False"), "term/ backward_passes not_finite"),
     Fault("learns at every evaluation", "algorithm:Algorithm._may_learn",
-          replace("self.progress.learns", "True"), "penalty_loops"),
+          replace("self.progress.learns", "True"), "loops"),
     Fault("a step without a forward pass", "algorithm:Algorithm._not_regularized",
-          begin("raise NotImplementedError"), "algorithm* optimizer"),
+          begin("raise NotImplementedError"), "backward_passes not_finite step"),
     Fault("wrapped twice", "algorithm:Algorithm.replaced", NOTHING, "copies*"),
     # reading the line
     Fault("labels off by one", "loss.cross_entropy:_read_hard",
-          result("result._replace(labels=(result.labels + 1) % arguments[0].shape[1])"), "loss_* dcp*"),
+          result("result._replace(labels=(result.labels + 1) % arguments[0].shape[1])"), "loss_* dcp_optimizer"),
     Fault("smoothing not read", "loss.cross_entropy:read", begin("form = min(form, 0.0)"), "loss_*"),
     Fault("rows with other factors fit", "loss.cross_entropy:_read_hard",
           result("result._replace(fits=result.num_live > 0)"), "loss_*"),
@@ -164,7 +170,7 @@ FAULTS = [
     Fault("last scale not kept", "loss.reader:LossReader._loss_of",
           replace("last.to(reading.scale)", "torch.ones_like(last)"), "loss_reader"),
     Fault("classes always along dimension 1", "loss.reader:LossReader.dim_of", begin("return 1"), "loss_reader"),
-    Fault("every step waits for the device", "_sync:may_sync", begin("return True"), "overhead device_kernels"),
+    Fault("every step waits for the device", "_sync:may_sync", begin("return True"), "overhead kernels"),
     # the companion
     Fault("no chase", "companion.companion:Companion.observe", NOTHING, "reference"),
     Fault("alpha swapped", "pull:pull_towards_target", replace("1.0 - alpha", "alpha"), "reference"),
@@ -173,24 +179,25 @@ FAULTS = [
     Fault("companion's gradients pile up", "companion.companion:Companion.learn",
           drop("network.optimizer.optimizer.zero_grad()"), "reference"),
     Fault("mean over all instead of drawn rows", "companion.companion:Companion._of_drawn_rows",
-          result("result._replace(number=arguments[1].number)"), "companion*"),
+          result("result._replace(number=arguments[1].number)"), "companion/"),
     Fault("companion_every off by one", "companion.companion:Companion.predict",
           replace("forward.step_number % self._options.every", "(forward.step_number - 1) % self._options.every"),
-          "companion_costs companion*"),
-    Fault("options not followed", "companion.optimizer:CompanionOptimizer.follow_options", NOTHING, "schedulers"),
+          "companion/"),
+    Fault("options not followed", "companion.optimizer:CompanionOptimizer.follow_options", NOTHING,
+          "learning_rate_schedulers"),
     Fault("not copied again", "companion.network:Network.base_has_changed",
-          begin("return False"), "structure companion*"),
+          begin("return False"), "model_structure companion/"),
     # the prototypes
     Fault("unseen prototypes pull", "prototypes:Prototypes.pull",
-          result("result._replace(weights=None)"), "prototypes*"),
+          result("result._replace(weights=None)"), "prototypes/"),
     Fault("absent classes forget", "prototypes:Prototypes._divisors",
-          replace("torch.where(ages, numbers, self._numbers)", "numbers"), "prototypes* weights"),
+          replace("torch.where(ages, numbers, self._numbers)", "numbers"), "prototypes/ automatic_weight"),
     # the state and the ranks
-    Fault("steps not saved", "optimizer:ForecastOptimizer._own_state", result("result | {'steps': 0}"), "resume*"),
+    Fault("steps not saved", "optimizer:ForecastOptimizer._own_state", result("result | {'steps': 0}"), "resumption*"),
     Fault("accuracy not saved", "prototypes:Prototypes.state_dict", result("result | {'fit': torch.ones(2)}"),
-          "weights resume*"),
+          "automatic_weight resumption*"),
     Fault("momentum not loaded", "companion.network:Network.load_state_dict",
-          drop("self.optimizer.load_state_dict(state['optimizer'])"), "resume*"),
+          drop("self.optimizer.load_state_dict(state['optimizer'])"), "resumption*"),
     Fault("ranks not averaged", "distributed:DataParallelGroup.average", NOTHING, "distributed"),
 ]  # fmt: skip
 
@@ -229,7 +236,7 @@ def caught_by(fault: Fault, tree: Path) -> str | None:
     file.write_text(fault.made_in(tree), encoding="utf-8")
     try:
         # No fault can be made twice, which test_mutations.py would take for a catch.
-        others = ("-n", "2", "--ignore=tests/test_mutations.py", "tests")
+        others = ("-n", "2", "--ignore=tests/project/test_mutations.py", "tests")
         return failing_test(tree, *fault.paths) or failing_test(tree, *others)
     finally:
         file.write_text(former, encoding="utf-8")

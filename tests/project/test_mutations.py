@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.mutations import FAULTS, HERE
+from tests.project.mutations import FAULTS, HERE
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.behavior for fault in FAULTS])
@@ -14,6 +14,12 @@ def test_a_fault_can_be_made(fault) -> None:
     made = fault.made_in(HERE)  # raises where the function, or what is changed in it, is not there
     assert made != ast.unparse(ast.parse((HERE / fault.file).read_text(encoding="utf-8")))
     compile(made, fault.file, "exec")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.behavior for fault in FAULTS])
+def test_its_test_files_are_there(fault) -> None:
+    paths = fault.paths
+    assert all(any(name.strip("/*") in path for path in paths) for name in fault.tests.split())
 
 
 def test_faults_are_few() -> None:

@@ -8,9 +8,9 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.test_public_api import PAGES
+from tests.project.test_public_api import PAGES
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "dcl_optim").rglob("*.py")}
 FILES = {name.removesuffix(".__init__"): path for name, path in sorted(PATHS.items())}
 # From the top. A file or package imports from lower layers and from itself; _ stands for all files that begin with it.

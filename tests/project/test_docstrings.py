@@ -6,7 +6,7 @@ import inspect
 import re
 from pkgutil import resolve_name
 
-from tests.test_public_api import documented
+from tests.project.test_public_api import documented
 
 # Abstract, or what a forecaster gets and does not make; docs/dev/extending.md shows them.
 WITHOUT_EXAMPLE = {"ForecastOptimizer", "Forecaster", "Forward", "Labels", "Pull"}

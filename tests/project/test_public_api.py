@@ -1,6 +1,6 @@
 """The public names, those that PAGES document, and their signatures change only on purpose.
 
-After a change on purpose, replace ``FROZEN`` by what ``python -m tests.test_public_api`` prints.
+After a change on purpose, replace ``FROZEN`` by what ``python -m tests.project.test_public_api`` prints.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 
 import dcl_optim
-from tests.typing import user_script
+from tests.project.typing import user_script
 
-PAGES = [Path(__file__).parent.parent / "docs" / f"{name}.md" for name in ("api", "api-metrics", "dev/building-blocks")]
+PAGES = [Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("api", "api-metrics", "dev/building-blocks")]
 DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
 
 FROZEN = """\
@@ -143,7 +143,7 @@ class Default:
 
 
 def signature(name: str, function: Any) -> str:
-    """Names, kinds and defaults of the parameters; types are tests/typing's matter."""
+    """Names, kinds and defaults of the parameters; types are tests/project/typing's matter."""
     parameters = [
         parameter.replace(
             annotation=parameter.empty,

@@ -14,7 +14,7 @@ import pytest
 
 from examples import minimal
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def execute(*arguments: object, folder: Path = ROOT) -> str:

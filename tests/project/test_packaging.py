@@ -16,7 +16,7 @@ import pytest
 from dcl_optim import __version__
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("dcl_optim", "tests", "benchmarks", "examples", "docs")
 TEXTS = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "SECURITY.md"}
 FILES = TEXTS | {"mkdocs.yml", "pyproject.toml"}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dcl_optim import DCPOptimizer
 from tests.helpers import assert_same, sgd
 
-PAGE = (Path(__file__).parent.parent / "docs" / "dcp-in-60-lines.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "dcp-in-60-lines.md").read_text(encoding="utf-8")
 (CODE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 FEATURES, ROWS, STEPS = 20, 80, 30
 CLOSE = {"atol": 1e-12}

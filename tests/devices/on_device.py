@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import fake_device
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 needs_device = pytest.mark.skipif(not fake_device.available(), reason="this torch has no devices in Python")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from examples import mean_teacher
 from examples.mean_teacher import MeanTeacherOptimizer
 from tests.helpers import MODELS, assert_same, batch_norm_net, batches, dropout_net, mlp, one, sgd, train
-from tests.test_public_api import documented
+from tests.project.test_public_api import documented
 
 WEIGHT, ALPHA = 0.7, 0.9
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}

@@ -1,6 +1,6 @@
 """Both optimizers compute on an accelerator what they compute on the CPU: weights and prototypes after 20 steps.
 
-``python -m tests.test_device_values`` trains all cases and prints how far they are apart.
+``python -m tests.devices.test_values`` trains all cases and prints how far they are apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks import fake_device
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.on_device import answers, needs_device
+from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
 STEPS, ROWS, FEATURES = 20, 64, 32

@@ -1,6 +1,6 @@
 """What a training step launches on an accelerator, counted on a fake one: few kernels, and no wait for the device.
 
-``python -m tests.test_device_kernels`` counts and prints. ``python -m benchmarks kernels`` has more losses and steps.
+``python -m tests.devices.test_kernels`` counts and prints. ``python -m benchmarks kernels`` has more losses and steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks import fake_device, kernels, methods
 from benchmarks.launches import counted
-from tests.on_device import answers, needs_device
+from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
 SYNC_STEP, COUNTED = 16, 3  # the step that may read values, after which steps are counted

@@ -1,0 +1,1 @@
+"""DCL's companion network: how it is made, what it sees, what it learns."""

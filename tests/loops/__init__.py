@@ -1,0 +1,1 @@
+"""Training loops that scripts have: skipped steps, mixed precision, compile, checkpointing, schedulers, ranks."""

@@ -1,0 +1,1 @@
+"""DCP's prototypes: labels, update, figures, and the number of classes."""

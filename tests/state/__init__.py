@@ -1,0 +1,1 @@
+"""Checkpoints that resume a run, copies and pickles."""

@@ -1,0 +1,1 @@
+"""``optimizer.penalty(...)`` as a term of the script's own loss."""
