@@ -2,7 +2,8 @@
 
 Letters: z are the model's logits, c the prediction that it is compared with (the companion's logits or a class
 prototype), N the number of rows, K the number of classes. A *row* is one prediction: a sample, a pixel, a token. An
-entry of z - c that is not finite contributes nothing: masked classes are minus infinity on both sides.
+entry of z - c that is not finite contributes nothing: a masked class is minus infinity in z, and in c where it has
+no prediction.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
         >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
         tensor([0.])
     """
-    c = c.masked_fill(z == -torch.inf, -torch.inf)  # a class that is masked here has no prototype
+    is_masked = (z == -torch.inf) | (c == -torch.inf)
+    z = z.masked_fill(is_masked, -torch.inf)
+    c = c.masked_fill(is_masked, -torch.inf)
     log_p = F.log_softmax(c / temperature, dim=1)
     log_q = F.log_softmax(z / temperature, dim=1)
     # p log(p / q) is 0 where p is, also where q is 0 too and the logarithm is none.
@@ -123,7 +126,7 @@ def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
         >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
         tensor([0.3133, 0.3133])
     """
-    z = z.masked_fill(z == -torch.inf, 0.0)
+    z = z.masked_fill((z == -torch.inf) | (c == -torch.inf), 0.0)
     c = c.masked_fill(c == -torch.inf, 0.0)
     similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
     is_another = ~torch.eye(len(z), dtype=torch.bool, device=z.device)

@@ -22,6 +22,8 @@ UPDATES = ("rows", "batch")
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 MAX_BYTES = 2**30  # of the (K, K) prototypes
 NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
+MASKED = -1e4  # a logit at or below is that of a masked class
+UNSEEN = -math.inf  # an entry of a prototype that no row has shown: a difference from it counts for nothing
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 FEWEST_ROWS = 8  # fewer lie in the order of their labels, or sum to 1, by chance
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
@@ -61,6 +63,10 @@ class Prototypes(Forecaster):
     A step that learns from no row, since its batch could not be read, is not finite or has no label, ages all
     prototypes: :math:`n_k \leftarrow \alpha\,n_k`.
 
+    A logit that is not finite, or at most -10,000, is masked: it neither pulls nor is learned from. An entry of a
+    prototype that no row has shown yet does not pull, and its first mean is taken whole. Both cost something from the
+    first masked logit on that is found.
+
     The tables have a row K for the rows without a label, which counts as a class that no step has seen.
 
     Args:
@@ -84,6 +90,7 @@ class Prototypes(Forecaster):
     _num_pending: int  # rows
     _sums: Tensor | None  # of further differences, by class, (K + 1, K)
     _counts: Tensor | None  # the rows of each class, (K + 1,)
+    _shown: Tensor | None  # the rows that show each entry, (K + 1, K), once masks were found
     _num_right: Tensor | None  # rows that were predicted right
 
     def __init__(
@@ -101,6 +108,7 @@ class Prototypes(Forecaster):
         self._measures_from = math.inf  # with more classes the accuracy is measured
         self._may_be_in_batch = num_classes is None  # until labels were seen
         self._may_be_probabilities = True  # until the term got logits
+        self._step_number = 0
         self._create(num_classes or 0, like)
         self.forget()
 
@@ -118,6 +126,7 @@ class Prototypes(Forecaster):
         self._one = self._rows.new_ones(())
         self._no_rows = torch.zeros_like(self._numbers)  # of each class in an empty batch
         self._no_rows[num_classes:] = NEVER  # so that no step gives row K a number above 0
+        self._has_masks = False
         self._fit = self._rows.new_tensor([0.0, TINY])  # decayed numbers of rows predicted right, and with a label
         self.num_classes = num_classes
 
@@ -128,8 +137,12 @@ class Prototypes(Forecaster):
 
     @property
     def values(self) -> Tensor:
-        """A copy of all prototypes, (K, K); zero for a class that no step has seen, (0, 0) before K is known."""
-        return self._rows[:-1].clone()
+        """A copy of all prototypes, (K, K); zero where no row has shown a value, (0, 0) before K is known."""
+        return self._known()[:-1]
+
+    def _known(self) -> Tensor:
+        """A copy of the rows, zero where no row has shown a value."""
+        return self._rows.masked_fill(self._rows == UNSEEN, 0.0)
 
     def measure_accuracy(self, from_classes: float) -> None:
         self._measures_from = from_classes
@@ -139,7 +152,7 @@ class Prototypes(Forecaster):
 
     def figures(self) -> dict[str, Any]:
         """Mean norm, and root mean square margin: the logit of the own class less the mean of the others."""
-        rows = self._rows[:-1]
+        rows = self.values
         number = self.seen.sum()
         own = rows.diagonal()
         margins = own - (rows.sum(1) - own) / max(len(rows) - 1, 1)  # 0 for classes not seen
@@ -159,6 +172,7 @@ class Prototypes(Forecaster):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
+        self._step_number = step_number
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         assert labels is not None
@@ -178,7 +192,11 @@ class Prototypes(Forecaster):
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
         shares = shares.to(self._rows)
         with torch.autocast(shares.device.type, enabled=False):
-            c = shares @ self._rows[:-1]
+            if self._has_masks:
+                is_unseen = shares @ (self._rows[:-1] == UNSEEN).to(shares) > 0
+                c = (shares @ self.values).masked_fill_(is_unseen, UNSEEN)
+            else:
+                c = shares @ self._rows[:-1]
         is_unknown = ((shares > 0) & ~self.seen).any(1)
         return c, ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
 
@@ -193,6 +211,16 @@ class Prototypes(Forecaster):
         dtype = torch.promote_types(self._rows.dtype, rows.dtype)
         if self._rows.device != rows.device or self._rows.dtype != dtype:
             self._convert(rows.device, dtype)
+        if not self._has_masks and _sync.may_sync(forward.step_number, rows) and bool((rows <= MASKED).any()):
+            self._begin_masks()
+        if self._has_masks:
+            torch.threshold_(rows, MASKED, -math.inf)
+
+    def _begin_masks(self) -> None:
+        """From now on learn each entry of a prototype from the rows that show it."""
+        self._has_masks = True
+        is_unseen = (self._numbers <= 0)[:, None] | (self._rows <= MASKED)  # of masks that were found late
+        self._rows.masked_fill_(is_unseen, UNSEEN)
 
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
         """Raise ValueError if the labels are the rows' places, as of in-batch negatives, when they are first seen."""
@@ -235,21 +263,27 @@ class Prototypes(Forecaster):
             self._num_right = num_right if self._num_right is None else self._num_right + num_right
 
     def _add_rows(self, z: Tensor, classes: Tensor, pull: Pull) -> None:
+        if self._has_masks:
+            self._shown_of_step().index_add_(0, classes, torch.isfinite(z).to(self._rows))
+            apart = difference(z, self._known().index_select(0, classes))
+        elif pull.norms is not None:
+            apart = pull.slope
+        else:
+            apart = difference(z, self._rows.index_select(0, classes))
         self._counts_of_step().index_add_(0, classes, self._one.expand(len(classes)))
-        is_difference = pull.norms is not None
-        apart = pull.slope if is_difference else difference(z, self._rows.index_select(0, classes))
         self._pending.append((classes, apart))
         self._num_pending += len(classes)
 
     def _add_shares(self, z: Tensor, shares: Tensor) -> None:
         """A row counts for each class by its share. A class that is masked in a row (minus infinity) moves nothing."""
-        numbers = shares.sum(0)
-        self._counts_of_step()[:-1] += numbers
         known = torch.isfinite(z)
         z = z.to(shares.dtype).masked_fill(~known, 0.0)
         with torch.autocast(z.device.type, enabled=False):
             numbers_known = shares.T @ known.to(shares)
-            self._sum_by_class()[:-1] += shares.T @ z - numbers_known * self._rows[:-1]
+            self._sum_by_class()[:-1] += shares.T @ z - numbers_known * self.values
+        if self._has_masks:
+            self._shown_of_step()[:-1] += numbers_known
+        self._counts_of_step()[:-1] += shares.sum(0)
 
     def skip(self, forward: Forward) -> None:
         if self._group.size > 1 and not self.num_classes:  # the others wait for this one's sums
@@ -267,6 +301,12 @@ class Prototypes(Forecaster):
         if self._counts is None:
             self._counts = self._no_rows.clone()
         return self._counts
+
+    def _shown_of_step(self) -> Tensor:
+        """The rows that show each entry since the last step, (K + 1, K): all those of before masks were found."""
+        if self._shown is None:
+            self._shown = self._counts_of_step()[:, None].expand_as(self._rows).clone()
+        return self._shown
 
     def _sum_by_class(self) -> Tensor:
         """Add the pending differences up by class, (K + 1, K)."""
@@ -286,22 +326,37 @@ class Prototypes(Forecaster):
         if self._num_right is not None:
             fit = torch.stack((self._num_right, counts[:-1].sum()))
             self._fit = torch.add(fit, self._fit, alpha=DECAY)
-        divisors = self._divisors(counts, alpha)
+        divisors = self._divisors(counts, alpha)[:, None]
+        if self._has_masks:
+            divisors = self._begin_entries(divisors)
         if self._sums is not None:
-            self._rows.addcdiv_(self._sums, divisors[:, None])
+            self._rows.addcdiv_(self._sums, divisors)
         for classes, apart in self._pending:
-            self._rows.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)[:, None]))
+            self._rows.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)))
         self.forget()
 
+    def _begin_entries(self, divisors: Tensor) -> Tensor:
+        """Prepare entries that are shown for the first time; return what each entry's sum is divided by, (K + 1, K)."""
+        shown = self._shown_of_step()
+        is_first = (self._rows == UNSEEN) & (shown > 0)
+        is_first[self.num_classes :] = False  # of rows without a label
+        self._rows.masked_fill_(is_first, 0.0)
+        return torch.where(is_first, shown, divisors)
+
     def _reduce(self) -> None:
-        """Sum over the ranks, in two reductions."""
-        self._group.all_reduce_sum(self._sum_by_class())
+        """Sum over the ranks, in two reductions, or three once one of them has found masks."""
         num_right = self._one.new_zeros(()) if self._num_right is None else self._num_right
-        counts = torch.cat((self._counts_of_step(), num_right[None]))
+        has_masks = self._one.new_full((), self._has_masks)
+        counts = torch.cat((self._counts_of_step(), num_right[None], has_masks[None]))
         self._group.all_reduce_sum(counts)
-        self._counts = counts[:-1]
+        if not self._has_masks and _sync.may_sync(self._step_number, counts) and bool(counts[-1] > 0):
+            self._begin_masks()
+        if self._has_masks:
+            self._group.all_reduce_sum(self._shown_of_step())
+        self._group.all_reduce_sum(self._sum_by_class())
+        self._counts = counts[:-2]
         if self.num_classes > self._measures_from:
-            self._num_right = counts[-1]
+            self._num_right = counts[-2]
 
     def _divisors(self, counts: Tensor, alpha: float) -> Tensor:
         """Add the counts to the numbers; return what the sum of each class's differences is divided by, (K + 1,)."""
@@ -321,6 +376,7 @@ class Prototypes(Forecaster):
         self._num_pending = 0
         self._sums = None
         self._counts = None
+        self._shown = None
         self._num_right = None
 
     def _convert(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -357,6 +413,9 @@ class Prototypes(Forecaster):
         self._create(len(values), values.to(self._rows.device))  # in the dtype of the logits that it was learned from
         for name, tensor in self._saved().items():
             tensor.copy_(state[name])
+        if _sync.may_sync(1, values) and bool((values == UNSEEN).any()):
+            self._has_masks = True
+            self._rows[-1] = UNSEEN
         self._may_be_in_batch = self._given is None and not len(values)
 
 

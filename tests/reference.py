@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Function = Callable[[Tensor, Tensor], Tensor]
+UNSEEN = -torch.inf  # an entry of a prototype that no row has shown
 
 
 def dcl_step(
@@ -90,9 +91,13 @@ def dcp_step(
 ) -> Tensor:
     r"""One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
 
+    A logit of at most -10,000 is masked: it neither pulls nor is learned from. An entry of a prototype that no row has
+    shown does not pull, and its first mean is taken whole.
+
     Args:
         model: :math:`\theta_t`, updated in place.
-        prototypes: the prototype of each class seen so far, (K,) each; updated in place.
+        prototypes: the prototype of each class seen so far, (K,) each; updated in place. Minus infinity in entries
+            that no row has shown.
         optimizer: that of the model.
         x, y: inputs (batch, ...) and class indices (batch,).
         loss_function, distance: :math:`\ell`, (z, y) -> scalar, and :math:`\Delta`, (z, p) -> one value a row, of
@@ -116,11 +121,12 @@ def dcp_step(
         [0, 1]
     """
     z, labels = model(x), y.tolist()
+    rows = z.masked_fill(z <= -1e4, -torch.inf)
     known = [i for i in range(len(y)) if labels[i] in prototypes]
     forecast = {i: prototypes[labels[i]] for i in known}
     penalty = z.sum() * 0.0
     if known:
-        penalty = distance(z[known], torch.stack([forecast[i] for i in known])).sum() / len(y)
+        penalty = distance(rows[known], torch.stack([forecast[i] for i in known])).sum() / len(y)
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
@@ -128,11 +134,16 @@ def dcp_step(
     optimizer.step()
 
     for k in sorted(set(labels)):
-        mine = z.detach()[y == k]
+        mine = rows.detach()[y == k]
+        shown = mine.isfinite()
+        before = prototypes.get(k, torch.full_like(mine[0], UNSEEN))
         if numbers is not None:
             numbers[k] = alpha * numbers.get(k, 0.0) + len(mine)
-            before = prototypes.get(k, torch.zeros_like(mine[0]))
-            prototypes[k] = before + (mine - before).sum(0) / numbers[k]
+            share = 1 / numbers[k]
         else:
-            prototypes[k] = alpha * prototypes[k] + (1 - alpha) * mine.mean(0) if k in prototypes else mine.mean(0)
+            share = (1 - alpha) / len(mine)
+        moved = before + share * torch.where(shown, mine - before, 0.0).sum(0)
+        first = torch.where(shown, mine, 0.0).sum(0) / shown.sum(0)
+        first = torch.where(shown.any(0), first, UNSEEN)
+        prototypes[k] = torch.where(before == UNSEEN, first, moved)
     return loss.detach()

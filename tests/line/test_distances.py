@@ -280,11 +280,13 @@ def test_a_class_that_is_masked_in_both(name, options, z, c, value, gradient):
     assert_same(gradient_of(found), double(*gradient), rtol=1e-12, atol=1e-15)
 
 
-def test_a_class_that_the_prediction_alone_rules_out_is_pushed_down_by_kl():
-    """It has no share in the value, and its gradient is the model's probability."""
-    found = by_rows(partial(distances.kl, temperature=1.0), double([0, 0, 0]), double([0, -INF, 0]))
-    assert found.value().item() == pytest.approx(math.log(1.5))
-    assert_same(gradient_of(found), double([-1 / 6, 1 / 3, -1 / 6]), rtol=1e-12)
+@pytest.mark.parametrize("name", ["kl", "infonce"])
+def test_a_class_that_is_masked_in_the_prediction_alone_counts_for_nothing(name):
+    z, c = random_rows()
+    alone = by_rows(FUNCTIONS[name], z, c.index_fill(1, torch.tensor([0]), -INF))
+    both = by_rows(FUNCTIONS[name], *(rows.index_fill(1, torch.tensor([0]), -INF) for rows in (z, c)))
+    assert alone.value() == both.value()
+    assert_same(alone.slope, both.slope)
 
 
 @pytest.mark.parametrize("broken", [-INF, INF, NAN])

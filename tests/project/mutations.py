@@ -192,6 +192,9 @@ FAULTS = [
           result("result._replace(weights=None)"), "prototypes/"),
     Fault("absent classes forget", "prototypes:Prototypes._divisors",
           replace("torch.where(ages, numbers, self._numbers)", "numbers"), "prototypes/ automatic_weight"),
+    Fault("masked classes are learned as 0", "prototypes:Prototypes._begin_masks", NOTHING, "prototypes/"),
+    Fault("first mean of an entry not whole", "prototypes:Prototypes._begin_entries",
+          replace("torch.where(is_first, shown, divisors)", "divisors + 0.0 * shown"), "prototypes/"),
     # the state and the ranks
     Fault("steps not saved", "optimizer:ForecastOptimizer._own_state", result("result | {'steps': 0}"), "resumption*"),
     Fault("accuracy not saved", "prototypes:Prototypes.state_dict", result("result | {'fit': torch.ones(2)}"),

@@ -1,0 +1,273 @@
+"""Masked classes: an entry that no row has shown does not pull, and its first mean is taken whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCPOptimizer, _sync, distances
+from tests.helpers import assert_same, on_two_ranks, through_a_file
+from tests.reference import dcp_step
+
+CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+INF = float("inf")
+LOWEST = torch.finfo(torch.float64).min
+Mask = Callable[[int, Tensor], Tensor]
+
+
+def opened_later(step: int, x: Tensor) -> Tensor:
+    """Half of the classes are closed up to step 12, and have labels in no step."""
+    return (torch.arange(CLASSES) >= 3) & torch.tensor(step < 12)
+
+
+def drawn_for_each_batch(step: int, x: Tensor) -> Tensor:
+    return (torch.arange(CLASSES) >= 3) & (torch.arange(CLASSES) % 3 != step % 3)
+
+
+def other_ones_in_each_row(step: int, x: Tensor) -> Tensor:
+    return F.one_hot(3 + x[:, 0].abs().mul(10).long() % 3, CLASSES).bool()
+
+
+def from_the_third_step_on(step: int, x: Tensor) -> Tensor:
+    return other_ones_in_each_row(step, x) & torch.tensor(step >= 2)
+
+
+MASKS = (opened_later, drawn_for_each_batch, other_ones_in_each_row, from_the_third_step_on)
+
+
+class Masked(nn.Module):
+    """The logits of the classes that are closed are a number, minus infinity by default."""
+
+    def __init__(self, mask: Mask, number: float = -INF) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES)).double()
+        self.net[2].bias.data[3:] = -8.0
+        self.step, self.mask, self.number = 0, mask, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).masked_fill(self.mask(self.step, x), self.number)
+
+
+def wrap(model: nn.Module, **options: Any) -> DCPOptimizer:
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return DCPOptimizer(base, model, **{"num_classes": CLASSES, "weight": 0.7, "alpha": 0.6} | options)
+
+
+def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """Class 2 comes first in step 4."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(steps):
+        x = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
+        found.append((x, torch.randint(2 if step < 3 else 3, (ROWS,), generator=generator)))
+    return found
+
+
+def take_step(optimizer: DCPOptimizer, x: Tensor, y: Tensor, way: str = "line") -> None:
+    optimizer.zero_grad()
+    z = optimizer.model(x)
+    loss = F.cross_entropy(z, y)
+    if way == "term":
+        loss = loss + optimizer.penalty(z, y)
+    elif way == "soft labels":
+        loss = loss + optimizer.penalty(z, F.one_hot(y, CLASSES).double())
+    loss.backward()
+    optimizer.step()
+    optimizer.model.step += 1
+
+
+def shown(prototype: Tensor) -> Tensor:
+    return prototype.masked_fill(prototype == -INF, 0.0)
+
+
+Case = tuple[Mask, float, str, dict[str, Any]]
+CASES: list[Case] = [
+    *((mask, number, way, {}) for mask in MASKS for number in (-INF, -1e9) for way in ("line", "term")),
+    *((mask, -INF, "soft labels", {}) for mask in MASKS),
+    *((other_ones_in_each_row, number, "term", {}) for number in (-1e4, LOWEST)),
+    *((drawn_for_each_batch, -INF, "term", {"distance": name}) for name in ("squared", "l1", "kl", "infonce")),
+    *((mask, -INF, "line", {"update": "batch"}) for mask in MASKS),
+]
+
+
+def train_both(case: Case) -> tuple[DCPOptimizer, nn.Module, dict[int, Tensor]]:
+    """The optimizer, and what the reference has trained and learned."""
+    mask, number, way, options = case
+    model, theirs = Masked(mask, number), Masked(mask)
+    optimizer, plain = wrap(model, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    distance = distances.DISTANCES[options.get("distance", "mse")]
+    known: dict[int, Tensor] = {}
+    settings: Any = {"weight": 0.7, "alpha": 0.6, "numbers": None if "update" in options else {}}
+    for x, y in batches():
+        take_step(optimizer, x, y, way)
+        dcp_step(theirs, known, plain, x, y, F.cross_entropy, distance, **settings)
+        theirs.step += 1
+    return optimizer, theirs, known
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join([case[0].__name__, *map(str, case[1:])]))
+def test_training_equals_the_reference(case: Case) -> None:
+    optimizer, theirs, known = train_both(case)
+    assert_same(optimizer.model, theirs, **CLOSE)
+    for k, prototype in known.items():
+        assert_same(optimizer.prototypes[k], prototype.masked_fill(prototype == -INF, 0.0), **CLOSE)
+
+
+def test_a_class_that_no_row_shows_stays_where_plain_training_leaves_it() -> None:
+    """The penalty of steps after the mask is opened is about as large as before."""
+    optimizer = train_both((opened_later, -INF, "term", {}))[0]
+    assert optimizer.logs()["penalty"] < 2.0
+    logits = optimizer.model.net(batches()[0][0])
+    assert logits[:, 3:].max() < -6.0
+
+
+# ---- by hand ---------------------------------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    """Gives its input as logits, plus a parameter that stays 0 with a learning rate of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.zero
+
+
+def of_two_classes(**options: Any) -> DCPOptimizer:
+    model = Logits()
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    return DCPOptimizer(base, model, **{"num_classes": 2, "weight": 1.0, "alpha": 1.0, "distance": "squared"} | options)
+
+
+def learn(optimizer: DCPOptimizer, rows: list[list[float]], labels: Tensor) -> float:
+    """One step by the term alone; give its value."""
+    optimizer.zero_grad()
+    penalty = optimizer.penalty(optimizer.model(torch.tensor(rows, dtype=torch.float64)), labels)
+    penalty.backward()
+    optimizer.step()
+    return penalty.item()
+
+
+@pytest.mark.parametrize("number", [-INF, -1e4, -1e30])
+def test_the_first_mean_of_an_entry_by_hand(number: float) -> None:
+    optimizer, first = of_two_classes(), torch.zeros(2, dtype=torch.long)
+    assert learn(optimizer, [[1.0, number], [3.0, number]], first) == 0.0
+    # Of class 0 is known (2, nothing): (4 - 2)² and (0 - 2)², over two rows and two classes.
+    assert learn(optimizer, [[4.0, 7.0], [0.0, number]], first) == 2.0
+    # (2, 7), the second number of one row. Then (3 - 7)² over two classes.
+    assert learn(optimizer, [[2.0, 3.0]], first[:1]) == 8.0
+    # Five rows of class 0: 7 + (3 - 7) / 5.
+    assert_same(optimizer.prototypes, torch.tensor([[2.0, 6.2], [0.0, 0.0]], dtype=torch.float64), atol=1e-12)
+
+
+def test_a_mixture_with_an_entry_that_no_row_has_shown_by_hand() -> None:
+    """Half of class 0, which is (2, nothing), and half of class 1, (0, 4): the second entry does not pull."""
+    optimizer = of_two_classes()
+    learn(optimizer, [[2.0, -INF], [0.0, 4.0]], torch.tensor([0, 1]))
+    assert learn(optimizer, [[4.0, 9.0]], torch.tensor([[0.5, 0.5]]).double()) == 4.5
+    # By its share of a half: 2 + (4 - 2) / 2 / 1.5, all of 9, 0 + 4 / 2 / 1.5 and 4 + (9 - 4) / 2 / 1.5.
+    expected = torch.tensor([[8 / 3, 9.0], [4 / 3, 17 / 3]], dtype=torch.float64)
+    assert_same(optimizer.prototypes, expected, atol=1e-12)
+
+
+def test_rows_without_a_label_show_nothing() -> None:
+    optimizer = of_two_classes()
+    learn(optimizer, [[2.0, -INF], [5.0, 5.0], [-INF, -INF]], torch.tensor([0, -100, -100]))
+    assert learn(optimizer, [[2.0, 8.0], [9.0, 9.0]], torch.tensor([0, -100])) == 0.0
+    assert_same(optimizer.prototypes, torch.tensor([[2.0, 8.0], [0.0, 0.0]]).double())
+
+
+def test_micro_batches_of_which_the_second_is_masked_learn_as_one_batch() -> None:
+    found = []
+    for parts in (1, 2):
+        optimizer = of_two_classes()
+        rows = torch.tensor([[1.0, 5.0], [3.0, 7.0], [2.0, -INF], [6.0, 9.0]], dtype=torch.float64)
+        labels = torch.tensor([0, 1, 0, 0])
+        for z, y in zip(rows.chunk(parts), labels.chunk(parts), strict=True):
+            (optimizer.penalty(optimizer.model(z), y) / parts).backward()
+        optimizer.step()
+        found.append(optimizer.prototypes)
+    assert_same(found[0], torch.tensor([[3.0, 7.0], [3.0, 7.0]]).double(), atol=1e-12)
+    assert_same(*found, atol=1e-12)
+
+
+# ---- states, devices and ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(mask: Mask) -> None:
+    whole = wrap(Masked(mask))
+    for step, (x, y) in enumerate(batches()):
+        if step == 5:
+            state = through_a_file(copy.deepcopy([whole.state_dict(), whole.model.state_dict()]))
+        take_step(whole, x, y)
+    again = wrap(Masked(mask))
+    again.load_state_dict(state[0])
+    again.model.load_state_dict(state[1])
+    again.model.step = 5
+    for x, y in batches()[5:]:
+        take_step(again, x, y)
+    assert_same([again.model.state_dict(), again.state_dict()], [whole.model.state_dict(), whole.state_dict()])
+
+
+@pytest.mark.parametrize("number", [-INF, -1e9])
+def test_where_values_are_read_in_the_first_step_alone_it_is_the_same(number: float, monkeypatch: Any) -> None:
+    found = []
+    for rarely in (False, True):
+        if rarely:
+            monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: step == 1)
+        optimizer = wrap(Masked(other_ones_in_each_row, number))
+        for x, y in batches():
+            take_step(optimizer, x, y, "term")
+        found.append([optimizer.model.state_dict(), optimizer.prototypes])
+    assert_same(*found)
+
+
+def of_the_rank(rank: int, folder: Path, name: str) -> None:
+    """Each rank has half of the rows; the first one, without masks up to step 4, averages gradients itself."""
+
+    def mask(step: int, x: Tensor) -> Tensor:
+        return opened_later(step, x) & torch.tensor(rank == 1 or step > 4)
+
+    optimizer = wrap(Masked(mask), process_group=dist.group.WORLD)
+    for x, y in batches():
+        take_on_rank(optimizer, x.chunk(2)[rank], y.chunk(2)[rank])
+    torch.save([optimizer.prototypes, optimizer.model.state_dict()], folder / f"{name} {rank}.pt")
+
+
+def take_on_rank(optimizer: DCPOptimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    z = optimizer.model(x)
+    (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
+    for parameter in optimizer.model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad.div_(2))
+    optimizer.step()
+    optimizer.model.step += 1
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_two_ranks_of_which_one_has_masks_train_as_one_process(tmp_path: Path) -> None:
+    def mask(step: int, x: Tensor) -> Tensor:
+        rows = (torch.arange(len(x)) >= ROWS // 2) | torch.tensor(step > 4)
+        return opened_later(step, x) & rows[:, None]
+
+    on_two_ranks(of_the_rank, tmp_path, "masked")
+    first, second = (torch.load(tmp_path / f"masked {rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first, second)
+    joint = wrap(Masked(mask))
+    for x, y in batches():
+        take_step(joint, x, y, "term")
+    assert_same(first, [joint.prototypes, joint.model.state_dict()], **CLOSE)
