@@ -180,18 +180,15 @@ class Algorithm:
         self._is_training_forward = False
         forecaster = self.forecaster
         if self.uses_term and not forecaster.predicts:
-            self.progress.add(None)
             return  # the term brings the logits
         try:
             z = find_logits(output, self._logits)
         except NoLogits as error:  # no fault if the script adds the term
             if forecaster.predicts:
                 raise
-            self.progress.add(None)
             self.reader.not_found = str(error)
             return
         if not z.requires_grad:
-            self.progress.add(None)
             forecaster.drop_forward()
             return
         forward = Forward(z, self.progress.number, self.reader.known.class_dim or 1)

@@ -137,6 +137,7 @@ class Progress:
 
     def begin_forward(self) -> bool:
         """The model is called for training; return whether its weights were changed twice without a step."""
+        self.stage = max(self.stage, Stage.FORWARD)
         if self.trained is None or not self.learns:
             return False
         parameter, version = self.trained
@@ -147,12 +148,10 @@ class Progress:
         self.changes += 1
         return self.changes > 1
 
-    def add(self, forward: Forward | None) -> None:
-        """The model has returned, or the penalty term has got logits; None where no trained logits were found."""
-        self.stage = max(self.stage, Stage.FORWARD)
-        if forward is not None:
-            self.forwards = [reference for reference in self.forwards if reference() is not None]
-            self.forwards.append(weakref.ref(forward))
+    def add(self, forward: Forward) -> None:
+        """The model has returned logits, or the penalty term has got some."""
+        self.forwards = [reference for reference in self.forwards if reference() is not None]
+        self.forwards.append(weakref.ref(forward))
 
     def gradient(self, forward: Forward, base: Optimizer, end: Callable[[], None]) -> bool:
         """A gradient has come to logits; return whether it is one of the training, and goes on to its parameters.
