@@ -68,8 +68,8 @@ DETACHED = (
 CHANGED = (
     "the weights were changed twice without a step of {name}: the base {base} was stepped, or another method wrote to "
     "them. Prototypes and companion learn nothing so.\n"
-    "  Fix: call step() of the wrapper, with SAM step(closure), also in trainers and schedulers. For a script that "
-    "changes weights and restores them pass strict=False. See docs/get-started.md"
+    "  Fix: if the script changes weights and restores them (FGM, weight noise), pass strict=False; else call step() "
+    "of the wrapper, with SAM step(closure), also in trainers. See docs/get-started.md"
 )
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
@@ -91,9 +91,10 @@ FIXES = {
     Stage.GRAPH_KEPT: "run a backward pass without it before the step",
 }
 NOT_ADDED = (
-    "{}.penalty was called since the last step, but what it returned took part in no backward pass.\n"
-    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(). To look at the value use "
-    "logs()"
+    "{}.penalty was called since the last step, but what it returned took part in no backward pass that goes on to the "
+    "parameters.\n"
+    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(), outside of fused losses, "
+    "which take gradients in their forward pass. To look at the value use logs()"
 )
 NOT_TRAINED = (
     "a backward pass came through what {}.penalty returned, but no parameter of the base optimizer has a gradient: was "
@@ -217,10 +218,13 @@ class Algorithm:
         loss = self.reader.read(forward, gradient)
         if loss.fits is None and loss.is_finite and forward.outcome is Outcome.LEARNED:
             return None  # a further loss of logits that have their penalty
-        self.last = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "fits": loss.fits}
+        figures: dict[str, Any] = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "fits": loss.fits}
         if loss.fits is None:
+            if forward.backward == -1 or forward.backward != self.last.get("backward"):  # else another loss was read
+                self.last = figures
             self._miss(forward, loss.is_finite)
             return None
+        self.last = figures | {"backward": forward.backward}
         pull = self.forecaster.pull(forward, loss.labels)
         self.last["penalty"] = pull.value
         regularized = None

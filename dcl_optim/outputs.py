@@ -48,6 +48,12 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
             f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
             "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
         )
+    if found.is_nested:
+        raise NoLogits(
+            f"the logits that the model returned are a nested tensor of shape {tuple(found.shape)}.\n"
+            "  Fix: return their values from the model, logits.values(); or with DCP add the penalty to the loss, "
+            "loss + optimizer.penalty(logits.values(), labels)"
+        )
     return found
 
 

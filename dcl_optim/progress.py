@@ -237,7 +237,7 @@ class Progress:
         return None
 
     def forward_like(self, logits: Tensor, may_read: bool) -> Forward | None:
-        """The one forward pass that returned such logits, and is open.
+        """The one forward pass that returned such logits and is open, or else one that got its penalty.
 
         DistributedDataParallel and conversions to another dtype return another tensor.
 
@@ -246,10 +246,13 @@ class Progress:
             may_read: whether values are compared; if not, only those of several of one shape are.
         """
         alive = [forward for reference in self.forwards if (forward := reference()) is not None]
-        alike = [one for one in alive if one.outcome is Outcome.OPEN and one.shape == logits.shape]
-        if may_read or len(alike) > 1:
-            alike = [one for one in alike if are_close(one.logits, logits.detach())]
-        return alike[0] if len(alike) == 1 else None
+        for outcome in (Outcome.OPEN, Outcome.GIVEN):
+            alike = [one for one in alive if one.outcome is outcome and one.shape == logits.shape]
+            if may_read or len(alike) > 1:
+                alike = [one for one in alike if are_close(one.logits, logits.detach())]
+            if len(alike) == 1:
+                return alike[0]
+        return None
 
     def without_forwards(self) -> Progress:
         """The same in a copy of the optimizer, whose forward passes are not those of the script."""

@@ -22,7 +22,7 @@ from dcl_optim.loss.cross_entropy import LOG, Reading, examine, read
 from dcl_optim.progress import Forward, Outcome
 from dcl_optim.pull import Scale
 
-PATIENCE = 20  # batches that may tell nothing before the first one that does
+PATIENCE = 20  # batches in a row that may tell nothing
 SAMPLE = 2**20  # logits that the first look takes
 SUMS_TO_ZERO = 0.02  # of the absolute values
 TERMS = {False: "loss + optimizer.penalty(logits)", True: "loss + optimizer.penalty(logits, labels)"}
@@ -31,6 +31,7 @@ UNREADABLE = (
     "{name} cannot read {what} from the loss's gradient, which is not that of a plain softmax cross-entropy over the "
     "model's logits.\n  Seen: {seen}.\n  Fix: {fix}. See docs/losses.md"
 )
+IN_A_ROW = "{} batches in a row got no penalty: "
 NO_CLASSES = "one logit a row, as of binary classification or regression, which has no classes, or no batch dimension"
 SUMS = "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression or another term"
 FACTORS = (
@@ -38,7 +39,10 @@ FACTORS = (
     "with mixup, or the logits are changed before the loss"
 )
 OF_AN_ATTACK = "; for the gradient of an attack use torch.autograd.grad, or model.eval()"
-NOTHING = "batches that show no form: single rows of two classes, or a model that is certain of every row"
+NOTHING = (
+    "batches that show no form: single rows of two classes, a model that is certain of every row, or other values than "
+    "logits"
+)
 PROBABILITIES = "the rows of the model's output are probabilities"
 NEEDS_LOGITS = "return logits or log_softmax from the model, or pass logits=, and use F.cross_entropy or F.nll_loss"
 SOFTMAX_TWICE = (
@@ -70,7 +74,7 @@ class Known(NamedTuple):
         form: of the gradient, see :func:`~dcl_optim.loss.cross_entropy.read`; None before one is known.
         scale: the last s that was read.
         class_dim: the dimension of the classes, of logits with more than two.
-        num_silent: how many batches with a gradient have told no form.
+        num_silent: how many of the last batches with a gradient, one after the other, were not read.
     """
 
     form: float | None = None
@@ -80,6 +84,25 @@ class Known(NamedTuple):
 
 
 SAVED = {"form": float | None, "scale": float | None, "class_dim": int | None, "num_silent": int}
+
+
+class _Seen(NamedTuple):
+    """What is counted of a batch when values may be read.
+
+    Attributes:
+        backward: the backward pass, by autograd's number.
+        num_live: how many rows have a gradient, or whether any has.
+        fits: whether its loss was read.
+    """
+
+    backward: int
+    num_live: Tensor | float
+    fits: Tensor | float
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether there was a loss to read, and it was not read."""
+        return bool(self.num_live) and not self.fits
 
 
 class LossReader:
@@ -98,10 +121,11 @@ class LossReader:
         self.not_found = ""  # why an output of the model showed no logits
         self._said: set[str] = set()
         self._num_skipped = 0
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # num_live and fits of batches, on a device, that were not read
+        self._not_counted: list[_Seen] = []
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
+        self.num_skipped()
         scale = self.known.scale
         return self.known._replace(scale=None if scale is None else float(scale))._asdict()
 
@@ -144,11 +168,19 @@ class LossReader:
         if may_read and (reading is None or not bool(reading.fits)):
             reading, total = self._choose(forward, gradient, dim)
             is_finite = total < math.inf  # false for nan too
-            if reading is None and forward.outcome is Outcome.OPEN:
-                self._num_skipped += int(total != 0)
-        elif reading is not None and not may_read and forward.outcome is Outcome.OPEN:
-            self._waiting.append((reading.num_live, reading.fits))
+            if is_finite:
+                self._note(forward, total > 0, reading is not None)
+            elif forward.outcome is Outcome.OPEN:
+                self.skip()
+        elif may_read:
+            self._note(forward, True, True)
+        elif reading is not None:
+            self._note(forward, reading.num_live, reading.fits)
         return self._loss_of(reading, is_finite)
+
+    def _note(self, forward: Forward, num_live: Tensor | bool, fits: Tensor | bool) -> None:
+        if forward.outcome is Outcome.OPEN:  # else these logits have their penalty from another loss
+            self._not_counted.append(_Seen(forward.backward, num_live, fits))
 
     def _loss_of(self, reading: Reading | None, is_finite: bool) -> Loss:
         last = 1.0 if self.known.scale is None else self.known.scale
@@ -182,9 +214,8 @@ class LossReader:
                 if evidence.is_softmax and self.known.form != LOG:
                     warn_once(self._said, SOFTMAX_TWICE)
                 return reading, total
-        self.known = self.known._replace(num_silent=self.known.num_silent + 1)
-        if says or self.known.form is not None or self.known.num_silent >= PATIENCE:
-            self._refuse(forward, self._unreadable(z, evidence.is_softmax, says, bool(sums), forward.is_one_of_several))
+        message = self._unreadable(z, evidence.is_softmax, says, bool(sums), forward.is_one_of_several)
+        self._refuse(forward, message, says > 0)
         return None, total
 
     def _read_first_that_fits(
@@ -200,18 +231,22 @@ class LossReader:
                 return reading
         return None
 
-    def _refuse(self, forward: Forward, message: str) -> None:
-        """A gradient has no known form: an error, or a warning once a form is known."""
-        if self.known.form is None:
+    def _refuse(self, forward: Forward, message: str, says: bool) -> None:
+        """A gradient has no known form: an error if none was known before, or of many in a row; else a warning."""
+        is_known = self.known.form is not None
+        if says and not is_known:
             raise RuntimeError(message)
-        if forward.outcome is Outcome.OPEN:  # else these logits have their penalty from another loss
+        if self._num_silent() + 1 >= PATIENCE:
+            raise RuntimeError(IN_A_ROW.format(PATIENCE) + message if is_known else message)
+        # Else the batch may say nothing by chance, or these logits have their penalty from another loss.
+        if forward.outcome is Outcome.OPEN and (is_known or forward.is_one_of_several):
             warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
 
     def _unreadable(self, z: Tensor, is_softmax: float, says: float, sums: bool, several: bool) -> str:
         """The message about a gradient that cannot be read."""
         fix = f"add the penalty to the loss, {self.term}"
         if several:
-            fix += "; if the logits are another tensor of the model's output, pass logits=lambda output: output[1]"
+            fix = f"if the logits are another tensor of the output, pass logits=lambda output: output[1]; else {fix}"
         if z.shape[1] == 1:
             seen = NO_CLASSES
             if self.reads_labels:
@@ -223,7 +258,7 @@ class LossReader:
             seen = NOTHING
         else:
             seen = FACTORS if sums else SUMS
-            fix += OF_AN_ATTACK
+            fix += "" if several else OF_AN_ATTACK
         what = "the labels" if self.reads_labels else "the factor"
         return UNREADABLE.format(name=self._name, what=what, seen=seen, fix=fix)
 
@@ -232,14 +267,34 @@ class LossReader:
         self._num_skipped += 1
 
     def num_skipped(self) -> int:
-        """Count the batches that got no penalty. Synchronizes."""
-        if self._waiting:
-            device = self._waiting[-1][0].device
-            num_live = torch.stack([number.to(device) for number, _ in self._waiting])
-            fits = torch.stack([fits.to(device) for _, fits in self._waiting])
-            self._num_skipped += int(((num_live > 0) & ~fits).sum())
-            self._waiting = []
+        """Count the batches that got no penalty, and in whose backward pass no other loss was read. Synchronizes."""
+        seen = _on_host(self._not_counted)
+        read_in = {one.backward for one in seen if one.fits and one.backward != -1}  # -1: compiled autograd
+        self._num_skipped += sum(one.is_missed and one.backward not in read_in for one in seen)
+        self.known = self.known._replace(num_silent=self._num_silent())
+        self._not_counted = []
         return self._num_skipped
+
+    def _num_silent(self) -> int:
+        """Count the batches that were not read since the last one that was. Synchronizes."""
+        number = self.known.num_silent
+        for one in _on_host(self._not_counted):
+            if one.fits:
+                number = 0
+            number += one.is_missed
+        return number
+
+
+def _on_host(seen: list[_Seen]) -> list[_Seen]:
+    """The same as numbers of the host, which waits for a device once."""
+    num_live = [one.num_live for one in seen if isinstance(one.num_live, Tensor)]
+    fits = [one.fits for one in seen if isinstance(one.fits, Tensor)]
+    if not fits:
+        return seen
+    device = fits[-1].device
+    columns = [torch.stack([value.to(device) for value in column]).double() for column in (num_live, fits)]
+    numbers = iter(torch.stack(columns, 1).tolist())
+    return [_Seen(one.backward, *next(numbers)) if isinstance(one.fits, Tensor) else one for one in seen]
 
 
 def _sample(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -419,14 +420,61 @@ def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_
     before = copy.deepcopy(learned(optimizer))
     what = "labels" if variant == "dcp" else "factor"
     with pytest.warns(UserWarning, match=rf"(?s)a batch gets no penalty: .*cannot read the {what}") as caught:
-        train(model, optimizer, vectors(25), loss)
+        train(model, optimizer, vectors(19), loss)
     assert len(caught) == 1
-    train(bare, base, vectors(25), loss)
+    train(bare, base, vectors(19), loss)
     assert_same(model, bare)
     assert_same(learned(optimizer), before)
     assert math.isnan(optimizer.logs()["penalty"])
-    assert optimizer.logs()["skipped"] == 25
+    assert optimizer.logs()["skipped"] == 19
     assert optimizer.state_dict()[optimizer._key]["loss"]["scale"] == pytest.approx(1.0)
+    if resumes:
+        model, optimizer = resume(optimizer, model)
+    with pytest.raises(RuntimeError, match=rf"20 batches in a row got no penalty: .*cannot read the {what}"):
+        train(model, optimizer, vectors(1), loss)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_batch_in_20_that_can_be_read_is_enough(variant):
+    """As where class weights begin in a later epoch, of batches whose labels have one weight now and then."""
+    model = mlp()
+    optimizer = make(variant, model)
+    for times in range(3):
+        train(model, optimizer, vectors(1))
+        with pytest.warns(UserWarning, match="a batch gets no penalty") if times == 0 else nullcontext():
+            train(model, optimizer, vectors(19), weighted)
+    assert optimizer.logs()["skipped"] == 3 * 19
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_values_may_not_be_read_many_unread_batches_are_an_error_in_the_next_step_that_may(variant, monkeypatch):
+    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
+    model = mlp()
+    optimizer = make(variant, model)
+    train(model, optimizer, vectors(66))  # 64 is a step that may
+    train(model, optimizer, vectors(33), squares)
+    with pytest.raises(RuntimeError, match="20 batches in a row got no penalty"):
+        train(model, optimizer, vectors(1), squares)  # the hundredth
+
+
+@pytest.mark.parametrize("comes_first", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_loss_that_is_read_counts_beside_one_of_another_forward_pass_that_is_not(variant, comes_first):
+    """Virtual adversarial training: the cross-entropy has its penalty, and the consistency loss needs none."""
+    model = mlp()
+    optimizer = make(variant, model)
+    train(model, optimizer, vectors(2))
+    for step, (x, y) in enumerate(vectors(25)):
+        optimizer.zero_grad()
+        inputs = (x + 0.1, x) if comes_first else (x, x + 0.1)
+        outputs = [model(one) for one in inputs]
+        near, z = outputs if comes_first else reversed(outputs)
+        loss = F.cross_entropy(z, y) + near.square().mean()
+        with pytest.warns(UserWarning, match="a batch gets no penalty") if step == 0 else nullcontext():
+            loss.backward()
+        optimizer.step()
+        assert optimizer.logs()["penalty"] > 0
+    assert optimizer.logs()["skipped"] == 0
 
 
 # ---- the number of classes, and their dimension ----------------------------------------------------------------------

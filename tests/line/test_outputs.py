@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.outputs import conversion_source, find_logits
 from tests import by_hand
-from tests.helpers import CLASSES, assert_same, batches, cells, mlp, one, sgd, train, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, wrap
 
 # ---- logits that were converted --------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ def test_the_error_of_logits_that_are_another_tensor_of_the_output_names_the_arg
     model = Several(lambda f, z, e: (f, z))
     optimizer, (x, y) = kind(sgd(model), model), one()
     loss = F.cross_entropy(model(x)[1], y)
-    with pytest.raises(RuntimeError, match=r"Fix: add the penalty.*pass logits=lambda output: output\[1\]"):
+    with pytest.raises(RuntimeError, match=r"Fix: if the logits.*logits=lambda output: output\[1\]; else add"):
         loss.backward()
     assert optimizer.logs()["step"] == 0
     optimizer = kind(sgd(model), model, logits=lambda output: output[1])
@@ -195,6 +195,63 @@ def test_the_error_of_logits_that_are_another_tensor_of_the_output_names_the_arg
         model(x)[1].square().mean().backward()
     F.cross_entropy(model(x)[1], y).backward()
     assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
+
+
+class Pair(nn.Module):
+    """Features, and the logits that a head makes of them."""
+
+    def __init__(self, features: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.features = features
+        self.head = head
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(x)
+        return features, self.head(features)
+
+
+@pytest.mark.parametrize("kind", [DCPOptimizer, DCLOptimizer])
+def test_it_is_said_of_the_first_batch_though_two_features_may_be_two_classes(kind):
+    """As with center loss, whose features have two dimensions in its figures: all rows are alike at the start."""
+    features, head = nn.Linear(FEATURES, 2), nn.Linear(2, CLASSES)
+    features.weight.data.zero_()
+    model = Pair(features, head).double()
+    optimizer, (x, y) = kind(sgd(model), model), one()
+    loss = F.cross_entropy(model(x)[1], y)
+    with pytest.warns(UserWarning, match=r"a batch gets no penalty.*\n.*\n  Fix: if the logits.*output\[1\]"):
+        loss.backward()
+    assert optimizer.logs()["skipped"] == 1
+
+
+@pytest.mark.parametrize("kind", [DCPOptimizer, DCLOptimizer])
+def test_nested_logits_are_refused_with_what_to_return_instead(kind):
+    model = mlp(dtype=torch.float32)
+    optimizer, x = kind(sgd(model), model), torch.randn(8, FEATURES)
+    y = torch.arange(8) % CLASSES
+    nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+
+    def step() -> None:
+        F.cross_entropy(model(nested).values(), y).backward()
+        optimizer.step()
+
+    with pytest.raises((TypeError, RuntimeError), match=r"nested tensor of shape.*\n  Fix: return their values"):
+        step()
+
+
+def test_with_nested_logits_dcps_term_takes_their_values():
+    model, other = (mlp(dtype=torch.float32) for _ in range(2))
+    optimizer, expected = (DCPOptimizer(sgd(net), net) for net in (model, other))
+    x = torch.randn(8, FEATURES)
+    y = torch.arange(8) % CLASSES
+    nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+    for _ in range(3):
+        for net, one_of_them, inputs in ((model, optimizer, nested), (other, expected, x)):
+            z = net(inputs)
+            z = z.values() if z.is_nested else z
+            one_of_them.zero_grad()
+            (F.cross_entropy(z, y) + one_of_them.penalty(z, y)).backward()
+            one_of_them.step()
+    assert_same(model, other)
 
 
 @pytest.mark.parametrize(

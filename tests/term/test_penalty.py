@@ -408,6 +408,41 @@ def test_a_second_call_with_the_same_logits_is_refused_and_the_first_goes_on(var
     assert_same_training(*trained)
 
 
+def test_a_second_call_with_copies_of_the_logits_is_refused_as_one_with_the_logits() -> None:
+    """As of a trainer that converts the logits for each part of its loss."""
+    optimizer = wrap("dcl", mlp())
+    z = optimizer.model(one()[0])
+    optimizer.penalty(z.clone())
+    with pytest.raises(ValueError, match="penalty was called twice with the same logits"):
+        optimizer.penalty(z.clone())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_term_of_a_loss_that_takes_its_gradients_in_its_forward_pass_is_named(variant: str) -> None:
+    """As fused cross-entropies do, which show their logits to nobody."""
+    (x, y), optimizer = one(), wrap(variant, mlp())
+    z = optimizer.model(x)
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: Tensor, own: Tensor) -> Tensor:
+            with torch.enable_grad():
+                loss = F.cross_entropy(own, y) + term_of(optimizer)(own, y)
+                (ctx.gradient,) = torch.autograd.grad(loss, own)
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx: Any, s: Tensor) -> Any:
+            return s * ctx.gradient, None
+
+    own = 1.0 * z.detach().requires_grad_() if variant == "dcp" else z
+    Fused.apply(z, own).backward()
+    with pytest.raises(
+        RuntimeError, match=r"(?s)no backward pass that goes on to the parameters.*outside of fused losses"
+    ):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_call_after_a_backward_pass_through_the_logits_is_refused(variant: str) -> None:
     (x, y), optimizer = one(), wrap(variant, mlp())
