@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, get_linear_schedule_with_warmup
+from transformers import (
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    get_linear_schedule_with_warmup,
+)
 from transformers.trainer_pt_utils import LabelSmoother
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.by_hand import learned, term_of
 from tests.helpers import assert_same, cells
 from tests.integrations import METHODS, differ
@@ -244,6 +253,49 @@ def test_trainers_own_optimizer_can_be_wrapped_where_it_is_made(tmp_path):
     second = repeat(expected, DCLOptimizer(plain.create_optimizer(), expected, weight=1.0), tape.updates(1, EPOCH))
     assert [group["weight_decay"] for group in second.companion_optimizer.param_groups] == [0.1, 0.0]
     assert_same_run(model, trainer.optimizer.optimizer, expected, second)
+
+
+def token_classifier():
+    torch.manual_seed(0)
+    return BertForTokenClassification(text_classifier().config)
+
+
+def labeled_words(number=24):
+    """Rows of different numbers of labeled words."""
+    rows = texts_to_continue(number)
+    return [row | {"labels": row["labels"].where(row["labels"] < 0, row["labels"] % 3)} for row in rows]
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
+(DCP_TRAINER,) = re.findall(r"^```python\n(class DCPTrainer.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("build", "data"), [(text_classifier, sentences), (token_classifier, labeled_words)])
+def test_the_pages_trainer_divides_loss_and_term_for_each_kind_of_model(build, data, tmp_path):
+    """Four micro-batches an update, two in an epoch's last; Trainer leaves the division to models of the second kind,
+    which do not divide either."""
+    page = {"Trainer": Trainer, "DCPOptimizer": DCPOptimizer}
+    exec(DCP_TRAINER, page)
+    model, expected, tape = build(), build(), Tape()
+    settings = {"learning_rate": 1e-2, "gradient_accumulation_steps": 4}
+    trainer = page["DCPTrainer"](
+        model, arguments(tmp_path, **settings), data_collator=tape, train_dataset=data(), callbacks=[tape]
+    )
+    trainer.train()
+    second = DCPOptimizer(Trainer(expected, arguments(tmp_path, **settings)).create_optimizer(), expected)
+    for batches, state in tape.updates(4, EPOCH):
+        torch.set_rng_state(state)
+        for batch in batches:
+            z, y = expected(input_ids=batch["input_ids"]).logits.flatten(0, -2), batch["labels"].flatten()
+            ((F.cross_entropy(z, y) + second.penalty(z, y)) / len(batches)).backward()
+        second.step()
+        second.zero_grad()
+    assert second.logs()["step"] == 4
+    assert_same(model, expected, **ROUNDING)
+    assert_same(learned(trainer.optimizer.optimizer), learned(second), **ROUNDING)
+    assert trainer.evaluate(data(4))["eval_loss"] > 0
+    untrained = page["DCPTrainer"](build(), arguments(tmp_path), data_collator=Tape())
+    assert untrained.evaluate(data(4))["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("method", cells(METHODS, "dcl"))
