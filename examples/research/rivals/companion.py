@@ -111,6 +111,7 @@ def _variants() -> dict[str, Configuration]:
         "larger CNN with dropout": replace(plain, network="cnn"),
         "MLP": replace(plain, network="mlp"),
         "CNN, AdamW": adamw,
+        "ResNet-10": replace(plain, network="resnet10-m"),
     }
     made = {}
     for title, variant in networks.items():
@@ -124,7 +125,7 @@ VARIANTS = "companion-variants"
 EXPERIMENTS[VARIANTS] = Experiment(
     "the companion with other networks and with AdamW, on digits, 30 of each, 30 % wrong",
     "both",
-    6,
+    3,
     "CNN: CE",
     _variants(),
 )
