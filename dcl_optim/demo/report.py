@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from dcl_optim.trial.memory import readable
+from dcl_optim.trial.paired import mean_and_error, plus_minus, probability
+from dcl_optim.trial.text import aligned
 
 
 @dataclass(frozen=True)
@@ -22,27 +25,6 @@ class Row:
     parameters_added: int
     bytes_added: int
     diverged: int = 0  # seeds
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Compute the mean and its standard error, which is None for a single value.
-
-    Examples:
-        >>> mean_and_error([1.0, 2.0, 3.0])
-        (2.0, 0.577...)
-    """
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return statistics.fmean(values), error
-
-
-def plus_minus(mean: float, error: float | None, sign: str = "", places: int = 2) -> str:
-    """Format a mean and its standard error; differences take the sign "+".
-
-    Examples:
-        >>> plus_minus(0.5, 0.25, sign="+")
-        '+0.50 ± 0.25'
-    """
-    return f"{mean:{sign}.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
 
 def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
@@ -82,34 +64,11 @@ def format_table(rows: Sequence[Row], split: str) -> str:
             else plus_minus(row.minus_plain, row.minus_plain_error, sign="+"),
             f"{row.relative_time:.2f} x",
             f"+{row.parameters_added:,}",
-            f"+{_size(row.bytes_added)}",
+            f"+{readable(row.bytes_added)}",
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = [
-        "  ".join(f"{cell:>{w}}" if i else f"{cell:<{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-        for line in (head, *body)
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
-
-
-def probability(mean: float, error: float, runs: int) -> float:
-    """Compute the two-sided p of a paired t-test from the mean of the differences and its standard error.
-
-    Examples:
-        >>> round(probability(2.262, 1.0, runs=10), 3)
-        0.05
-    """
-    from scipy.special import stdtr  # scikit-learn needs scipy too
-
-    if error == 0 or runs < 2:
-        return float(mean == 0 or runs < 2)
-    return float(2.0 * stdtr(runs - 1, -abs(mean) / error))
+    return aligned(head, body)
 
 
 def verdict(row: Row, seeds: int) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Iterator
-from time import monotonic
 from typing import Any
 
 import torch
@@ -19,9 +17,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.demo.arguments import penalty_options
 from dcl_optim.demo.digits import CLASSES, Images, load_digits, make_model, stratified_order
+from dcl_optim.trial.memory import state_bytes
+from dcl_optim.trial.progress import progress_of
 
 METHODS = ("plain", "DCP", "DCL")
-LINE_EVERY = 60.0  # seconds, if no bar can be drawn
 BATCH_SIZE = 16
 
 History = dict[str, Any]
@@ -96,8 +95,7 @@ class Run:
         optimizer = self.optimizer
         companion = optimizer.companion.parameters() if isinstance(optimizer, DCLOptimizer) else ()
         self.history["parameters_added"] = sum(parameter.numel() for parameter in companion)
-        base = optimizer.base if isinstance(optimizer, (DCLOptimizer, DCPOptimizer)) else optimizer
-        self.history["bytes_added"] = _bytes(optimizer.state_dict()) - _bytes(base.state_dict())
+        self.history["bytes_added"] = state_bytes(optimizer)
         return self.history
 
 
@@ -106,21 +104,13 @@ def _finite(logits: Tensor, labels: Tensor) -> bool:
     return bool(logits.isfinite().all()) and math.isfinite(F.cross_entropy(logits, labels).item())
 
 
-def _bytes(tree: Any) -> int:
-    if isinstance(tree, Tensor):
-        return tree.nbytes
-    if isinstance(tree, dict):
-        return sum(map(_bytes, tree.values()))
-    return sum(map(_bytes, tree)) if isinstance(tree, (list, tuple)) else 0
-
-
 def train_seed(seed: int, args: argparse.Namespace, bar: Any) -> dict[str, History]:
     """Train all methods from one seed, alternating after every epoch so that a busy machine slows all of them.
 
     Args:
         seed: of the weights, the training images and the batches.
         args: the command line.
-        bar: a tqdm bar or :class:`Lines`, which counts epochs.
+        bar: counts epochs: tqdm's bar, or lines.
 
     Returns:
         Each method's history.
@@ -140,39 +130,12 @@ def train_seed(seed: int, args: argparse.Namespace, bar: Any) -> dict[str, Histo
     return {method: run.finish() for method, run in runs.items()}
 
 
-class Lines:
-    """The progress as a line a minute, where tqdm draws no bar."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._text = ""
-        self._due = monotonic() + LINE_EVERY
-
-    def set_postfix_str(self, text: str) -> None:
-        """Note what to print behind the number of epochs."""
-        self._text = text
-
-    def update(self) -> None:
-        """Count an epoch."""
-        self._done += 1
-        if (now := monotonic()) >= self._due:
-            self._due = now + LINE_EVERY
-            print(f"dcl-demo: {self._done} of {self._total} epochs, {self._text}", file=sys.stderr, flush=True)
-
-
 def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
     """Train every seed; after each one yield the histories of all that are finished."""
-    from tqdm import tqdm
-
     histories: Histories = {method: [] for method in METHODS}
-    # Shorter than tqdm's own, which leaves no room for the accuracies in 80 columns.
-    shape = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{remaining}{postfix}]"
-    total = args.seeds * args.epochs
-    lines = Lines(total)
-    with tqdm(total=total, bar_format=shape, disable=None, leave=False, dynamic_ncols=True) as bar:
+    with progress_of("dcl-demo", args.seeds * args.epochs, "epochs") as bar:
         for seed in range(args.seeds):
-            finished = train_seed(seed, args, lines if bar.disable else bar)
+            finished = train_seed(seed, args, bar)
             # New lists: what was yielded before stays as it was, with equally many runs of each method.
             histories = {method: [*histories[method], finished[method]] for method in METHODS}
             yield histories

@@ -75,18 +75,62 @@ def _curves(axes: Any, histories: Mapping[str, Sequence[History]], label: str) -
     _finish(axes, "epoch", label)
 
 
+def seed_gains(
+    scores: Mapping[str, Sequence[float]],
+    *,
+    seeds: Sequence[int] | None = None,
+    title: str = "Gain of each seed",
+) -> Figure:
+    """Draw how much each method gains over the first one, a point for each seed and a line at the mean.
+
+    Args:
+        scores: for each method its figures, such as accuracies in percent, one for each seed.
+        seeds: what to write below the points. None (default) counts from 0.
+        title: the line above. Default: ``"Gain of each seed"``.
+
+    Returns:
+        The figure; its ``savefig("gains.png")`` writes it, the suffix chooses the format (.png, .pdf, .svg).
+
+    Raises:
+        ValueError: there are less than two methods, no figures, or not as many as seeds.
+        ImportError: matplotlib is missing.
+
+    Examples:
+        >>> figure = seed_gains({"plain": [81.0, 83.0], "DCP": [86.0, 85.0]})
+        >>> figure.axes[0].get_ylabel()
+        'points above plain'
+    """
+    counts = {len(values) for values in scores.values()} | ({len(seeds)} if seeds is not None else set())
+    if len(scores) < 2 or len(counts) != 1 or counts == {0}:
+        raise ValueError(
+            f"scores has {len(scores)} methods with {sorted(counts)} seeds; it must have two methods or more, with as "
+            "many figures as seeds each"
+        )
+    figure = new_figure(7, 3.6)
+    axes = figure.subplots()
+    first = next(iter(scores))
+    _draw_gains(axes, scores, range(*counts) if seeds is None else seeds, f"points above {first}")
+    return finish(figure, title, *axes.get_legend_handles_labels())
+
+
 def _gains(axes: Any, histories: Mapping[str, Sequence[History]]) -> None:
-    """A point for each seed, and a line at the mean."""
-    (first, plain), *others = histories.items()
-    seeds = [float(run.get("seed", index)) for index, run in enumerate(plain)]
-    axes.axhline(0, color=styles(histories)[first].color, linewidth=1)
-    for index, (method, runs) in enumerate(others):
-        style = styles(histories)[method]
-        gains = [100 * (ours["accuracy"][-1] - base["accuracy"][-1]) for ours, base in zip(runs, plain, strict=True)]
+    """The gains of the last epoch."""
+    scores = {method: [100 * run["accuracy"][-1] for run in runs] for method, runs in histories.items()}
+    first = next(iter(histories))
+    seeds = [run.get("seed", index) for index, run in enumerate(histories[first])]
+    _draw_gains(axes, scores, seeds, f"points above {first},\nlast epoch")
+
+
+def _draw_gains(axes: Any, scores: Mapping[str, Sequence[float]], seeds: Sequence[float], label: str) -> None:
+    (first, plain), *others = scores.items()
+    axes.axhline(0, color=styles(scores)[first].color, linewidth=1)
+    for index, (method, values) in enumerate(others):
+        style = styles(scores)[method]
+        gains = [ours - base for ours, base in zip(values, plain, strict=True)]
         shift = 0.3 * ((index + 0.5) / len(others) - 0.5)  # equal gains stay visible
-        axes.plot([seed + shift for seed in seeds], gains, **style.of_points(), linestyle="", label=method)
+        axes.plot([float(seed) + shift for seed in seeds], gains, **style.of_points(), linestyle="", label=method)
         axes.axhline(statistics.fmean(gains), color=style.color, linestyle=style.line, linewidth=1)
-    _finish(axes, "seed", f"points above {first},\nlast epoch")
+    _finish(axes, "seed", label)
 
 
 def _finish(axes: Any, x: str, y: str) -> None:

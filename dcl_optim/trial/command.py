@@ -1,4 +1,4 @@
-"""``python -m dcl_optim overhead my_script.py:make``: a trial from the shell."""
+"""``python -m dcl_optim compare my_script.py:train`` and ``overhead my_script.py:make``: a trial from the shell."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from dcl_optim.trial.comparison import SEEDS, WEIGHTS, compare
 from dcl_optim.trial.costs import SECONDS, overhead
 
 __all__ = ["COMMANDS", "main"]
 
 
-COMMANDS = ("overhead",)
+COMMANDS = ("compare", "overhead")
 
 
 class WrongFunctionError(Exception):
@@ -36,17 +37,23 @@ def main(argv: Sequence[str]) -> int:
     parser = _make_parser()
     args = parser.parse_args(argv)
     try:
-        args.run(load(args.function), args)
+        return int(args.run(load(args.function), args))
     except WrongFunctionError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dcl_optim", description="What DCP and DCL do in your script.")
     commands = parser.add_subparsers(required=True, metavar="command")
+    gains = commands.add_parser("compare", help="train with several weights of the penalty over the same seeds")
+    gains.add_argument("function", metavar="FILE:FUNCTION", help="takes (weight, seed) and returns the accuracy")
+    weights_help = "numbers or auto; the others are compared to the first (default: 0 auto 1)"
+    gains.add_argument("--weights", nargs="+", type=_weight, default=WEIGHTS, metavar="WEIGHT", help=weights_help)
+    gains.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="how many (default: %(default)s)")
+    gains.add_argument("--plot", type=Path, metavar="FILE", help="draw the gain of each seed")
+    gains.set_defaults(run=_compare)
     costs = commands.add_parser("overhead", help="time a step of yours with DCP and with DCL, and without")
     costs.add_argument(
         "function", metavar="FILE:FUNCTION", help="returns (model, optimizer, batch) or, with the loss, four"
@@ -58,13 +65,32 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _overhead(function: Callable[[], Any], args: argparse.Namespace) -> None:
+def _weight(text: str) -> float | str:
+    """Read a number, or a name as it is."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number.is_integer() else number
+
+
+def _compare(function: Callable[[Any, int], float], args: argparse.Namespace) -> int:
+    found = compare(function, args.weights, args.seeds)
+    print(found)
+    if args.plot is not None:
+        found.plot(args.plot)
+        print(f"Wrote {args.plot}.")
+    return 130 if found.interrupted else 0
+
+
+def _overhead(function: Callable[[], Any], args: argparse.Namespace) -> int:
     made = function()
     if not isinstance(made, tuple) or len(made) not in (3, 4):
         raise WrongFunctionError(
             f"{args.function} must return (model, optimizer, batch) or (model, optimizer, batch, loss)"
         )
     print(overhead(*made, seconds=args.seconds))
+    return 0
 
 
 def load(place: str) -> Callable[..., Any]:

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.outputs import find_logits
+from dcl_optim.trial.evaluation import call
 from dcl_optim.trial.memory import peak_of, readable, state_bytes
+from dcl_optim.trial.text import aligned
 from dcl_optim.trial.timing import interleaved, is_accelerator, quartiles, ratios
 
 __all__ = ["Cost", "Overhead", "overhead"]
@@ -91,16 +93,6 @@ class Overhead:
     __repr__ = __str__
 
 
-def aligned(head: list[str], body: list[list[str]]) -> str:
-    """Write rows of cells in columns, the first to the left, under a head and a rule."""
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = []
-    for line in (head, *body):
-        first, *others = zip(line, widths, strict=True)
-        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]))
-    return "\n".join([lines[0], "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
-
-
 def overhead(
     model: nn.Module,
     optimizer: Optimizer,
@@ -141,9 +133,13 @@ def overhead(
         >>> batch = torch.randn(128, 32), torch.randint(10, (128,))
         >>> print(overhead(model, optimizer, batch, seconds=0.5))
                    ms a step  times plain  half of the rounds      state
-        ...
-        plain          0...         1.00                       +0.0 KiB
+        ----------------------------------------------------------------
+        plain      ...   1.00                       +0.0 KiB
         DCP, line  ...
+        DCP, term  ...
+        DCL, line  ...
+        DCL, term  ...
+        cpu, ... rounds of ...
     """
     if isinstance(optimizer, (DCPOptimizer, DCLOptimizer)):
         raise ValueError(
@@ -188,19 +184,12 @@ class _Training:
     def step(self) -> None:
         """Take a step as the script does."""
         self.optimizer.zero_grad()
-        output = self._forward()
+        output = call(self.model, self.inputs)
         loss = self.loss(output, self.labels)
         if self.is_term:
             loss = loss + self._penalty(find_logits(output, self.logits))
         loss.backward()
         self.optimizer.step()
-
-    def _forward(self) -> Any:
-        if isinstance(self.inputs, Mapping):
-            return self.model(**self.inputs)
-        if isinstance(self.inputs, (tuple, list)):
-            return self.model(*self.inputs)
-        return self.model(self.inputs)
 
     def _penalty(self, z: Tensor) -> Tensor:
         if isinstance(self.optimizer, DCLOptimizer):

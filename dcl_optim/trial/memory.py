@@ -22,8 +22,8 @@ def state_bytes(optimizer: Optimizer) -> int:
         >>> base = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> state_bytes(base)
         0
-        >>> state_bytes(DCLOptimizer(base, model))
-        68
+        >>> state_bytes(DCPOptimizer(base, model, num_classes=3))
+        56
     """
     if not isinstance(optimizer, (DCLOptimizer, DCPOptimizer)):
         return 0

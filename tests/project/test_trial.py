@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 import subprocess
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.trial import overhead
+from dcl_optim.plots import seed_gains
+from dcl_optim.trial import accuracy, compare, overhead, progress
+from dcl_optim.trial.paired import probability
 from tests.helpers import PATIENCE
 
 ROWS = ["plain", "DCP, line", "DCP, term", "DCL, line", "DCL, term"]
@@ -186,6 +189,206 @@ def test_on_a_gpu() -> None:
     assert "peak memory" in str(measured)
 
 
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def noisy(weight: Any, seed: int) -> float:
+    """A gain of two points with the automatic weight, and none with 1."""
+    torch.manual_seed(seed)
+    level = 80 + 5 * torch.randn(()).item()
+    return level + torch.randn(()).item() * (weight != 0) + 2 * (weight == "auto")
+
+
+def test_the_table_is_that_of_paired_statistics() -> None:
+    from scipy.stats import ttest_rel
+
+    found = compare(noisy, seeds=8)
+    assert (found.weights, found.seeds, found.interrupted) == ((0, "auto", 1), tuple(range(8)), False)
+    plain, auto, one = (torch.tensor(figures, dtype=torch.float64) for figures in found.figures)
+    assert plain.tolist() == [noisy(0, seed) for seed in range(8)]
+    raw = [ttest_rel(other, plain).pvalue for other in (auto, one)]
+    corrected = {1: 2 * raw[0], 2: raw[1]}  # Holm's: the smaller one times two
+    assert raw[0] < raw[1]
+    assert found.p_values() == pytest.approx(corrected)
+    difference = auto - plain
+    error = (difference.std() / 8**0.5).item()
+    lines = str(found).splitlines()
+    assert lines[0].split("  ")[0] == "weight"
+    assert lines[2].split() == ["0", f"{plain.mean():.2f}", "±", f"{(plain.std() / 8**0.5):.2f}"]
+    assert corrected[1] < 0.001 < corrected[2]
+    cells = [f"{difference.mean():+.2f}", "±", f"{error:.2f}", "<", "0.001"]
+    assert lines[3].split()[4:] == cells
+    legend = "8 seeds, 0 to 7; ± one standard error; p of the paired t-test with Holm's correction for 2 tests"
+    assert lines[5:] == [legend]
+
+
+@pytest.mark.parametrize("runs", [2, 3, 4, 5, 10, 11, 40])
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 12.0])
+def test_p_is_that_of_students_distribution(runs: int, t: float) -> None:
+    from scipy.special import stdtr
+
+    assert probability(-t, 1.0, runs) == pytest.approx(2 * stdtr(runs - 1, -t), abs=1e-12)
+
+
+def test_runs_of_a_seed_are_side_by_side_and_any_seeds_are_possible() -> None:
+    asked: list[Any] = []
+    found = compare(lambda weight, seed: asked.append((weight, seed)) or seed + len(asked), [0.1, 0.2], [7, 3])
+    assert asked == [(0.1, 7), (0.2, 7), (0.1, 3), (0.2, 3)]
+    assert found.seeds == (7, 3)
+    assert found.gains(1) == [1, 1]
+
+
+def test_ctrl_c_keeps_the_finished_seeds() -> None:
+    def train(weight: Any, seed: int) -> float:
+        if (weight, seed) == (1, 2):
+            raise KeyboardInterrupt
+        return noisy(weight, seed)
+
+    found = compare(train)
+    assert (found.seeds, found.interrupted) == ((0, 1), True)
+    assert found.figures == compare(noisy, seeds=2).figures
+    assert "interrupted after 2 seeds, 0 to 1" in str(found)
+    with pytest.raises(KeyboardInterrupt):
+        compare(train, seeds=[2])
+
+
+def test_a_failure_shows_what_was_finished(capsys: pytest.CaptureFixture[str]) -> None:
+    def train(weight: Any, seed: int) -> float:
+        return noisy(weight, seed) / (seed < 2)
+
+    with pytest.raises(ZeroDivisionError):
+        compare(train)
+    assert f"{noisy(0, 0) / 2 + noisy(0, 1) / 2:.2f} ± " in capsys.readouterr().err
+
+
+def with_nan(weight: Any, seed: int) -> float:
+    return math.nan if (weight, seed) == (1, 3) else noisy(weight, seed)
+
+
+@pytest.mark.parametrize(
+    ("train", "notes"),
+    [
+        (with_nan, ["weight=1 gave no finite figure in 1 of 4 seeds: not compared."]),
+        (
+            lambda weight, seed: 50.0 + weight,
+            ["weight=0 gave 50 in all 4 seeds: does train use its seed", "weight=1 gave 51 in all 4 seeds"],
+        ),
+        (
+            lambda weight, seed: noisy(0, seed),
+            ["weight=1 gave what weight=0 gave in all 4 seeds: does train use its weight?"],
+        ),
+        (noisy, []),
+    ],
+)
+def test_doubtful_figures_are_said(train: Any, notes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare(train, (0, 1), 4)
+    said = str(found).splitlines()[5:]
+    assert len(said) == len(notes)
+    for note, line in zip(notes, said, strict=True):
+        assert note in line
+    early = [line for line in capsys.readouterr().err.splitlines() if "does train" in line]
+    assert len(early) == len([note for note in said if "does train" in note])  # after three seeds already
+
+
+def test_what_is_not_finite_is_not_compared() -> None:
+    found = compare(lambda weight, seed: math.inf if weight == 1 and seed == 1 else noisy(weight, seed), seeds=4)
+    assert set(found.p_values()) == {1}
+    assert found.p_values() == compare(noisy, (0, "auto"), 4).p_values()
+    baseline = compare(lambda weight, seed: noisy(weight, seed) if weight else math.nan, seeds=4)
+    assert baseline.p_values() == {}
+    assert "+" not in str(baseline).splitlines()[3]
+
+
+@pytest.mark.parametrize("figure", [None, "80", (80.0, 0.1), True, torch.ones(2), torch.tensor(True)])
+def test_a_figure_is_a_number(figure: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"train\(0, 0\) returned {type(figure).__name__}, but it must return a number"
+    ):
+        compare(lambda weight, seed: figure)
+
+
+def test_tensors_and_numpy_are_numbers() -> None:
+    kinds = (torch.tensor(1.5), np.float32(2.5), 3)
+    assert compare(lambda weight, seed: kinds[weight] + seed, (0, 1, 2), 1).figures == ((1.5,), (2.5,), (3.0,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"weights": (0,)}, "weights=.* has nothing to compare"),
+        ({"weights": (0, 1, 0)}, "has a weight twice"),
+        ({"seeds": 0}, "seeds must be at least 1"),
+    ],
+)
+def test_there_is_something_to_compare(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compare(noisy, **arguments)
+
+
+def test_one_seed_says_nothing_of_noise() -> None:
+    found = compare(noisy, seeds=1)
+    assert found.p_values() == {}
+    assert str(found).splitlines()[-1] == "One seed says nothing of noise: take ten."
+
+
+def test_the_plot_has_a_point_for_each_gain(tmp_path: Path) -> None:
+    found = compare(noisy, seeds=4)
+    found.plot(tmp_path / "gains.png")
+    assert (tmp_path / "gains.png").read_bytes()[:4] == b"\x89PNG"
+    names = {"plain": found.figures[0], "DCP, weight=auto": found.figures[1], "DCP, weight=1": found.figures[2]}
+    axes = seed_gains(names, seeds=found.seeds).axes[0]
+    points = [line for line in axes.get_lines() if line.get_linestyle() == "None"]
+    assert [line.get_label() for line in points] == list(names)[1:]
+    assert list(points[0].get_ydata()) == found.gains(1)
+
+
+def test_without_tqdm_there_are_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = iter(range(0, 10**6, 61))
+    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    compare(noisy, (0, 1), 2)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "compare: 4 runs, 2 seeds of 2 weights"
+    assert [line.partition(" runs")[0] for line in lines] == [f"compare: {done} of 4" for done in (1, 2, 3, 4)]
+    assert lines[1].endswith(f"seed 0: 0 {noisy(0, 0):.2f}, 1 {noisy(1, 0):.2f}")
+
+
+# ---- the accuracy ----------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_is_measured_in_evaluation_mode_and_the_mode_comes_back() -> None:
+    model, _, (x, y) = script()
+    model.layers[2].eval()  # a frozen layer in a model that trains
+    before = everything(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y))
+    found = accuracy(model, [(x[:10], y[:10]), (x[10:], y[10:])])
+    after = everything(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y))
+    assert_same(after[4:6], before[4:6])
+    assert_same(after[0], before[0])  # batch norm's statistics too
+    model.eval()
+    assert found == pytest.approx(100 * (model(x).argmax(1) == y).double().mean().item())
+
+
+def test_accuracy_takes_what_a_model_takes_and_leaves_ignored_labels_out() -> None:
+    model, _, (x, y) = script()
+    expected = accuracy(model, [(x, y)])
+    assert accuracy(model, [({"x": x, "scale": 2.0}, y)]) == accuracy(model, [((x, 2.0), y)]) == expected
+    ignored = torch.cat([y, y.new_full((16,), -100)])
+    assert accuracy(model, [(torch.cat([x, x]), ignored)]) == expected
+    pixels = nn.Conv2d(2, 3, 1)
+    images, labels = torch.randn(4, 2, 5, 5), torch.randint(3, (4, 5, 5))
+    right = (pixels(images).argmax(1) == labels).double().mean().item()
+    assert accuracy(pixels, [(images, labels)]) == pytest.approx(100 * right)
+
+
+def test_accuracy_needs_class_indices() -> None:
+    model, _, (x, y) = script()
+    with pytest.raises(TypeError, match=r"labels must be class indices, got torch\.float32; pass labels\.argmax"):
+        accuracy(model, [(x, F.one_hot(y, 3).float())])
+    assert model.training
+    with pytest.raises(ValueError, match="batches has no labels"):
+        accuracy(model, [])
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -198,6 +401,10 @@ def make():
 
 def wrong():
     return make()[0]
+
+def train(weight, seed):
+    torch.manual_seed(seed)
+    return 80 + torch.randn(()).item() + (weight == "auto") + (0.5 if weight == 0.3 else 0)
 
 if __name__ == "__main__":
     raise SystemExit("the script ran")
@@ -227,7 +434,7 @@ def test_overhead_from_the_shell(folder: Path) -> None:
     [
         ("my-script.py", "names no function; write file.py:function"),
         ("FOLDER/other.py:make", "there is no file FOLDER/other.py"),
-        ("FOLDER/my-script.py:train", "my-script.py has no function 'train'"),
+        ("FOLDER/my-script.py:fit", "my-script.py has no function 'fit'"),
         ("FOLDER/my-script.py:wrong", "my-script.py:wrong must return (model, optimizer, batch)"),
         ("no_such_module:make", "there is no module 'no_such_module'"),
     ],
@@ -237,3 +444,24 @@ def test_what_the_command_line_names_is_there(folder: Path, place: str, said: st
     assert done.returncode == 2
     assert said.replace("FOLDER", str(folder)) in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_compare_from_the_shell(folder: Path) -> None:
+    plot = folder / "gains.png"
+    words = ["--weights", "0", "auto", "0.3", "--seeds", "3", "--plot", str(plot)]
+    done = run("compare", f"{folder / 'my-script.py'}:train", *words)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "auto", "0.3"]
+    assert lines[-1] == f"Wrote {plot}."
+    assert plot.stat().st_size > 0
+
+
+def test_ctrl_c_in_the_shell_prints_what_is_done(folder: Path) -> None:
+    text = SCRIPT.replace(
+        "torch.manual_seed(seed)", "torch.manual_seed(seed)\n    if seed == 2: raise KeyboardInterrupt"
+    )
+    (folder / "my-script.py").write_text(text)
+    done = run("compare", f"{folder / 'my-script.py'}:train")
+    assert done.returncode == 130
+    assert "interrupted after 2 seeds" in done.stdout
