@@ -66,7 +66,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _weight(text: str) -> float | str:
-    """Read a number, or a name as it is."""
+    """Read a number, or else a name."""
     try:
         number = float(text)
     except ValueError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
 from typing import Any
 
 __all__ = ["LINE_EVERY", "Lines", "progress_of"]
@@ -24,7 +24,7 @@ class Lines:
         self._unit = unit
         self._done = 0
         self._text = ""
-        self._due = monotonic() + LINE_EVERY
+        self._due = time.monotonic() + LINE_EVERY
 
     def set_postfix_str(self, text: str) -> None:
         """Note what to print behind the count."""
@@ -33,7 +33,7 @@ class Lines:
     def update(self) -> None:
         """Count one, and print a line if the last one is old."""
         self._done += 1
-        if (now := monotonic()) >= self._due:
+        if (now := time.monotonic()) >= self._due:
             self._due = now + LINE_EVERY
             line = f"{self._name}: {self._done} of {self._total} {self._unit}, {self._text}"
             print(line, file=sys.stderr, flush=True)

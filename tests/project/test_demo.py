@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import tqdm
 
 from dcl_optim import __version__, demo
 from dcl_optim.demo import arguments, digits, report, training
-from dcl_optim.trial import progress
 from tests.helpers import PATIENCE
 
 TINY = ["--epochs", "2", "--seeds", "2", "--train-size", "64"]
@@ -298,7 +298,7 @@ def test_without_a_terminal_there_is_a_line_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     clock = iter(range(0, 10**6, 25))  # seconds, an epoch takes 25 of them
-    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     run(tmp_path, "--epochs", "4")
     lines = capsys.readouterr().err.partition(LOADING)[2].splitlines()
     assert [line.partition(" epochs")[0] for line in lines] == ["dcl-demo: 3 of 8", "dcl-demo: 6 of 8"]

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.plots import seed_gains
-from dcl_optim.trial import accuracy, compare, overhead, progress
+from dcl_optim.trial import accuracy, compare, overhead
 from dcl_optim.trial.paired import probability
 from tests.helpers import PATIENCE
 
@@ -344,7 +345,7 @@ def test_the_plot_has_a_point_for_each_gain(tmp_path: Path) -> None:
 
 def test_without_tqdm_there_are_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     clock = iter(range(0, 10**6, 61))
-    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setitem(sys.modules, "tqdm", None)
     compare(noisy, (0, 1), 2)
     first, *lines = capsys.readouterr().err.splitlines()
