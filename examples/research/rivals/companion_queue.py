@@ -31,7 +31,7 @@ def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
     """The parts of the plan; what a part has depends on the results of those before it.
 
     The order of what follows the confirmation was changed to fit the time, before any of these runs: wrong labels of
-    ten digits and the default that was decided come first, in new seeds; all pairs of the settings that the search
+    ten digits, their controls and the default that was decided come first; all pairs of the settings that the search
     left out come last.
     """
     return (
@@ -39,13 +39,15 @@ def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
         lambda: _confirmation(folder),
         lambda: _decided(folder, WRONG, CHOSEN_ROUNDS),
         lambda: _controls("controls", SEARCHED),
+        lambda: _controls("controls with wrong labels of digits", WRONG[:1]),
+        lambda: _chosen(folder, WRONG[:1], CHOSEN_ROUNDS[:2]),
         lambda: _decided(folder, list(FAST), CHOSEN_ROUNDS[:2]),
         lambda: _rivals(folder, WRONG, RIVALS, CHOSEN_ROUNDS),
         lambda: _rivals(folder, list(FAST), [LOGITS], CHOSEN_ROUNDS[:2]),
         lambda: _controls("controls, other settings", CONFIRMED),
-        lambda: _chosen(folder, CHOSEN_ROUNDS[:2]),
+        lambda: _chosen(folder, list(FAST), CHOSEN_ROUNDS[:2]),
         lambda: _pairs("other settings", CONFIRMED),
-        lambda: _chosen(folder, CHOSEN_ROUNDS),
+        lambda: _chosen(folder, list(FAST), CHOSEN_ROUNDS),
     )
 
 
@@ -88,10 +90,10 @@ def _decided(folder: Path, names: Sequence[str], rounds: Sequence[int]) -> Itera
     yield from _items("the default in new seeds", names, labels, rounds)
 
 
-def _chosen(folder: Path, rounds: Sequence[int]) -> Iterator[queue.Item]:
+def _chosen(folder: Path, names: Sequence[str], rounds: Sequence[int]) -> Iterator[queue.Item]:
     pairs = [companion.pair_row(pair) for pair in (*candidates(folder), companion.TODAY)]
     for number_of_round in rounds:
-        for name in FAST:
+        for name in names:
             labels = ["CE", companion.AVERAGED, *pairs, *companion.tuned(folder, name).values()]
             yield from _items("new seeds", [name], list(dict.fromkeys(labels)), [number_of_round])
 

@@ -402,7 +402,7 @@ ALL_CONTROLS = ["CE", companion.AVERAGED, *companion.NEVER_ROWS, *companion.ZERO
 
 
 def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_other_settings(made):
-    search, confirmation, wrong, controls, everywhere, _, _, controls_of_others, _, others, _ = made
+    search, confirmation, wrong, controls, of_digits, _, everywhere, _, _, controls_of_others, _, others, _ = made
     assert_all_runs(search, settings.SEARCHED, ALL_PAIRS, (0, 1))
     assert_all_runs(
         confirmation, settings.CONFIRMED, ["CE", *map(pair_row, (TODAY, A, B))], settings.CONFIRMATION_ROUNDS
@@ -410,6 +410,7 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
     decided = ["CE", pair_row(TODAY)]  # no candidate is shown by equal accuracies
     assert_all_runs(wrong, companion_queue.WRONG, decided, settings.CHOSEN_ROUNDS)
     assert_all_runs(controls, settings.SEARCHED, ALL_CONTROLS, (0, 1))
+    assert_all_runs(of_digits, ["digits-30-noise-30"], ALL_CONTROLS, (0, 1))
     assert_all_runs(everywhere, settings.FAST, decided, settings.CHOSEN_ROUNDS[:2])
     assert_all_runs(others, settings.CONFIRMED, ALL_PAIRS, (0, 1))
     assert_all_runs(controls_of_others, settings.CONFIRMED, ALL_CONTROLS, (0, 1))
@@ -420,6 +421,8 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
         "confirmation",
         "the default in new seeds",
         "controls",
+        "controls with wrong labels of digits",
+        "new seeds",
         "the default in new seeds",
         "rivals at their tuned values",
         "rivals at their tuned values",
@@ -431,11 +434,12 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
 
 
 def test_what_was_chosen_is_run_in_seeds_that_no_choice_has_seen(made):
-    rivals, logit_penalty, first, chosen = (made[n] for n in (5, 6, 8, 10))
+    rivals, logit_penalty, first, chosen = (made[n] for n in (7, 8, 10, 12))
     labels = ["CE", companion.AVERAGED, *map(pair_row, (A, B, TODAY)), *CONTROLLED]
     assert_all_runs(first, settings.FAST, labels, settings.CHOSEN_ROUNDS[:2])
     assert_all_runs(chosen, settings.FAST, labels, settings.CHOSEN_ROUNDS)
-    choices = [made[n] for n in (0, 1, 3, 7, 9)]
+    assert_all_runs(made[5], ["digits-30-noise-30"], labels, settings.CHOSEN_ROUNDS[:2])
+    choices = [made[n] for n in (0, 1, 3, 4, 9, 11)]
     seen = {(item.experiment, item.seed) for part in choices for item in part}
     assert seen.isdisjoint({(item.experiment, item.seed) for item in chosen})
     found = {(item.experiment, item.label, item.seed) for item in rivals}
