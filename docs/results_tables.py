@@ -34,7 +34,7 @@ def demo(name: str = "demo") -> str:
 
     found = json.loads((RESULTS / f"{name}.json").read_text())
     rows = sorted((Row(**row) for row in found["table"]), key=lambda row: METHODS.index(row.method))
-    return "```text\n" + format_table(rows, "test") + "\n```"
+    return "```text\n" + format_table(rows) + "\n```"
 
 
 OVERVIEW = {  # of the settings in which methods were tuned, by what decides
@@ -420,6 +420,7 @@ MADE: dict[str, tuple[str, ...]] = {
         "epochs-noise",
         *("length-kanji-4k", "noise-kanji-20", "noise-kanji-40", "noise-fashion-500"),
     ),
+    "[Noisy labels](../noisy-labels.md)": ("wrong-labels-digits", "wrong-labels-digits-short", "wrong-labels-clothes"),
     "[Few images](gains.md#few-training-images-and-many)": (
         *("data-kanji-480", "length-kanji-4k", "data-kanji-1600", "data-kanji-4800"),
     ),
@@ -475,6 +476,13 @@ def _took(found: Sequence[Mapping[str, Any]]) -> list[str]:
     devices = sorted({record["device"].removesuffix(" Processor").replace("(R)", "") for record in found})
     hours = f"{sum(record['seconds'] for record in found) / 3600:.1f}"
     return [", ".join(devices), str(len(found)), hours] if found else ["", "not run", ""]
+
+
+def wrong_labels() -> str:
+    """What to take with wrong labels: each method at its best learning rate."""
+    from examples.research import wrong_labels
+
+    return wrong_labels.table(RESULTS)
 
 
 def rivals(table: str) -> str:

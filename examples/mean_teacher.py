@@ -6,20 +6,30 @@ docs/dev/extending.md explains it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion.replay import Replay
-from dcl_optim.distances import squared
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import to_rows
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.outputs import find_logits
 from dcl_optim.progress import Forward
 from dcl_optim.pull import Pull, Scale, pull_of
+
+
+def of_probabilities(z: Tensor, c: Tensor) -> Tensor:
+    """The distance of Mean Teacher: the mean squared difference of the softmaxes, (N,)."""
+    return (z.softmax(1) - c.softmax(1)).square().mean(1)
+
+
+def mean_so_far(step: int) -> float:
+    """The average of all weights so far, and after 1,000 steps a moving average."""
+    return min(0.999, (step - 1) / step)
 
 
 class WeightAverage(Forecaster):
@@ -31,7 +41,7 @@ class WeightAverage(Forecaster):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.distance = squared
+        self.distance = of_probabilities
         self._model = model
         self.module = copy.deepcopy(model).requires_grad_(False)
         self._replay = Replay()
@@ -76,7 +86,12 @@ class MeanTeacherOptimizer(ForecastOptimizer):
     forecaster: WeightAverage
 
     def __init__(
-        self, base_optimizer: Optimizer, model: nn.Module, *, weight: float = 0.1, alpha: float = 0.99
+        self,
+        base_optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        weight: float = 100.0,
+        alpha: float | Callable[[int], float] = mean_so_far,
     ) -> None:
         super().__init__(base_optimizer, model, lambda: WeightAverage(model), weight=weight, alpha=alpha)
 

@@ -1,4 +1,4 @@
-"""The demo, ``dcl-demo``: one small network trained by plain SGD, with DCP and with DCL on scikit-learn's digits.
+"""The demo, ``dcl-demo``: one small network trained with and without DCP and DCL on scikit-learn's digits.
 
 Needs the extra ``demo``.
 """

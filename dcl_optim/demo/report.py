@@ -52,9 +52,9 @@ def summarise(histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]
     return rows
 
 
-def format_table(rows: Sequence[Row], split: str) -> str:
+def format_table(rows: Sequence[Row]) -> str:
     """Format the rows for a terminal."""
-    head = ("method", f"{split} accuracy", "minus plain", "time/epoch", "parameters", "state memory")
+    head = ("method", "accuracy", "minus plain", "time/epoch", "params", "state")
     body = [
         (
             row.method,
@@ -81,5 +81,5 @@ def verdict(row: Row, seeds: int) -> str:
         return f"{row.method}: {row.minus_plain:+.2f} points against plain in one seed, which says nothing of noise."
     points = f"{plus_minus(row.minus_plain, row.minus_plain_error, sign='+')} points"
     if probability(row.minus_plain, row.minus_plain_error, seeds) >= 0.05:
-        return f"{row.method} is within noise of plain: {points} (t-test: p >= 0.05)."
-    return f"{row.method} {'gains' if row.minus_plain > 0 else 'loses'} {points} against plain (t-test: p < 0.05)."
+        return f"{row.method} is within noise: {points} (t-test, p >= 0.05)."
+    return f"{row.method} {'gains' if row.minus_plain > 0 else 'loses'} {points} against plain (t-test, p < 0.05)."

@@ -1,4 +1,4 @@
-"""The demo's training: the same network from the same seed by plain SGD, with DCP and with DCL."""
+"""The demo's training: the same network from the same seed by plain SGD, label smoothing, DCP and DCL."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.demo.arguments import penalty_options
 from dcl_optim.demo.digits import CLASSES, Images, load_digits, make_model, stratified_order
+from dcl_optim.trial import accuracy
 from dcl_optim.trial.memory import state_bytes
 from dcl_optim.trial.progress import progress_of
 
-METHODS = ("plain", "DCP", "DCL")
+METHODS = ("plain", "label smoothing", "DCP", "DCL")
+COMPANION = "companion"  # of DCL, a row with wrong labels
+SHOWN = ("plain", "DCP", "DCL")  # beside the bar, which has 80 columns
 BATCH_SIZE = 16
 
 History = dict[str, Any]
@@ -34,13 +37,14 @@ class Run:
         torch.manual_seed(seed)
         self.seed = seed
         self.model = make_model().to(args.device)
-        smoothing = args.label_smoothing if method == "plain" else 0.0
+        smoothing = args.label_smoothing if method == "label smoothing" else 0.0
         self.criterion = nn.CrossEntropyLoss(label_smoothing=smoothing)
         self.optimizer = self._wrap(method, args)
         self.scheduler = CosineAnnealingLR(self.optimizer, args.epochs)
         self.train = train
         self.evaluation = evaluation
         self.history: History = {"seed": seed, "accuracy": [], "seconds": []}
+        self.of_companion: list[float] = []  # its accuracies
 
     def _wrap(self, method: str, args: argparse.Namespace) -> Optimizer:
         base = SGD(self.model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
@@ -84,6 +88,8 @@ class Run:
             images, labels = self.evaluation
             logits = self.model(images)
             self.history["accuracy"].append((logits.argmax(1) == labels).float().mean().item())
+            if isinstance(self.optimizer, DCLOptimizer):
+                self.of_companion.append(accuracy(self.optimizer.companion, [(images, labels)]) / 100)
             images, train_labels = self.train
             train_logits = self.model(images)
             finite = _finite(logits, labels) and _finite(train_logits, train_labels)
@@ -97,6 +103,23 @@ class Run:
         self.history["parameters_added"] = sum(parameter.numel() for parameter in companion)
         self.history["bytes_added"] = state_bytes(optimizer)
         return self.history
+
+
+def histories_of(runs: dict[str, Run], args: argparse.Namespace) -> dict[str, History]:
+    """Return the finished histories, with wrong labels also that of the companion."""
+    found = {method: run.finish() for method, run in runs.items()}
+    if args.wrong_labels:
+        found[COMPANION] = found["DCL"] | {"accuracy": runs["DCL"].of_companion}
+    return found
+
+
+def _with_wrong_labels(labels: Tensor, share: float, seed: int) -> Tensor:
+    """Replace a share of the labels, as many in every seed, by other classes."""
+    generator = torch.Generator().manual_seed(seed)
+    wrong = torch.randperm(len(labels), generator=generator)[: round(share * len(labels))]
+    found = labels.clone()
+    found[wrong] = (labels[wrong] + torch.randint(1, CLASSES, wrong.shape, generator=generator)) % CLASSES
+    return found
 
 
 def _finite(logits: Tensor, labels: Tensor) -> bool:
@@ -117,17 +140,19 @@ def train_seed(seed: int, args: argparse.Namespace, bar: Any) -> dict[str, Histo
     """
     pool, validation, test = load_digits()
     chosen = stratified_order(pool[1], seed)[: args.train_size]
-    train = pool[0][chosen].to(args.device), pool[1][chosen].to(args.device)
-    images, labels = validation if args.validation else test
-    evaluation = images.to(args.device), labels.to(args.device)
+    labels = _with_wrong_labels(pool[1][chosen], args.wrong_labels, seed)
+    train = pool[0][chosen].to(args.device), labels.to(args.device)
+    images, right_labels = validation if args.validation else test
+    evaluation = images.to(args.device), right_labels.to(args.device)
     runs = {method: Run(method, seed, train, evaluation, args) for method in METHODS}
     for _ in range(args.epochs):
         for run in runs.values():
             run.epoch()
-        accuracies = ", ".join(f"{method} {100 * run.history['accuracy'][-1]:.1f}" for method, run in runs.items())
+        last = {method: run.history["accuracy"][-1] for method, run in runs.items() if method in SHOWN}
+        accuracies = ", ".join(f"{method} {100 * share:.1f}" for method, share in last.items())
         bar.set_postfix_str(f"seed {seed}, {accuracies} %")
         bar.update()
-    return {method: run.finish() for method, run in runs.items()}
+    return histories_of(runs, args)
 
 
 def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
@@ -137,5 +162,5 @@ def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
         for seed in range(args.seeds):
             finished = train_seed(seed, args, bar)
             # New lists: what was yielded before stays as it was, with equally many runs of each method.
-            histories = {method: [*histories[method], finished[method]] for method in METHODS}
+            histories = {method: [*histories.get(method, []), run] for method, run in finished.items()}
             yield histories

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.research import evidence, losses, pays, peers, size
+from examples.research import evidence, losses, pays, peers, size, wrong_labels
 from examples.research.configuration import BY_BATCH, DCL, DCP_01, PAPER, Configuration, Experiment
 from examples.research.pays import DIGITS
 from examples.research.rivals import experiments as rivals
@@ -101,4 +101,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     **size.EXPERIMENTS,
     **rivals.EXPERIMENTS,
     **losses.EXPERIMENTS,
+    **wrong_labels.EXPERIMENTS,
 }

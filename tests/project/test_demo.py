@@ -52,15 +52,15 @@ def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pyt
     assert "2 seeds of 2 epochs, which takes a minute or less" in plan
     lines = printed.splitlines()
     assert max(map(len, lines[:-1])) <= WIDTH  # the last has paths
-    starts = [line.split()[0] for line in lines[3:8] if line]
-    assert starts == ["method", "-" * len(lines[4]), "plain", "DCP", "DCL"]
+    starts = [line.partition("  ")[0] for line in lines[3:9] if line]
+    assert starts == ["method", "-" * len(lines[4]), "plain", "label smoothing", "DCP", "DCL"]
     assert lines[0] == "digits: 64 training and 597 test images, 2 epochs, 2 seeds"
-    assert lines[1] == "default weight and alpha"
+    assert lines[1] == "default weight and alpha; label smoothing 0.4"
     assert {path.name for path in (tmp_path / "deep" / "out").iterdir()} == {"results.json", "curves.png"}
     assert results["arguments"]["epochs"] == 2
     assert results["interrupted"] is False
-    assert [len(results["histories"][method]) for method in training.METHODS] == [2, 2, 2]
-    plain, dcp, dcl = results["table"]
+    assert [len(results["histories"][method]) for method in training.METHODS] == [2, 2, 2, 2]
+    plain, _, dcp, dcl = results["table"]
     parameters = sum(p.numel() for p in digits.make_model().parameters())
     assert [row["parameters_added"] for row in (plain, dcl, dcp)] == [0, parameters, 0]
     assert plain["bytes_added"] == 0
@@ -79,9 +79,9 @@ def test_same_seeds_same_numbers(tmp_path: Path):
 def test_weight_zero_is_plain_training(tmp_path: Path):
     """All methods of a seed start from the same weights and draw the same batches."""
     results = run(tmp_path, "--weight", "0")
-    for plain, *others in zip(*results["histories"].values(), strict=True):
-        for other in others:
-            assert other["accuracy"] == plain["accuracy"]
+    plain = [run["accuracy"] for run in results["histories"]["plain"]]
+    for method in ("DCP", "DCL"):
+        assert [run["accuracy"] for run in results["histories"][method]] == plain
 
 
 def test_by_default_weight_and_alpha_are_the_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -95,11 +95,36 @@ def test_by_default_weight_and_alpha_are_the_optimizers(tmp_path: Path, capsys: 
         assert default[method] == given[method] != other[method]
 
 
-def test_label_smoothing_is_that_of_plain_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_label_smoothing_is_the_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     default = untimed(run(tmp_path / "default"))
-    smoothed = untimed(run(tmp_path / "smoothed", "--label-smoothing", "0.4"))
-    assert "plain training with label smoothing 0.4" in capsys.readouterr().out
-    assert [default[method] == smoothed[method] for method in training.METHODS] == [False, True, True]
+    other = untimed(run(tmp_path / "other", "--label-smoothing", "0"))
+    assert "label smoothing 0\n" in capsys.readouterr().out
+    assert [default[method] == other[method] for method in training.METHODS] == [True, False, True, True]
+    assert other["label smoothing"] == other["plain"]
+
+
+def test_wrong_labels_have_a_row_of_the_companion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    right = untimed(run(tmp_path / "right"))
+    results = run(tmp_path / "wrong", "--wrong-labels", "0.3")
+    wrong = untimed(results)
+    assert list(wrong) == [*training.METHODS, "companion"]
+    assert all(wrong[method] != right[method] for method in training.METHODS)
+    assert wrong["companion"][0]["accuracy"] != wrong["DCL"][0]["accuracy"]
+    printed, errors = capsys.readouterr()
+    assert "2 epochs, 2 seeds, 30% of the labels wrong\n" in printed
+    assert "\ncompanion " in printed
+    assert "digits, 30% wrong\n" in errors
+    args = arguments.parse(["--wrong-labels", "0.3", "--seeds", "7"])
+    assert (args.train_size, args.epochs, args.seeds) == (300, 50, 7)
+
+
+def test_as_many_labels_are_wrong_in_every_seed():
+    labels = torch.arange(200) % 10
+    found = [training._with_wrong_labels(labels, 0.3, seed) for seed in range(3)]
+    assert [int((one != labels).sum()) for one in found] == [60] * 3
+    assert not torch.equal(found[0], found[1])
+    assert all(int(one.min()) >= 0 and int(one.max()) <= 9 for one in found)
+    assert torch.equal(training._with_wrong_labels(labels, 0.0, 0), labels)
 
 
 def test_the_penalty_is_the_term_of_each_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -160,7 +185,7 @@ def test_ctrl_c_reports_the_finished_seeds(
     assert "1 of 2 seeds were finished" in errors
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["interrupted"] is True
-    assert [len(runs) for runs in results["histories"].values()] == [1, 1, 1]
+    assert [len(runs) for runs in results["histories"].values()] == [1, 1, 1, 1]
     assert results["table"][0]["accuracy_error"] is None
     assert (tmp_path / "curves.png").stat().st_size > 0
 
@@ -171,7 +196,10 @@ def test_ctrl_c_before_the_first_seed_is_finished(
     interrupt_in_seed(monkeypatch, 0)
     assert demo.main([*TINY, "--out", str(tmp_path)]) == 130
     printed, errors = capsys.readouterr()
-    assert printed == "digits: 64 training and 597 test images, 2 epochs, 2 seeds\ndefault weight and alpha\n\n"
+    first, second, *others = printed.split("\n")
+    assert first == "digits: 64 training and 597 test images, 2 epochs, 2 seeds"
+    assert second == "default weight and alpha; label smoothing 0.4"
+    assert not any(others)
     assert LOADING in errors
     assert "0 of 2 seeds were finished" in errors
     assert not list(tmp_path.iterdir())
@@ -190,6 +218,7 @@ def test_ctrl_c_before_the_first_seed_is_finished(
         ["--weight", "inf"],
         ["--lr", "0"],
         ["--label-smoothing", "1.1"],
+        ["--wrong-labels", "-0.1"],
         ["--epochs", "two"],
         ["--out", __file__],
         ["--device", "gpu7"],
@@ -280,7 +309,7 @@ def test_what_will_be_done_is_said_before_anything_is_written(tmp_path: Path, mo
     assert demo.main([]) == 0
     plan = arguments.plan(arguments.parse([]))
     assert seen == [(plan, False)]
-    assert "10 seeds of 100 epochs, which takes 1 to 2 minutes" in plan
+    assert "10 seeds of 100 epochs, which takes 2 to 4 minutes" in plan
     assert plan.endswith("writes results.json and curves.png to demo-out\n")
     assert max(map(len, plan.splitlines())) <= WIDTH
     Path("demo-out").mkdir()
@@ -351,7 +380,7 @@ def test_what_diverged_is_not_compared():
     assert (dcl.minus_plain, dcl.minus_plain_error) == (None, None)
     assert (dcp.minus_plain, plain.minus_plain) == (0, 0)
     assert report.verdict(dcl, 2) == "DCL diverged in 1 of 2 seeds: its loss or logits are not finite."
-    assert "+0.00" not in report.format_table([plain, dcl], "test")
+    assert "+0.00" not in report.format_table([plain, dcl])
 
     plain, dcl = report.summarise(histories(plain=(True, True), DCL=(False, False)))
     assert dcl.minus_plain is None
@@ -464,8 +493,8 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit, match=r"^0$"):
         demo.main(["--help"])
     text = capsys.readouterr().out
-    flags = "--epochs --seeds --train-size --label-smoothing --alpha --weight --validation --quick --device --out"
-    for flag in flags.split():
+    flags = "--epochs --seeds --train-size --wrong-labels --label-smoothing --alpha --weight --validation --quick"
+    for flag in [*flags.split(), "--device", "--out"]:
         assert flag in text
     assert "default: 100" in text
     assert "3 seeds of 20 epochs" in text

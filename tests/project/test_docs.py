@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,19 +21,36 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+CODE = re.compile(r"^(?:```python|<!-- python)\n(.*?)^(?:```|-->)", re.M | re.S)
+LIBRARIES = re.compile(r"^(?:from|import) (?:timm|skorch|ignite|pytorch_optimizer)\b", re.M)
+
+
 def blocks():
-    """Code on the pages that is no session with its output, which doctests run.
+    """Code on the pages, and a page as a whole if it has code that no reader sees: names that the others take from it.
 
     docs/logging.md has its own tests, and so have recipes in several files, which begin with the name of the file.
     """
-    found = {page.stem: re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S) for page in PAGES}
-    del found["logging"]
-    return [
-        pytest.param(block, id=page)
-        for page in found
-        for block in found[page]
-        if not re.search(r">>> |\A# \w+\.py\n", block)
-    ]
+    found = {page.stem: page.read_text() for page in PAGES if page.stem != "logging"}
+    for page, text in found.items():
+        codes = [code for code in CODE.findall(text) if not re.search(r"^>>> |\A# \w+\.py\n", code, re.M)]
+        for code in ["\n".join(codes)] if "<!-- python" in text else codes:
+            marks = [pytest.mark.integration] if LIBRARIES.search(code) else []
+            yield pytest.param(code, id=page, marks=marks)
+
+
+def run(code, script):
+    """Run code; where a comment with a value follows an expression, that is its value."""
+    lines = code.splitlines()
+    for node in ast.parse(code).body:
+        source = ast.get_source_segment(code, node)
+        if isinstance(node, ast.Expr):
+            value = eval(source, script)
+            said = lines[node.end_lineno].removeprefix("# ") if node.end_lineno < len(lines) else ""
+            with contextlib.suppress(ValueError, SyntaxError):  # other lines than a comment with a value
+                if lines[node.end_lineno : node.end_lineno + 1] == [f"# {said}"]:
+                    assert value == ast.literal_eval(said)
+        else:
+            exec(compile(ast.Module([node], []), "page", "exec"), script)
 
 
 def what_a_script_has():
@@ -52,14 +71,44 @@ def what_a_script_has():
         "arguments": None,
         "num_classes": 3,
         "data": [],
-        "loader": [],
+        "loader": [(torch.randn(8, 4), torch.arange(8) % 3)],
+        "network": lambda: nn.Linear(4, 3),
+        "validation": (torch.randn(8, 4), torch.arange(8) % 3),
+        "x": torch.randn(60, 4),
+        "y": torch.arange(60) % 3,
         "accelerator": SimpleNamespace(prepare=lambda *given: given),
     }
 
 
-@pytest.mark.parametrize("block", blocks())
+@pytest.mark.parametrize("block", list(blocks()))
 def test_code_on_the_pages_runs(block):
-    exec(block, what_a_script_has())
+    run(block, what_a_script_has())
+
+
+@pytest.mark.parametrize("line", ["1 + 1\n# 3", "pair = 1, 2\npair\n# (1, 3)"])
+def test_a_wrong_value_on_a_page_is_noticed(line):
+    with pytest.raises(AssertionError):
+        run(line, {})
+
+
+WANTED = "class weights, imbalanced, overhead, fp16, early stopping, noisy, segmentation, mixup, resume, checkpoint"
+
+
+@pytest.mark.parametrize("words", WANTED.split(", "))
+def test_what_people_search_for_is_on_a_page(words):
+    """The search of the site finds the words of its pages."""
+    pages = [page.read_text().lower() for page in (ROOT / "docs").glob("*.md")]
+    assert [page for page in pages if words in page]
+
+
+def test_links_lead_to_headings_that_a_git_host_knows_too():
+    """The anchors of what mkdocstrings makes are on the site alone."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert [page.name for page in pages if re.search(r"\.md#dcl_optim[._]", page.read_text())] == []
+
+
+def test_code_to_copy_has_no_prompts():
+    assert [page.name for page in PAGES if re.search(r"^>>> ", page.read_text(), re.M)] == []
 
 
 def test_files_named_on_the_pages_exist():

@@ -34,7 +34,7 @@ def mean_teacher_step(model: nn.Module, teacher: nn.Module, optimizer: Any, x: T
         c = teacher(x)
     torch.set_rng_state(after)
     optimizer.zero_grad()
-    (F.cross_entropy(z, y) + WEIGHT * ((z - c) ** 2).mean()).backward()
+    (F.cross_entropy(z, y) + WEIGHT * ((z.softmax(1) - c.softmax(1)) ** 2).mean()).backward()
     optimizer.step()
     with torch.no_grad():
         for average, weight in zip(teacher.parameters(), model.parameters(), strict=True):
@@ -61,6 +61,17 @@ def test_it_is_mean_teacher(build: Any) -> None:
         mean_teacher_step(theirs, teacher, plain, x, y)
     assert_same(model, theirs, **CLOSE)
     assert_same(optimizer.teacher, teacher, **CLOSE)
+
+
+def test_by_default_the_teacher_is_the_mean_of_all_weights_so_far() -> None:
+    model = mlp()
+    optimizer = MeanTeacherOptimizer(sgd(model), model)
+    seen = []
+    for batch in batches(7):
+        train(model, optimizer, [batch])
+        seen.append(copy.deepcopy(model.state_dict()))
+    for name, average in optimizer.teacher.state_dict().items():
+        torch.testing.assert_close(average, torch.stack([state[name] for state in seen]).mean(0), **CLOSE)
 
 
 def test_without_weight_it_is_the_base_optimizer_to_the_last_bit() -> None:

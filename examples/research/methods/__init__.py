@@ -8,7 +8,7 @@ from examples.research.methods.base import Method, Setting
 from examples.research.methods.class_wise import ClassWiseDistillation
 from examples.research.methods.companion import CompanionLearning, CompanionPrototype
 from examples.research.methods.ensembles import Voting
-from examples.research.methods.mean_teacher import MeanTeacher
+from examples.research.methods.mean_teacher import MeanTeacher, MeanTeacherByLine
 from examples.research.methods.mutual import MutualLearning
 from examples.research.methods.plain import Plain
 from examples.research.methods.self_distillation import SelfDistillation
@@ -25,6 +25,7 @@ METHODS: dict[str, type[Method]] = {
     "dml": MutualLearning,
     "ps-kd": SelfDistillation,
     "mean-teacher": MeanTeacher,
+    "mean-teacher-by-line": MeanTeacherByLine,
     "voting": Voting,
 }
 NAMES = tuple(METHODS)

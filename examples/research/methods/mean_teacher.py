@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import distances
+from examples.mean_teacher import MeanTeacherOptimizer
 from examples.research.methods.averages import moving_average
 from examples.research.methods.base import (
     Method,
@@ -20,6 +23,7 @@ from examples.research.methods.base import (
     frozen_statistics,
     predictor,
 )
+from examples.research.methods.plain import Plain
 
 
 class MeanTeacher(Method):
@@ -87,3 +91,28 @@ class MeanTeacher(Method):
     def _ramped(self) -> float:
         missing = max(0.0, 1 - self.epoch / self._ramp_up) if self._ramp_up else 0.0
         return self._weight * math.exp(-5 * missing**2)
+
+
+class MeanTeacherByLine(Plain):
+    """Mean Teacher as ``examples/mean_teacher.py`` has it, by wrapping the optimizer; the teacher is deployed.
+
+    Args:
+        setting: what to train with.
+        weight: of its penalty. Default 100.
+        options: those of :class:`Plain`.
+    """
+
+    cost = 4 / 3
+
+    def __init__(self, setting: Setting, *, weight: float = 100.0, **options: Any) -> None:
+        super().__init__(setting, partial(MeanTeacherOptimizer, weight=weight), **options)
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        return ("weight", *super().options())
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {**super().networks(), "teacher": self.main.optimizer.teacher}
+
+    def predictors(self) -> dict[str, Predictor]:
+        return {"teacher": predictor(self.main.optimizer.teacher), "model": predictor(self.main.network)}

@@ -40,6 +40,16 @@ def _mlp(classes: int, shape: Shape) -> nn.Module:
     )
 
 
+def _without_norm(classes: int, shape: Shape) -> nn.Module:
+    """Two convolutions and two linear layers, without batch norm."""
+    channels, height, width = shape
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * (height // 4) * (width // 4), 64), nn.ReLU(), nn.Linear(64, classes)),
+    )
+
+
 _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "cnn": _cnn,
     "small-cnn": partial(_small_cnn, 16),
@@ -57,6 +67,7 @@ _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "vit-tiny": transformer.vit_tiny,
     "swin-tiny": transformer.swin_tiny,
     "mlp": _mlp,
+    "cnn-without-norm": _without_norm,
 }
 NAMES = tuple(_NETWORKS)
 
