@@ -90,7 +90,7 @@ class MeanTeacherOptimizer(ForecastOptimizer):
         base_optimizer: Optimizer,
         model: nn.Module,
         *,
-        weight: float = 100.0,
+        weight: float = 10.0,
         alpha: float | Callable[[int], float] = mean_so_far,
     ) -> None:
         super().__init__(base_optimizer, model, lambda: WeightAverage(model), weight=weight, alpha=alpha)

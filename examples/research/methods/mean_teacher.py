@@ -98,13 +98,13 @@ class MeanTeacherByLine(Plain):
 
     Args:
         setting: what to train with.
-        weight: of its penalty. Default 100.
+        weight: of its penalty. Default 10.
         options: those of :class:`Plain`.
     """
 
     cost = 4 / 3
 
-    def __init__(self, setting: Setting, *, weight: float = 100.0, **options: Any) -> None:
+    def __init__(self, setting: Setting, *, weight: float = 10.0, **options: Any) -> None:
         super().__init__(setting, partial(MeanTeacherOptimizer, weight=weight), **options)
 
     @classmethod
