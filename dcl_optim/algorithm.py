@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import have_gradients, trains_any
-from dcl_optim._torch import REPLICA, constant, current_backward, is_recorded, warn_once
+from dcl_optim._optim import gradients_of, have_gradients, trains_any
+from dcl_optim._torch import REPLICA, constant, current_backward, is_recorded, version_of, warn_once
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.loss.reader import LossReader
+from dcl_optim.loss.reader import TERMS, LossReader
 from dcl_optim.outputs import NoLogits, conversion_source, find_logits
 from dcl_optim.progress import Forward, Outcome, Progress, Stage, Term
 from dcl_optim.pull import Pull, Scale
@@ -31,7 +31,8 @@ LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs 
 
 NOT_FINITE = (
     "non-finite logits or loss: a batch whose logits or whose gradient of them is not finite gets no penalty, and "
-    "neither the companion nor the prototypes learn from it"
+    "neither the companion nor the prototypes learn from it.\n  Fix: if these are logits of rows without a label, "
+    "leave these rows out, as in optimizer.penalty(z[keep], y[keep])"
 )
 REPLICATED = (
     "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once for each part "
@@ -83,6 +84,8 @@ SEEN = {
     Stage.FORWARD: "the gradient did not come through the logits that were found, or no backward pass ran",
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
+EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
+STEPPED_TWICE = "the gradients of the step before: step was called twice", "call step once after each backward pass"
 FIXES = {
     Stage.NOTHING: (
         "call the model itself in training mode before each step, as model(x); or wrap the module that is called"
@@ -111,12 +114,16 @@ MINIMIZES_A_VALUE = (
 
 
 class Given(NamedTuple):
-    """What the penalty term keeps for its backward pass; the weight is None if it is 0 in all steps."""
+    """What the penalty term keeps for its backward pass; the weight is None if it is 0 in all steps.
+
+    The value is without the weight, and not finite if one of the logits is not.
+    """
 
     pull: Pull
     labels: Labels | None
     weight: Scale | None
     alpha: float
+    value: Tensor
 
 
 class Algorithm:
@@ -148,6 +155,7 @@ class Algorithm:
         self.progress = Progress(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = False
+        self._stepped_on: tuple[weakref.ref[Tensor], int] | None = None  # a gradient of the last step, and its version
         self._base = base
         self._logits = logits
         self._is_strict = strict
@@ -270,7 +278,7 @@ class Algorithm:
         self.uses_term = True
         self.progress.term = max(self.progress.term, Term.CALLED)
         forward.outcome = Outcome.GIVEN
-        forward.given = Given(pull, labels, weight, alpha)
+        forward.given = Given(pull, labels, weight, alpha, _checked_value(pull, forward))
         term: Tensor = _Term.apply(z, forward, weakref.ref(self))  # which keeps both by references
         return term
 
@@ -280,7 +288,7 @@ class Algorithm:
             raise RuntimeError(ONCE.format(self._name))
         if forward.outcome is Outcome.RELEASED:
             raise RuntimeError(STALE.format(self._name))
-        pull, labels, weight, alpha = forward.given
+        pull, labels, weight, alpha, _ = forward.given
         if forward.outcome is Outcome.LEARNED:  # what has learned from the first pull may have overwritten it
             pull = self.forecaster.pull(forward, labels)
         gradient = None
@@ -302,8 +310,7 @@ class Algorithm:
         if labels is None:
             scale = torch.hypot(s, constant(LEAST_SCALE, s.device))  # |s|, but never 0
         if forward.rows.numel():
-            # 0 times a scale that is not finite is nan. Classes that are masked, minus infinity, are finite here.
-            is_finite = torch.add(forward.rows.amax(), scale, alpha=0) < torch.inf
+            is_finite = torch.add(forward.given.value, scale, alpha=0) < torch.inf  # 0 times infinity is nan
             if not _sync.may_sync(forward.step_number, scale):
                 labels, scale = _only_if(is_finite, labels, scale, forward.rows.shape[1])
             elif not bool(is_finite):
@@ -364,7 +371,18 @@ class Algorithm:
             fix += f"; or add the penalty to the loss, {self.reader.term}"
         if stage is Stage.FORWARD and self.reader.not_found:
             seen = self.reader.not_found
+        if stage is Stage.NOTHING and self._has_stepped_on(next(gradients_of(self._base), None)):
+            seen, fix = STEPPED_TWICE
+        elif stage is Stage.NOTHING and not self.model.training:
+            seen, fix = EVAL_MODE
         return NOT_REGULARIZED.format(self._name, seen, fix)
+
+    def _has_stepped_on(self, gradient: Tensor | None) -> bool:
+        """Whether a gradient is that of the last step, unchanged."""
+        if gradient is None or self._stepped_on is None:
+            return False
+        reference, version = self._stepped_on
+        return reference() is gradient and version_of(gradient) == version
 
     def is_creating_state(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
@@ -407,6 +425,8 @@ class Algorithm:
         """Both networks have stepped."""
         progress = self.progress
         progress.end()
+        gradient = next(gradients_of(self._base), None)
+        self._stepped_on = None if gradient is None else (weakref.ref(gradient), version_of(gradient))
         if _sync.is_sync_step(progress.number):
             self.reader.num_skipped()
             self.forecaster.check_values()
@@ -449,7 +469,14 @@ class Algorithm:
         self.last = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards()}
+        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards(), "_stepped_on": None}
+
+
+def _checked_value(pull: Pull, forward: Forward) -> Tensor:
+    """The penalty; nan if one of the logits is not finite but for masked ones, of minus infinity."""
+    if not forward.rows.numel():
+        return pull.value()
+    return torch.add(pull.value(), forward.rows.amax(), alpha=0)  # 0 times infinity is nan
 
 
 def _only_if(counts: Tensor, labels: Labels | None, scale: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:
@@ -468,8 +495,8 @@ class _Term(torch.autograd.Function):
         ctx.pass_of_logits = forward
         ctx.algorithm = algorithm
         ctx.dtype = z.dtype
-        pull, _, weight, _ = forward.given
-        penalty: Tensor = pull.value()
+        weight = forward.given.weight
+        penalty: Tensor = forward.given.value
         return torch.zeros_like(penalty) if weight is None else penalty * weight
 
     @staticmethod

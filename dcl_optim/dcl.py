@@ -189,8 +189,8 @@ class DCLOptimizer(ForecastOptimizer):
             forward = progress.forward_like(logits, _sync.may_sync(progress.number, logits))
         if forward is None:
             fix = (
-                "pass the tensor that the model returned, called as model(x); of several tensors say which are the "
-                "logits, as in logits=lambda output: output[1]"
+                "pass the tensor that the model returned, called as model(x), not in a reentrant checkpoint (pass "
+                "use_reentrant=False); of several tensors say which are the logits, logits=lambda output: output[1]"
             )
             if not self.model.training:
                 fix = "call model.train(), since in eval mode the companion does not run"

@@ -135,7 +135,7 @@ class DCPOptimizer(ForecastOptimizer):
         Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest of the run:
         a step without a term has no penalty, and is counted in ``skipped``. The prototypes learn in its backward pass.
         With gradients off it is 0 and nothing is learned, so one function can serve training and validation. The mode
-        of the model does not matter.
+        of the model does not matter. Soft labels that the script learns get no gradient from it.
 
         Args:
             logits: z, (N, K) or (N, K, d1, ...), of floating point: any tensor of logits, also flattened, divided by a
@@ -145,13 +145,14 @@ class DCPOptimizer(ForecastOptimizer):
             ignore_index: the label to leave out. Default -100, as in torch.
 
         Returns:
-            A scalar in float32 or wider, differentiable once with respect to the logits. The mean is over the n rows
-            with a label; a class that no step has seen contributes 0.
+            A scalar in float32 or wider, differentiable once with respect to the logits; nan if one of them is nan or
+            infinite, also of a row without a label. The mean is over the n rows with a label; a class that no step has
+            seen contributes 0.
 
         Raises:
-            TypeError, ValueError: logits or labels are of another kind or shape, labels are out of range, or the first
-                logits are probabilities; or it was called with these logits before, or after a backward pass in which
-                they got their penalty.
+            TypeError, ValueError: logits or labels are of another kind or shape, labels are out of range, or the logits
+                are a sigmoid's, or those of the first eight rows are probabilities; or it was called with these logits
+                before, or after a backward pass in which they got their penalty.
             RuntimeError: another optimizer has wrapped the model since, or ``detach`` was called; or in backward, with
                 create_graph=True or after the step.
 
@@ -180,5 +181,5 @@ class DCPOptimizer(ForecastOptimizer):
 
     @property
     def prototypes(self) -> Tensor:
-        """A copy of all prototypes, (K, K); zero for a class not yet seen, (0, 0) before K is known."""
+        """A copy of all prototypes, (K, K); zero where no row has shown a value, (0, 0) before K is known."""
         return self.forecaster.values

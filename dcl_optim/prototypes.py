@@ -27,6 +27,7 @@ UNSEEN = -math.inf  # an entry of a prototype that no row has shown: a differenc
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 FEWEST_ROWS = 8  # fewer lie in the order of their labels, or sum to 1, by chance
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
+RESHAPING = ("ToCopy", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Slice", "IndexBackward")
 IN_BATCH = (
     "the labels of this batch are its rows' places, 0, 1, 2, ... up to its last logit: scores against the rows of a "
     "batch (in-batch negatives, CLIP) have no classes.\n"
@@ -39,7 +40,7 @@ KINDS = (
 )
 PROBABILITIES = (
     "logits has rows that are probabilities, whose distances are so small that the penalty has hardly any effect.\n"
-    "  Fix: pass the logits themselves, before softmax, or their log_softmax. See docs/troubleshooting.md"
+    "  Fix: pass the logits themselves, before softmax or sigmoid, or their log_softmax. See docs/troubleshooting.md"
 )
 OTHER_NUM_CLASSES = (
     "num_classes={0} but there are {1} logits a row, in logits of shape {2}; pass num_classes={1}, or logits with the "
@@ -108,6 +109,7 @@ class Prototypes(Forecaster):
         self._measures_from = math.inf  # with more classes the accuracy is measured
         self._may_be_in_batch = num_classes is None  # until labels were seen
         self._may_be_probabilities = True  # until the term got logits
+        self._num_like_probabilities = 0  # rows that it has looked at
         self._step_number = 0
         self._create(num_classes or 0, like)
         self.forget()
@@ -236,11 +238,15 @@ class Prototypes(Forecaster):
             raise ValueError(IN_BATCH.format(number))
 
     def check_logits(self, logits: Tensor, step_number: int) -> None:
-        """Raise ValueError for probabilities, at the first look at what the term got."""
-        has_enough_rows = logits.numel() >= FEWEST_ROWS * logits.shape[1]
-        if self._may_be_probabilities and has_enough_rows and _sync.may_sync(step_number, logits):
-            _refuse_probabilities(logits.detach())
-            self._may_be_probabilities = False
+        """Raise ValueError for probabilities: a sigmoid's, or if all the first rows that the term got sum to 1."""
+        if _is_of_sigmoid(logits.grad_fn):
+            raise ValueError(PROBABILITIES)
+        if not self._may_be_probabilities or not logits.numel() or not _sync.may_sync(step_number, logits):
+            return
+        self._may_be_probabilities = _are_probabilities(logits.detach())
+        self._num_like_probabilities += logits.numel() // logits.shape[1]
+        if self._may_be_probabilities and self._num_like_probabilities >= FEWEST_ROWS:
+            raise ValueError(PROBABILITIES)
 
     def _classes_of(self, labels: Tensor) -> Tensor:
         """The class of each row (N,), K for none; of soft labels that of the largest share."""
@@ -396,10 +402,10 @@ class Prototypes(Forecaster):
         return {name: tensor.clone() for name, tensor in self._saved().items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
-        number = self._given
-        if number is None:
-            numbers = state.get("numbers") if isinstance(state, dict) else None
-            number = len(numbers) if isinstance(numbers, Tensor) and numbers.ndim else 0
+        numbers = state.get("numbers") if isinstance(state, dict) else None
+        number = len(numbers) if isinstance(numbers, Tensor) and numbers.ndim else 0
+        if self._given is not None or number:
+            number = self._given or self.num_classes or number
         expected = {
             "values": torch.empty(number, number, device="meta"),
             "numbers": torch.empty(number, device="meta"),
@@ -426,14 +432,14 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
     """
     shape = tuple(logits.shape)
     if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}")
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}; pass torch.as_tensor(labels)")
     if logits.ndim < 2 or logits.shape[1] == 1:
         raise ValueError(
             f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...) with K of at least 2, or use "
             "DCLOptimizer (no gain was measured)"
         )
     if labels.dtype == torch.bool or labels.is_complex():
-        raise TypeError(f"labels has {labels.dtype}; {KINDS}")
+        raise TypeError(f"labels has {labels.dtype}; of two classes pass labels.long(), else {KINDS}")
     is_soft = labels.is_floating_point()
     if labels.shape != (shape if is_soft else (*shape[:1], *shape[2:])):
         raise ValueError(
@@ -459,9 +465,15 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
     return Labels(classes, has_label.sum(dtype=torch.float32))
 
 
-def _refuse_probabilities(logits: Tensor) -> None:
-    if bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4)):
-        raise ValueError(PROBABILITIES)
+def _is_of_sigmoid(node: Any) -> bool:
+    """Whether an autograd node is a sigmoid's, or gives its output in another shape or dtype."""
+    while node is not None and node.name().startswith(RESHAPING):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "SigmoidBackward0"
+
+
+def _are_probabilities(logits: Tensor) -> bool:
+    return bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4))
 
 
 def _check_shares(shares: Tensor) -> None:

@@ -136,7 +136,9 @@ def _squared_pull(distance: Distance, slope: Tensor, norms: Tensor, weights: Ten
         factor /= max(number, 1)
 
     def value() -> Tensor:
-        return _total(huber(norms, radius), weights) * factor
+        distances = huber(norms, radius)
+        total = distances.sum() if weights is None else torch.dot(distances, weights.to(distances))
+        return total * factor
 
     if radius == math.inf:
         return Pull(value, slope, factor, weights, None, norms)
@@ -157,10 +159,10 @@ def _differentiated_pull(distance: Distance, z: Tensor, c: Tensor, weights: Tens
     distances = values.detach()
     factor = 1.0 if weights is not None else 1.0 / max(len(leaf), 1)
     slope = slope.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    return Pull(lambda: _total(distances, weights) * factor, slope, factor, weights)
 
+    def value() -> Tensor:
+        if weights is None:
+            return distances.sum() * factor
+        return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), weights.to(distances)) * factor
 
-def _total(distances: Tensor, weights: Tensor | None) -> Tensor:
-    if weights is None:
-        return distances.sum()
-    return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), weights.to(distances))
+    return Pull(value, slope, factor, weights)

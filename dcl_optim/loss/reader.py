@@ -38,13 +38,15 @@ FACTORS = (
     "the rows have different factors, as with class weights, focal or symmetric losses, or more than one class, as "
     "with mixup, or the logits are changed before the loss"
 )
-OF_AN_ATTACK = "; for the gradient of an attack use torch.autograd.grad, or model.eval()"
+WITHOUT_LABELS = "; without labels use DCLOptimizer"
+OF_AN_ATTACK = "; in an attack use torch.autograd.grad, or model.eval()"
 NOTHING = (
     "batches that show no form: single rows of two classes, a model that is certain of every row, or other values than "
     "logits"
 )
+NOT_FINITE = "logits that are not finite, in rows that the loss ignores"
 PROBABILITIES = "the rows of the model's output are probabilities"
-NEEDS_LOGITS = "return logits or log_softmax from the model, or pass logits=, and use F.cross_entropy or F.nll_loss"
+NEEDS_LOGITS = "return logits from the model, take their softmax in the loss, and "
 SOFTMAX_TWICE = (
     f"{PROBABILITIES}, and the loss applies softmax to them again.\n"
     "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/troubleshooting.md"
@@ -198,6 +200,8 @@ class LossReader:
         """Choose form and class dimension, and read; give also the sum of the gradient's absolute values."""
         total = _total(gradient)
         if not 0 < total < math.inf:
+            if total == 0 and gradient[0].numel() == 1:  # a softmax of one logit is 1
+                warn_once(self._said, f"a batch gets no penalty: {self._unreadable(forward.rows, 0, 0, False, False)}")
             return None, total
         dims = range(1, max(gradient.ndim, 2)) if known_dim is None else [known_dim]
         # Along the classes the gradient of a softmax cross-entropy sums to 0.
@@ -245,6 +249,8 @@ class LossReader:
     def _unreadable(self, z: Tensor, is_softmax: float, says: float, sums: bool, several: bool) -> str:
         """The message about a gradient that cannot be read."""
         fix = f"add the penalty to the loss, {self.term}"
+        if self.reads_labels:
+            fix += WITHOUT_LABELS
         if several:
             fix = f"if the logits are another tensor of the output, pass logits=lambda output: output[1]; else {fix}"
         if z.shape[1] == 1:
@@ -253,7 +259,9 @@ class LossReader:
                 fix = f"give the model one output for each class, or use DCLOptimizer with {TERMS[False]}"
         elif is_softmax:
             seen = PROBABILITIES
-            fix = NEEDS_LOGITS
+            fix = f"{NEEDS_LOGITS}add the penalty, {self.term}"
+        elif not bool(z.amax() < math.inf):
+            seen = NOT_FINITE
         elif not says:
             seen = NOTHING
         else:

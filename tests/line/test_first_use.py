@@ -214,6 +214,13 @@ def with_weights(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, torch.linspace(0.5, 2.0, z.shape[1]).to(z), label_smoothing=0.1)
 
 
+class NanRows(nn.Module):
+    """The first rows are padded."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z.masked_fill((torch.arange(len(z)) < 3)[:, None], torch.nan)
+
+
 NOT_0, IS_0 = (
     "do not sum to 0, as of sigmoid outputs, probabilities, regression",
     "rows have different factors, as with class weights",
@@ -231,7 +238,32 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str
     "class weights with smoothing": (with_weights, [], IS_0),
     "three classes, mixed": (mixed, [nn.Linear(5, 3).double()], IS_0),
     "two classes, mixed": (mixed, [nn.Linear(5, 2).double()], IS_0),
+    "a policy of probabilities": (
+        lambda p, y: -torch.distributions.Categorical(probs=p).log_prob(y).mul(torch.arange(len(y))).mean(),
+        [nn.Softmax(1)],
+        "rows of the model's output are probabilities",
+    ),
+    "rows of nan that are ignored": (
+        lambda z, y: F.cross_entropy(z.masked_fill(z.isnan(), 0.0), y.where(z[:, 0].isfinite(), -100)),
+        [NanRows()],
+        "logits that are not finite, in rows that the loss ignores",
+    ),
 }
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_one_logit_under_a_softmax_is_said_once(wrapper: Any) -> None:
+    """Its loss and its gradient are always 0."""
+    model = mlp().append(nn.Linear(5, 1).double())
+    with pytest.warns(UserWarning, match=r"a batch gets no penalty.*\n  Seen: one logit a row") as caught:
+        train(model, wrapper(sgd(model), model), [(x, 0 * y) for x, y in batches(30)])
+    assert len(caught) == 1
+    assert is_short(str(caught[0].message))
+
+
+def test_a_batch_of_several_logits_without_a_gradient_says_nothing() -> None:
+    model = mlp()
+    train(model, DCPOptimizer(sgd(model), model), [(x, torch.full_like(y, -100)) for x, y in batches(30)], summed)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -245,8 +277,8 @@ def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(
     fix = r"loss \+ optimizer\.penalty\(logits, labels\)"
     if name == "one logit":  # for which the term has no classes either
         fix = r"one output for each class, or use DCLOptimizer with loss \+ optimizer\.penalty\(logits\)"
-    if name == "nll of a softmax layer":  # with probabilities the term would have hardly any effect
-        fix = r"return logits or log_softmax from the model, or pass logits=, and use F\.cross_entropy or F\.nll_loss"
+    if seen.endswith("are probabilities"):  # with probabilities the term would have hardly any effect
+        fix = rf"return logits from the model, take their softmax in the loss, and add the penalty, {fix}"
     message = rf"cannot read the labels.*\n  Seen: .*{seen}.*\n  Fix: .*{fix}.*\. See docs/losses\.md"
     with pytest.raises(RuntimeError, match=message) as caught:
         value.backward()
@@ -299,9 +331,9 @@ def other_logits(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("misuse", "cause"),
     [
-        (stepped_twice, "no training forward pass"),
+        (stepped_twice, "step was called twice.*\n  Fix: call step once"),
         (loaded_in_between, "no training forward pass"),
-        (in_eval_mode, "it is in eval mode.*call the model itself in training mode"),
+        (in_eval_mode, r"\n  Seen: the model is in eval mode.\n  Fix: call model.train\(\)"),
         (forward_called, "Seen: .*another method"),
         (second_gradient, "create_graph=True"),
         (other_logits, "gradient did not come through.*logits=.*optimizer.penalty"),

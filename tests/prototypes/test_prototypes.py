@@ -663,6 +663,24 @@ def test_a_state_that_is_held_or_was_loaded_is_not_written_to():
     assert_same(held, before)
 
 
+@pytest.mark.parametrize("num_classes", [CLASSES, None])
+def test_a_state_of_another_number_of_classes_is_refused_where_the_number_is_known(num_classes):
+    """When it is loaded if it is given or was seen, else at the first batch."""
+    state, model = trained(2)[1].state_dict(), network()
+    model[2] = nn.Linear(9, 9).double()
+    optimizer = wrap(model, num_classes=num_classes and 9)
+    if num_classes is None:
+        optimizer.load_state_dict(copy.deepcopy(state))
+        with pytest.raises(ValueError, match="loaded state, had 12 logits a row, this one has 9"):
+            train(model, optimizer, [(x, y % 9) for x, y in batches(1)])
+        optimizer = wrap(model, num_classes=None)
+        train(model, optimizer, [(x, y % 9) for x, y in batches(2)])
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"prototypes has shape \(12, 12\) for 'values', expected \(9, 9\)"):
+        optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict(), before)
+
+
 @pytest.mark.parametrize("batch_without_step", [False, True])
 def test_an_earlier_state_takes_back_what_came_after_it(batch_without_step):
     model, optimizer = trained(2)

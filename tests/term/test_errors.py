@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,8 +38,13 @@ OF_DCP: dict[str, Case] = {
     "sigmoids' labels": (lambda p, z, y: p(z, torch.ones_like(z)), ValueError, ["labels", "DCLOptimizer"]),
     "labels of floats": (lambda p, z, y: p(z, y.double()), ValueError, ["labels", "float64", "(16,)"]),
     "one-hot integers": (lambda p, z, y: p(z, F.one_hot(y, 5)), ValueError, ["labels", "int64", "(16, 5)", "float()"]),
-    "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool"]),
-    "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list"]),
+    "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool", "labels.long()"]),
+    "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list", "torch.as_tensor(labels)"]),
+    "an array of labels": (
+        lambda p, z, y: p(z, y.numpy()),
+        TypeError,
+        ["labels", "ndarray", "torch.as_tensor(labels)"],
+    ),
     "an ignored float": (lambda p, z, y: p(z, y, ignore_index=1.5), TypeError, ["ignore_index=1.5", "an integer"]),
     "one dimension": (lambda p, z, y: p(z[:, 0], y), ValueError, ["logits", "(16,)", "DCLOptimizer"]),
     "one logit a row": (lambda p, z, y: p(z[:, :1], y > 2), ValueError, ["logits", "(16, 1)", "DCLOptimizer"]),
@@ -75,7 +81,7 @@ def test_dcl_needs_no_labels_and_says_which_output_is_the_logits() -> None:
     z, side = optimizer.model(x)
     with pytest.raises(TypeError, match="takes the logits alone: the companion needs no labels"):
         optimizer.penalty(z, y)
-    with pytest.raises(ValueError, match=r"say which are the logits, as in logits=lambda output: output\[1\]"):
+    with pytest.raises(ValueError, match=r"say which are the logits, logits=lambda output: output\[1\]"):
         optimizer.penalty(side)
 
 
@@ -97,10 +103,11 @@ LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "softmax in bfloat16": (lambda z: z.bfloat16().softmax(1), True),
     "softmax that underflows": (lambda z: (1e4 * z).softmax(1), True),
     "log_softmax": (lambda z: z.log_softmax(1), False),
-    "sigmoid": (lambda z: z.sigmoid(), False),
+    "sigmoid": (lambda z: z.sigmoid(), True),
+    "a multiple of a sigmoid": (lambda z: 9 * z.sigmoid(), False),
+    "numbers from 0 to 1, as of a model that has just begun": (lambda z: 0.1 + 0.01 * z, False),
     "a sum of 1 with negative entries": (lambda z: z - z.mean(1, keepdim=True) + 0.2, False),
     "another sum": (lambda z: 1.001 * z.softmax(1), False),
-    "few rows, which may sum to 1 by chance": (lambda z: z.softmax(1)[:7], False),
 }
 
 
@@ -121,6 +128,19 @@ def test_probabilities_in_place_of_logits_are_refused_each_time(what: str, dense
     assert refuses == (optimizer.prototypes.shape == (0, 0))
 
 
+@pytest.mark.parametrize("ends_as_logits", [False, True])
+def test_few_rows_may_sum_to_one_by_chance_until_eight_were_seen(ends_as_logits: bool) -> None:
+    optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
+    for rows in torch.arange(len(x)).split(3)[:2]:
+        optimizer.penalty(optimizer.model(x[rows]).softmax(1), y[rows])
+    if ends_as_logits:
+        optimizer.penalty(optimizer.model(x[:1]), y[:1])
+        optimizer.penalty(optimizer.model(x).softmax(1), y)
+        return
+    with pytest.raises(ValueError, match="probabilities"):
+        optimizer.penalty(optimizer.model(x[6:8]).softmax(1), y[6:8])
+
+
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
 def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
     optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))
@@ -132,6 +152,8 @@ def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(wha
         (F.cross_entropy(z, y) + optimizer.penalty(z)).backward(retain_graph=True)
         optimizer.step()
     fix = r"call model.train\(\)" if what == "eval mode" else r"called as model\(x\)"
+    if what == "reentrant checkpoint":
+        fix += ".*use_reentrant=False"
     with pytest.raises(ValueError, match=rf"(?s)logits.*\(16, 5\).*training forward pass.*{fix}"):
         optimizer.penalty(z)
 
@@ -226,6 +248,47 @@ def an_overflow_in_the_logits(optimizer: Any, x: Tensor, y: Tensor) -> None:
 
 def infinite_factor(optimizer: Any, x: Tensor, y: Tensor) -> None:
     backward(optimizer, x, y, torch.inf)
+
+
+@pytest.mark.parametrize("weight", [0.7, lambda step: 0.7])
+@pytest.mark.parametrize("distance", ["mse", "l1", "kl", "infonce"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@EACH
+def test_the_value_is_not_finite_where_a_logit_is_not(variant: str, value: float, distance: str, weight: Any) -> None:
+    optimizer = train(wrap(variant, mlp(), distance=distance, weight=weight), batches(3))
+    x, y = next(batches(1))
+    place = (torch.tensor(3), (y[3] + 1) % 5)
+    networks = [optimizer.model, *([optimizer.companion] if variant == "dcl" else [])]
+    for number, is_finite in ((value, False), (-torch.inf, True)):
+        change = partial(_put, place, torch.tensor(number).double())
+        handles = [network[-1].register_forward_hook(change) for network in networks]
+        assert bool(term_of(optimizer)(optimizer.model(x), y).isfinite()) == is_finite
+        for handle in handles:
+            handle.remove()
+
+
+def _put(place: tuple[Tensor, ...], number: Tensor, module: nn.Module, args: Any, z: Tensor) -> Tensor:
+    return z.index_put(place, number)
+
+
+def padded_term(optimizer: Any, keeps_padding: bool) -> Tensor:
+    (x, y), is_padding = next(batches(1, seed=5)), torch.arange(16) < 3
+    z, y = optimizer.model(x).masked_fill(is_padding[:, None], torch.nan), y.masked_fill(is_padding, -100)
+    return term_of(optimizer)(z, y) if keeps_padding else term_of(optimizer)(z[~is_padding], y[~is_padding])
+
+
+def test_rows_of_nan_without_a_label_count_and_the_warning_says_how_to_leave_them_out() -> None:
+    optimizer, calm = (train(wrap("dcp", mlp()), batches(3)) for _ in range(2))
+    before = optimizer.prototypes
+    assert padded_term(calm, keeps_padding=False).isfinite()
+    penalty = padded_term(optimizer, keeps_padding=True)
+    assert penalty.isnan()
+    optimizer.zero_grad()
+    penalty.backward()
+    with pytest.warns(UserWarning, match=r"penalty\(z\[keep\], y\[keep\]\)"):
+        optimizer.step()
+    assert_same(optimizer.prototypes, before)
+    assert all(bool(parameter.isfinite().all()) for parameter in optimizer.model.parameters())
 
 
 @pytest.mark.parametrize("bad", [nan_in_the_input, an_overflow_in_the_logits, infinite_factor])
