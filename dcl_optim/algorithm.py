@@ -310,10 +310,10 @@ class Algorithm:
         if labels is None:
             scale = torch.hypot(s, constant(LEAST_SCALE, s.device))  # |s|, but never 0
         if forward.rows.numel():
-            is_finite = torch.add(forward.given.value, scale, alpha=0) < torch.inf  # 0 times infinity is nan
+            value = forward.given.value
             if not _sync.may_sync(forward.step_number, scale):
-                labels, scale = _only_if(is_finite, labels, scale, forward.rows.shape[1])
-            elif not bool(is_finite):
+                labels, scale = _only_if_finite(value, labels, scale, forward.rows.shape[1])
+            elif not bool(torch.add(value, scale, alpha=0) < torch.inf):  # 0 times infinity is nan
                 self._miss(forward, is_finite=False)
                 return
         if self._may_learn(forward):
@@ -479,12 +479,15 @@ def _checked_value(pull: Pull, forward: Forward) -> Tensor:
     return torch.add(pull.value(), forward.rows.amax(), alpha=0)  # 0 times infinity is nan
 
 
-def _only_if(counts: Tensor, labels: Labels | None, scale: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:
-    """Labels and scale of a batch that counts; else no row has a label, or without labels the scale is 0."""
+def _only_if_finite(
+    value: Tensor, labels: Labels | None, scale: Tensor, num_classes: int
+) -> tuple[Labels | None, Tensor]:
+    """Labels and scale of a batch that is finite; else no row has a label, or without labels the scale is 0."""
     if labels is None:
-        return None, scale.where(counts, constant(0.0, scale.device))
+        return None, torch.add(scale, value, alpha=0).nan_to_num_(0.0, 0.0)
     none = num_classes if labels.rows.ndim == 1 else 0.0
-    return labels._replace(rows=labels.rows.where(counts, constant(none, scale.device))), scale
+    is_finite = torch.add(value, scale, alpha=0) < torch.inf
+    return labels._replace(rows=labels.rows.where(is_finite, constant(none, scale.device))), scale
 
 
 class _Term(torch.autograd.Function):

@@ -421,7 +421,7 @@ def test_an_attack_by_backward_that_cannot_be_read_is_refused_with_two_ways_that
     for how in ("by autograd.grad", "in evaluation mode", "by backward"):
         model = mlp()
         optimizer = wrap(variant, model)
-        refusal = r"Fix: add the penalty.*; for the gradient of an attack use torch.autograd.grad, or model.eval\(\)"
+        refusal = r"Fix: add the penalty.*; in an attack use torch.autograd.grad, or model.eval\(\)"
         with pytest.raises(RuntimeError, match=refusal) if how == "by backward" else nullcontext():
             for x, y in batches(3):
                 x = x + adversarial_direction(model, x, how)
