@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 
 import pytest
@@ -88,6 +89,18 @@ def test_detach_restores_the_modules_and_allows_wrapping_again():
     assert_same(model, alone)
     wrap(model)
     gc.collect()
+
+
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+def test_a_model_that_is_saved_whole_after_detach_loads_without_this_package(kind):
+    model = mlp()
+    optimizer = kind(sgd(model), model)
+    train(model, optimizer, batches(2))
+    for needs_package in (True, False):
+        file = io.BytesIO()
+        torch.save(model, file)
+        assert (b"dcl_optim" in file.getvalue()) == needs_package
+        optimizer.detach()
 
 
 def test_a_copy_of_a_detached_optimizer_stays_detached():
