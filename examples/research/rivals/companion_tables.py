@@ -195,16 +195,19 @@ def controls(folder: Path, rounds: Rounds = CHOSEN_ROUNDS) -> str:
     """What the controls gain and what DCL's best pair gains, in the network that is kept, and what of it is left.
 
     The best control is the one with the largest gain on validation images. DCL's best pair minus this control is
-    paired by the seed. A logit penalty that was not run in these seeds has those of the choice, and does not count
-    in the last line.
+    paired by the seed; where the pairs were not run it is the default. Settings without either are left out. A logit penalty that was not run in these seeds
+    has those of the choice, and does not count in the last line.
     """
     chosen = selection.choose(folder)
+    winner = pair_row(companion.default(_confirmed(folder), candidates(folder)))
     left: list[float] = []
     lines = []
     for place in FAST:
         found = _controls(folder, place, chosen.by_place[place].get(LOGITS), rounds)
-        pair = companion.tuned(folder, place).get("DCL", "")
+        pair = companion.tuned(folder, place).get("DCL", winner)
         test = {network: companion.of_place(folder, place, "test", network, rounds) for network in (KEPT, "model")}
+        if not choice.gains(test[KEPT], pair):
+            continue
         cells = [_gain_of_control(found.get(control), rounds) for control in NAMES]
         cells += [gain_of(scores, pair, places=1) for scores in test.values()]
         best = max(found, key=lambda control: found[control].chosen_by, default="")

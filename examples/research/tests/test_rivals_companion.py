@@ -663,9 +663,7 @@ def test_controls_have_their_best_value_and_the_best_one_is_taken_from_dcl_seed_
         *("", "", "+3.0", "+1.5 ± 0.5", penalty),
         *("+6.0 ± 1.0", "-1.0 ± 1.0", "averages of the weights", "+4.5 ± 1.5", "2"),
     ]
-    # In the seed of the choice A has no accuracy on test images, and the penalty 53.
-    difference = "-53.0 (seeds of the choice)"
-    assert table["scripts"] == ["", "", "", "", penalty, "", "", "logit penalty", difference, ""]
+    assert "scripts" not in table, "A, which is its best pair, was not run in these seeds"
     assert table["all"][-2:] == ["+4.50 ± 1.50", "2"], "without the seeds of the choice"
     written(new_seeds, name_of("text"), of_seeds("CE", (9, 10), 50, (50, 52)))
     written(new_seeds, name_of("text"), of_seeds("logit penalty 0.1", (9, 10), 50, (52, 55)))
