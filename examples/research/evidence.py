@@ -21,7 +21,7 @@ SETTINGS = {"kanji": KANJI, "scripts": SCRIPTS}
 TITLES = {"kanji": "150 Japanese characters in unseen fonts", "scripts": "100 writing systems, unseen letters"}
 
 # Steps, and how many times those of the settings they are.
-LENGTHS = {"kanji": {"1k": 1 / 4, "4k": 1, "16k": 4, "64k": 16}, "scripts": {"1k": 1 / 4, "4k": 1}}
+LENGTHS = {"kanji": {"1k": 1 / 4, "4k": 1, "16k": 4, "64k": 16}, "scripts": {"4k": 1}}
 
 # Where every seed has other kanji: images of each class, epochs, and the share of wrong labels.
 DRAWN_SETTINGS = {"5": (5, 160, 0.0), "3": (3, 267, 0.0), "5-noise-20": (5, 160, 0.2)}

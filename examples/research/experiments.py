@@ -92,9 +92,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "rate": _ablation("the companion's learning rate", RATES),
     "companion": _ablation("smaller companions (Table 9)", COMPANIONS),
     "fraction-scripts": _ablation("the rows that the companion learns from (Table 10)", FRACTIONS),
-    "fraction-kanji": _ablation(
-        "the rows that the companion learns from (Table 10)", FRACTIONS, evidence.KANJI, "150 kanji, 4,000 steps"
-    ),
     **evidence.EXPERIMENTS,
     **pays.EXPERIMENTS,
     **peers.EXPERIMENTS,

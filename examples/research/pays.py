@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from examples.research.configuration import DCP, Configuration, Experiment
+from examples.research.configuration import Configuration, Experiment
 from examples.research.evidence import KANJI, SCRIPTS, TITLES, compared
 from examples.research.gains import Row
 
@@ -56,22 +56,7 @@ def _pays(title: str, plain: Configuration, seeds: int) -> Experiment:
     return Experiment(f"CE, label smoothing, DCL and DCP: {title}", "test", seeds, "CE", runs)
 
 
-# 2,000 steps. A newcomer found that the default of that time lost here. A fixed weight of 1 gains twice as much as that
-# of today.
-FEW_AND_WRONG = Configuration(
-    "fashion-mnist", "small-cnn", "plain", 125, train_size=500, batch_size=32, label_noise=0.3
-)
-
-
-def _few_and_wrong() -> Experiment:
-    runs = _among(FEW_AND_WRONG, "CE", "label smoothing 0.1", "DCP")
-    fixed = replace(FEW_AND_WRONG, method="dcp", options=DCP | {"weight": 1.0})
-    title = "ten classes, few images and wrong labels: Fashion-MNIST, 500 images, 30 % of the labels wrong"
-    return Experiment(title, "test", 5, "CE", runs | {"DCP, λ = 1": fixed})
-
-
 EXPERIMENTS: dict[str, Experiment] = {
-    "noise-fashion-500": _few_and_wrong(),
     # On the most images five seeds, for the time they take.
     **{
         f"pays-{name}": _pays(title, plain, seeds=5 if name == "fashion-50k" else 10)

@@ -1,12 +1,17 @@
-"""The results file: one line of JSON for each finished run, which is never trained again."""
+"""The results file: one line of JSON for each finished run, which is never trained again.
+
+In the repository the runs that choose values, on validation images, are together in one compressed file.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
 import platform
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,13 +25,15 @@ PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics
 # Finished runs are written to a folder that git ignores, and those of the repository are read in addition.
 RESULTS, COMMITTED = Path("runs/results"), Path("examples/research/results")
 
+CHOICES = "choices.jsonl.xz"  # in COMMITTED; each line has the name of a results file, a tab and a record
+
 BESIDE_ACCURACY = ("quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
 
 Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """Read a results file; none is an empty one.
+    """Read a results file, and what the compressed file of its folder has of it; none is an empty one.
 
     Raises:
         ValueError: a line is no record, and not the last one, which a crash may have cut.
@@ -37,7 +44,23 @@ def read(path: Path) -> list[Record]:
     wrong = next((number for number, line in enumerate(lines, 1) if not _is_record(line)), None)
     if wrong is not None:
         raise ValueError(f"{path}, line {wrong}: no record of a run; mend or delete the line")
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in (*lines, *_choices(path.parent).get(path.name, ()))]
+
+
+def _choices(folder: Path) -> dict[str, list[str]]:
+    """The lines that the compressed file of a folder has of each results file."""
+    path = folder / CHOICES
+    return _decompressed(path, path.stat().st_mtime_ns) if path.exists() else {}
+
+
+@lru_cache(maxsize=1)
+def _decompressed(path: Path, written: int) -> dict[str, list[str]]:
+    """What a compressed file has, which is not decompressed again until it is written again."""
+    found: dict[str, list[str]] = {}
+    for line in lzma.decompress(path.read_bytes()).decode().splitlines():
+        name, record = line.split("\t")
+        found.setdefault(name, []).append(record)
+    return found
 
 
 def _is_record(line: str) -> bool:
@@ -56,10 +79,17 @@ def stripped(tree: Any) -> Any:
 
 
 def publish(folder: Path, name: str) -> Path:
-    """Write the stripped records of a file of both folders into the repository's."""
-    found, path = finished(folder, name), COMMITTED / name
-    path.write_text("".join(f"{json.dumps(as_published(record))}\n" for record in found))
-    return path
+    """Write the stripped records of a file of both folders into the repository's, or into its compressed file."""
+    found, path = [as_published(record) for record in finished(folder, name)], COMMITTED / name
+    lines = [json.dumps(record) for record in found]
+    if any(record["part"] == "test" for record in found):
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return path
+    files = _choices(COMMITTED) | {name: lines}
+    text = "".join(f"{file}\t{line}\n" for file in sorted(files) for line in files[file])
+    (COMMITTED / CHOICES).write_bytes(lzma.compress(text.encode()))
+    path.unlink(missing_ok=True)
+    return COMMITTED / CHOICES
 
 
 def as_published(record: Record) -> Record:

@@ -70,6 +70,25 @@ def tuned(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> str:
     return _by_setting(lines, ["method"])
 
 
+def summary(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> str:
+    """(a) and (b) in short: the mean gain of each method over the settings, and the worst gain of (b)."""
+    chosen = selection.choose(folder)
+    test = measured(folder, "test", rounds)
+    lines = []
+    for method, label in chosen.for_one.items():
+        one = [choice.mean_gain(setting, label) for setting in test.values()]
+        labels = [chosen.by_place[name].get(method) for name in FAST]
+        tuned = [
+            None if row is None else choice.mean_gain(test[name], row) for name, row in zip(FAST, labels, strict=True)
+        ]
+        if None not in one and None not in tuned:
+            means = [f"{statistics.fmean(found):+.1f}" for found in (one, tuned)]
+            lines.append([method, _value(method, label), *means, f"{min(tuned):+.1f}"])
+    lines.sort(key=lambda line: -float(line[2]))
+    heads = ["method", "value", "one value", "tuned", "worst, tuned"]
+    return "\n".join(grid(heads, lines, words=2))
+
+
 def tuned_values(folder: Path) -> str:
     """The values of (b)."""
     chosen = selection.choose(folder).by_place
@@ -139,7 +158,14 @@ def expensive(folder: Path) -> str:
         plain = scores.get("CE", {})
         if plain:
             gains = [gain_of(scores, label) for label in chosen.for_all()[1:]]
-            lines.append([place.title, f"{statistics.fmean(plain.values()):.1f}", *gains, str(len(plain))])
+            lines.append(
+                [
+                    place.title.replace("150 Japanese characters in unseen fonts", "kanji"),
+                    f"{statistics.fmean(plain.values()):.1f}",
+                    *gains,
+                    str(len(plain)),
+                ]
+            )
     return "\n".join(grid(["", "CE, %", *chosen.for_all()[1:], "seeds"], lines, words=1))
 
 
@@ -159,18 +185,18 @@ def on_top(folder: Path, rounds: tuple[int, ...] = CHOSEN_ROUNDS) -> str:
             found = choice.gains({**both, label: alone.get(label, {})}, values.top_label(label), label)
             if found:
                 cells[name, label] = found
-    corrected = _corrected({f"{name}\n{label}": found for (name, label), found in cells.items()})
-    lines = [
-        [
-            HEADS[name],
-            label,
-            cell_of(found),
-            probability_cell(corrected.get(f"{name}\n{label}")),
-            str(len(found)),
-        ]
-        for (name, label), found in cells.items()
-    ]
-    return "\n".join(grid(["", "on top of", "gain", "p", "seeds"], lines, words=2))
+    p = _corrected({f"{name}\n{label}": found for (name, label), found in cells.items()})
+    lines = []
+    for name in FAST:
+        line = [HEADS[name]]
+        for label in [label for place, label in cells if place == name]:
+            gain = f"{cell_of(cells[name, label], places=1)}"
+            shown = p.get(f"{name}\n{label}", 1.0) < SHOWN
+            line.append(f"**{gain}** ({label})" if shown else f"{gain} ({label})")
+        lines.append(line)
+    width = max(map(len, lines))
+    heads = ["", "on tuned plain training", *(f"on a rival ({number})" for number in range(1, width - 1))]
+    return "\n".join(grid(heads, [[*line, *[""] * (width - len(line))] for line in lines], words=width))
 
 
 def search(folder: Path, rounds: tuple[int, ...] = SEARCH_ROUNDS, shown: int | None = RULES_SHOWN) -> str:
@@ -210,6 +236,23 @@ def second_confirmation(folder: Path) -> str:
 def second_in_searched(folder: Path) -> str:
     """The second candidates in the settings of the search, on test images and in new seeds."""
     return _candidates(folder, SEARCHED, rules.SECOND_CANDIDATES, SECOND_ROUNDS)
+
+
+def candidates(folder: Path) -> str:
+    """All candidates in short: the mean of their gain minus today's, over all settings and seeds."""
+    tests = (
+        (rules.CANDIDATE, "others", CONFIRMED, CONFIRMATION_ROUNDS),
+        *((rule, "others", CONFIRMED, SECOND_ROUNDS) for rule in rules.SECOND_CANDIDATES),
+        *((rule, "those of the search", SEARCHED, SECOND_ROUNDS) for rule in rules.SECOND_CANDIDATES),
+    )
+    lines = []
+    for rule, title, names, rounds in tests:
+        found: list[float] = []
+        for name in names:
+            scores = selection.of_place(folder, search_of(name), name, "test", rounds)
+            found += choice.gains(scores, _row_in(rule, name), _row_in(rules.TODAY, name))
+        lines.append([str(rule), title, cell_of(found), str(len(found))])
+    return "\n".join(grid(["rule", "settings", "minus today's", "pairs"], lines, words=2))
 
 
 def _candidates(folder: Path, names: Sequence[str], candidates: Sequence[rules.Rule], rounds: tuple[int, ...]) -> str:

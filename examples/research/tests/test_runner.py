@@ -48,13 +48,12 @@ def test_the_rows_dcl_and_dcp_are_the_wrappers_defaults():
 
 
 def test_choices_are_made_on_validation_pictures():
-    ablations = ("alpha", "distance", "rate", "companion", "fraction-scripts", "fraction-kanji")
+    ablations = ("alpha", "distance", "rate", "companion", "fraction-scripts")
     assert {EXPERIMENTS[name].part for name in ablations} == {"validation"}
 
 
-@pytest.mark.parametrize("name", ["fraction-scripts", "fraction-kanji"])
-def test_the_companion_learns_from_shares_of_the_batches_by_the_papers_settings(name):
-    plain, *runs = EXPERIMENTS[name].runs.values()
+def test_the_companion_learns_from_shares_of_the_batches_by_the_papers_settings():
+    plain, *runs = EXPERIMENTS["fraction-scripts"].runs.values()
     paper = {"weight": 1.0, "alpha": 0.6, "distance": "squared"}
     assert {run.method for run in runs} == {"dcl"}
     assert [replace(run, method="plain", options={}) for run in runs] == [plain] * 5
@@ -423,7 +422,7 @@ def test_a_line_cut_by_a_crash_is_dropped(tmp_path):
 
 def test_what_is_published_has_no_losses_and_one_average_and_counts_as_the_run(small, tmp_path, monkeypatch, capsys):
     averaged = {"model": 0.9, "EMA over 100 steps": 0.8, "EMA over 1000 steps": 0.7}
-    record = {"label": "CE", "seed": 0, "part": "validation", "configuration": TINY.as_dict(), "accuracy": averaged}
+    record = {"label": "CE", "seed": 0, "part": "test", "configuration": TINY.as_dict(), "accuracy": averaged}
     records.append(record | {"losses": [1.0], "corrupted": {"blur": averaged}}, tmp_path / "results" / "small.jsonl")
     (tmp_path / "committed").mkdir()
     for _ in range(2):  # again, from both folders
@@ -435,6 +434,22 @@ def test_what_is_published_has_no_losses_and_one_average_and_counts_as_the_run(s
     (tmp_path / "results" / "small.jsonl").unlink()
     monkeypatch.setattr(jobs, "finish", None)
     assert small("run", "small", "--only", "CE", "--seeds", "1") == []
+
+
+def test_runs_that_choose_values_are_published_into_one_compressed_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "COMMITTED", tmp_path / "committed")
+    records.COMMITTED.mkdir()
+    made = {name: [{"label": name, "seed": seed, "part": "both"} for seed in (0, 1)] for name in ("a", "b")}
+    for name, both in made.items():
+        for one in both:
+            records.append(one, tmp_path / f"{name}.jsonl")
+        assert records.publish(tmp_path, f"{name}.jsonl") == records.COMMITTED / records.CHOICES
+    again = made["a"][0] | {"seed": 2}
+    records.append(again, tmp_path / "a.jsonl")
+    records.publish(tmp_path, "a.jsonl")
+    assert [path.name for path in records.COMMITTED.iterdir()] == [records.CHOICES]
+    assert records.read(records.COMMITTED / "a.jsonl") == [*made["a"], again]
+    assert records.finished(tmp_path / "none", "b.jsonl") == made["b"]
 
 
 def test_of_runs_that_choose_values_the_accuracies_are_published():
