@@ -195,8 +195,8 @@ def controls(folder: Path, rounds: Rounds = CHOSEN_ROUNDS) -> str:
     """What the controls gain and what DCL's best pair gains, in the network that is kept, and what of it is left.
 
     The best control is the one with the largest gain on validation images. DCL's best pair minus this control is
-    paired by the seed; where the pairs were not run it is the default. Settings without either are left out. A logit penalty that was not run in these seeds
-    has those of the choice, and does not count in the last line.
+    paired by the seed; where the pairs were not run it is the default. Settings without either are left out. A logit
+    penalty that was not run in these seeds has those of the choice, and does not count in the last line.
     """
     chosen = selection.choose(folder)
     winner = pair_row(companion.default(_confirmed(folder), candidates(folder)))
