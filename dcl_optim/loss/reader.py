@@ -240,7 +240,7 @@ class LossReader:
         is_known = self.known.form is not None
         if says and not is_known:
             raise RuntimeError(message)
-        if self._num_silent() + 1 >= PATIENCE:
+        if (says or not is_known) and self._num_silent() + 1 >= PATIENCE:  # a model may be certain for good
             raise RuntimeError(IN_A_ROW.format(PATIENCE) + message if is_known else message)
         # Else the batch may say nothing by chance, or these logits have their penalty from another loss.
         if forward.outcome is Outcome.OPEN and (is_known or forward.is_one_of_several):
