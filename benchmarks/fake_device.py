@@ -1,4 +1,4 @@
-"""An accelerator that is none: its tensors hold CPU memory, and each operation on them is counted by ``launches``.
+"""An accelerator that is none: its tensors hold CPU memory, and what CUDA would launch for them is counted.
 
 ``register()`` adds the device to torch for good, so tests that use it start a process. To import this changes nothing.
 The device is a PrivateUse1 backend with plain tensors, which autograd and ``torch.optim`` treat as they treat a GPU's.
@@ -11,15 +11,81 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 
-from benchmarks import launches
+# ---- what CUDA would do: kernels that it launches, and how often the host waits --------------------------------------
+
+# Kernels and synchronizations; (1, 0) for all other operations.
+COSTS = {
+    **dict.fromkeys(("alias", "empty", "empty_strided", "resize_", "split", "unbind"), (0, 0)),
+    **dict.fromkeys(("_foreach_norm", "convolution_overrideable", "count_nonzero", "dot", "mse_loss", "sort"), (2, 0)),
+    "max_pool2d_with_indices_backward": (2, 0),
+    "convolution_backward_overrideable": (3, 0),
+    "_local_scalar_dense": (0, 1),
+    "repeat_interleave": (1, 1),
+    "equal": (3, 1),
+    "nonzero": (3, 1),
+    "masked_select": (4, 1),
+    "bincount": (4, 2),
+    "unique_consecutive": (5, 1),
+    "_unique2": (6, 1),
+}
+# Out of place these copy first.
+COPYING = ("index_add", "index_copy", "index_fill", "masked_scatter", "scatter", "scatter_add")
+INDEXING = ("index", "index_put_", "_index_put_impl_")
+
+
+class Counts(NamedTuple):
+    """Kernels and synchronizations by the operation's name."""
+
+    kernels: Counter[str]
+    synchronizations: Counter[str]
+
+
+_counting: list[Counts] = []
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count what is launched inside the block."""
+    _counting.append(Counts(Counter(), Counter()))
+    try:
+        yield _counting[-1]
+    finally:
+        _counting.pop()
+
+
+def _note(name: str, kernels: int, synchronizations: int) -> None:
+    """Add to what is being counted."""
+    for counts in _counting:
+        counts.kernels[name] += kernels
+        counts.synchronizations[name] += synchronizations
+
+
+def _note_operation(op: Any, name: str, args: Any, kwargs: Any, on_host: bool) -> None:
+    """Add what an operation costs; ``on_host`` says that some of its operands are on the CPU."""
+    if op.is_view:
+        return
+    kernels, synchronizations = COSTS.get(name, (1, 0))
+    if name in INDEXING:
+        synchronizations += on_host
+        if name != "index" and args[2].numel() > 1:  # of one value torch makes a masked_fill_; index has asked nonzero
+            masks = sum(isinstance(one, Tensor) and one.dtype == torch.bool for one in args[1])
+            kernels, synchronizations = kernels + 3 * masks, synchronizations + masks
+    kernels += name in COPYING and kwargs.get("out") is not args[0]
+    _note(name, kernels, synchronizations)
+
+
+# ---- the device ------------------------------------------------------------------------------------------------------
 
 NAME, KEY, CPU = "mockgpu", "PrivateUse1", torch.device("cpu")
 CPU_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -131,13 +197,13 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     mine, options = _to_cpu(args, pairs), {key: _to_cpu(value, pairs) for key, value in kwargs.items()}
     if name == "_copy_from":  # source, target, whether the host goes on, which from pageable memory it does not
         within = args[0].device == args[1].device
-        launches.note("copy", within, not within and not any(args[2:]))
+        _note("copy", within, not within and not any(args[2:]))
         mine[1].copy_(mine[0])
         return args[1]
     on_host = any(tensor is alias and tensor.ndim for tensor, alias in pairs)
-    if on_host and name not in launches.INDEXING and any(tensor is not alias for tensor, alias in pairs):
+    if on_host and name not in INDEXING and any(tensor is not alias for tensor, alias in pairs):
         raise RuntimeError(f"{op}: expected all tensors to be on the same device, found {NAME} and cpu")
-    launches.note_operation(op, name, args, kwargs, on_host)
+    _note_operation(op, name, args, kwargs, on_host)
     if name == "convolution_overrideable":
         op = torch.ops.aten.convolution.default
     elif name == "convolution_backward_overrideable":

@@ -11,8 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.methods import METHODS, start
-from benchmarks.setting import Setting
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, Setting
 
 
 @pytest.mark.benchmark(disable_gc=True)

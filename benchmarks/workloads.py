@@ -1,20 +1,103 @@
-"""What is timed on what: a network, its input and its batch."""
+"""What is timed: networks, their batches, and where and how they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import networks
-from benchmarks.networks import CLASSES
-
+CLASSES = 10
 BATCHES = 4  # distinct ones: a network that has learned one batch by heart makes gradients no training would
+PRECISIONS = ("float32", "bf16-channels-last")
 
 Batches = list[tuple[Tensor, Tensor]]
+
+
+# ---- networks --------------------------------------------------------------------------------------------------------
+
+
+class Network(nn.Sequential):
+    """A class of our own, as a script has it: torch.compile keeps the hooks of such a one outside of its graphs."""
+
+
+def perceptron(sizes: Sequence[int]) -> nn.Module:
+    """Linear layers of the given sizes, input first, with ReLU between them."""
+    *hidden, (last, classes) = itertools.pairwise(sizes)
+    layers = [layer for a, b in hidden for layer in (nn.Linear(a, b), nn.ReLU())]
+    return Network(nn.Flatten(), *layers, nn.Linear(last, classes))
+
+
+def cnn() -> nn.Module:
+    """Two convolutions with batch norm on 28x28."""
+    first, second = 16, 32
+    return Network(
+        *(nn.Conv2d(1, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(first, second, 3, padding=1, bias=False), nn.BatchNorm2d(second), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(second * 7 * 7, CLASSES)),
+    )
+
+
+def resnet_cifar() -> nn.Module:
+    """ResNet-18 with the stem that papers use on CIFAR: 3x3, stride 1, no pooling."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    model = ResNet(BasicBlock, [2] * 4, num_classes=CLASSES)
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def shufflenet() -> nn.Module:
+    """ShuffleNetV2 as torchvision has it: many small operations in place of a few large ones."""
+    from torchvision import models
+
+    return models.shufflenet_v2_x1_0(num_classes=CLASSES)
+
+
+def vit_tiny() -> nn.Module:
+    """Six layers of width 192 on 8x8 patches of 4x4 pixels."""
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(
+        image_size=32, patch_size=4, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=768, num_classes=CLASSES
+    )
+
+
+def segmentation() -> nn.Module:
+    """Three convolutions at full resolution, and 21 logits a pixel (N, K, H, W)."""
+    sizes = itertools.pairwise((3, 32, 32, 32))
+    blocks = [
+        layer for a, b in sizes for layer in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+    ]
+    return Network(*blocks, nn.Conv2d(32, 21, 1))
+
+
+def language_model() -> nn.Module:
+    """Two transformer layers of width 128 over vectors of tokens, and 8,000 logits a token, as rows (tokens, K)."""
+    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(2)]
+    return Network(*layers, nn.Flatten(0, 1), nn.Linear(128, 8_000))
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50 as ImageNet has it."""
+    from torchvision import models
+
+    return models.resnet50(num_classes=1000)
+
+
+def vit_b16() -> nn.Module:
+    """ViT-B/16 as ImageNet has it."""
+    from torchvision import models
+
+    return models.vit_b_16(num_classes=1000)
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,30 +149,80 @@ def _image(title: str, build: Callable[[], nn.Module], side: int, batch: int, cl
     return Workload(title, build, (3, side, side), batch, classes, package="torchvision")
 
 
-_resnet18 = partial(_image, "ResNet-18 32x32", networks.resnet_cifar, 32)
+_resnet18 = partial(_image, "ResNet-18 32x32", resnet_cifar, 32)
 
 
-def _mlp(*sizes: int) -> Workload:
+def _mlp(*sizes: int, batch: int = 128) -> Workload:
     title = f"MLP {'-'.join(map(str, sizes))}"
-    return Workload(title, partial(networks.perceptron, sizes), (sizes[0],), 128)
+    return Workload(title, partial(perceptron, sizes), (sizes[0],), batch, classes=sizes[-1])
 
 
 ON_CPU = {
     "mlp-small": _mlp(64, 256, 256, CLASSES),
     "mlp": _mlp(784, 512, 512, CLASSES),
-    "cnn": Workload("CNN 28x28", networks.cnn, (1, 28, 28), 128),
+    "cnn": Workload("CNN 28x28", cnn, (1, 28, 28), 128),
     "resnet18": _resnet18(32),
-    "shufflenet": _image("ShuffleNetV2 64x64", networks.shufflenet, 64, 64),
-    "vit": _image("ViT-Tiny, 6 layers, 32x32", networks.vit_tiny, 32, 64),
-    "pixels": Workload("21 classes a pixel, 64x64", networks.segmentation, (3, 64, 64), 4, 21, labels=(64, 64)),
+    "shufflenet": _image("ShuffleNetV2 64x64", shufflenet, 64, 64),
+    "vit": _image("ViT-Tiny, 6 layers, 32x32", vit_tiny, 32, 64),
+    "pixels": Workload("21 classes a pixel, 64x64", segmentation, (3, 64, 64), 4, 21, labels=(64, 64)),
     "tokens": Workload(
-        "8,000 classes a token, 64 tokens", networks.language_model, (64, 128), 8, 8_000, labels=(64,), flattened=True
+        "8,000 classes a token, 64 tokens", language_model, (64, 128), 8, 8_000, labels=(64,), flattened=True
     ),
 }
 ON_CUDA = {
     "resnet18-128": _resnet18(128),
     "resnet18-512": _resnet18(512),
-    "resnet50": _image("ResNet-50 224x224", networks.resnet50, 224, 128, classes=1000),
-    "vit-b16": _image("ViT-B/16 224x224", networks.vit_b16, 224, 128, classes=1000),
+    "resnet50": _image("ResNet-50 224x224", resnet50, 224, 128, classes=1000),
+    "vit-b16": _image("ViT-B/16 224x224", vit_b16, 224, 128, classes=1000),
 }
-WORKLOADS = ON_CPU | ON_CUDA
+# Networks whose logits are most of them.
+MANY_CLASSES = {f"classes-{count}": _mlp(64, 128, count, batch=256) for count in (10, 1_000, 8_000, 50_000)}
+WORKLOADS = ON_CPU | ON_CUDA | MANY_CLASSES
+
+
+# ---- where and how they run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A device, a precision and whether networks are compiled.
+
+    ``bf16-channels-last`` is what a script on a recent GPU does: autocast to bfloat16 around forward and loss, weights
+    in float32, images and convolutions in the channels-last layout.
+    """
+
+    device: str = "cpu"
+    precision: str = "float32"
+    compiled: bool = False
+
+    @property
+    def halved(self) -> bool:
+        """Whether autocast to bfloat16 is on."""
+        return self.precision == "bf16-channels-last"
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, in the layout."""
+        model = model.to(self.device)
+        return model.to(memory_format=torch.channels_last) if self.halved else model
+
+    def batches(self, batches: Batches) -> Batches:
+        """Move batches to the device, in the layout."""
+        placed = [(x.to(self.device), y.to(self.device)) for x, y in batches]
+        return [(channels_last(x), y) for x, y in placed] if self.halved else placed
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        """Compile a model in place, if the setting says so."""
+        if self.compiled:
+            model.compile()
+        return model
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """What forward and loss run in."""
+        if self.halved:
+            return torch.autocast(torch.device(self.device).type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """Pictures in the channels-last layout; other inputs as they are."""
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import processor
+from benchmarks.table import processor
 
 PACKAGES = ("dcl-optim", "torch", "torchvision", "numpy", "scipy", "torchmetrics")
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import first_steps, kernels, memory, run, steps, table, timing, wide
+from benchmarks import __main__ as command
+from benchmarks import measure, table
 from benchmarks.methods import METHODS
-from benchmarks.setting import Setting
-from benchmarks.workloads import ON_CPU
+from benchmarks.workloads import ON_CPU, WORKLOADS, Setting
 from tests.devices.on_device import needs_device
 
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 MLP_PARAMETERS = 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems cannot forget a peak")
@@ -25,7 +26,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other s
 
 def python(*words: str) -> str:
     line = [sys.executable, "-W", "error", *words]
-    done = subprocess.run(line, cwd=memory.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -39,34 +40,33 @@ def test_pytest_benchmark_times_a_step_of_each_method() -> None:
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
-TINY = """
-from benchmarks import memory, methods, run
-methods.METHODS = {name: methods.METHODS[name] for name in ("plain", "DCL, by hand", "DCL, line, paper")}
-run.steps.METHODS = methods.METHODS
-run.run("steps", run.parse("steps --models mlp-small --rounds 2 --slot 0.001 --out OUT".split()), "the command")
-"""
+SMALL = ["--models", "mlp-small", "--slot", "0.001"]
+TINY = ["steps", *SMALL, "--rounds", "2", "--methods", "DCL, by hand", "DCL, line, paper"]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """Three rows of one network: the file and what was printed."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
+    """Three rows of one network: the file, and what was printed on stdout and on stderr."""
     folder = tmp_path_factory.mktemp("results") / "new"
-    printed = python("-c", TINY.replace("OUT", str(folder)))
-    return json.loads((folder / "steps.json").read_text()), printed
+    line = [sys.executable, "-W", "error", "-m", "benchmarks", *TINY, "--out", str(folder)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "steps.json").read_text()), done.stdout, done.stderr
 
 
-def test_the_file_says_where_and_how_it_was_measured(measured: tuple[dict[str, Any], str]) -> None:
-    results, printed = measured
+def test_the_file_says_where_and_how_it_was_measured(measured: tuple[dict[str, Any], str, str]) -> None:
+    results, printed, _ = measured
     assert set(results["machine"]) == {"cpu", "cores", "threads", "os"}
     assert results["machine"]["threads"] == 2
     assert results["versions"]["torch"] == str(torch.__version__)
     assert results["setting"] == {"device": "cpu", "precision": "float32", "compiled": False}
-    assert (results["command"], results["rounds"], results["date"][:2]) == ("the command", 2, "20")
+    assert (results["command"][:35], results["rounds"]) == ("python -m benchmarks steps --models", 2)
+    assert results["date"][:2] == "20"
     assert printed == "\n".join([*table.steps(results), "", table.source(results), "", ""])
 
 
 def test_ratios_are_those_of_the_rounds_and_memory_is_beyond_what_the_imports_hold(
-    measured: tuple[dict[str, Any], str],
+    measured: tuple[dict[str, Any], str, str],
 ) -> None:
     (figures,) = measured[0]["steps"]
     assert (figures["batch_size"], figures["parameters"]) == (128, MLP_PARAMETERS)
@@ -84,36 +84,56 @@ def test_ratios_are_those_of_the_rounds_and_memory_is_beyond_what_the_imports_ho
     assert (line["parameters_added"], line["state_bytes_added"]) == (MLP_PARAMETERS, 8 * MLP_PARAMETERS)
 
 
-def test_each_table_is_measured_in_a_process_and_an_error_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[str, str]] = []
+def test_an_estimate_comes_first_and_then_what_is_measured(measured: tuple[dict[str, Any], str, str]) -> None:
+    title = "MLP 64-256-256-10"
+    estimate, *lines = measured[2].splitlines()
+    assert estimate.startswith("about 0.")
+    assert lines == [
+        f"1 of 1: times of {title}",
+        *(f"{n} of 3: memory of {name} on {title}" for n, name in enumerate(("plain", *TINY[-2:]), 1)),
+    ]
 
-    class Process:
-        def __init__(self, target: Any, args: Any) -> None:
-            assert target is run.run
-            started.append((args[0], args[2]))
-            self.exitcode = int(args[0] == "kernels")
 
-        def start(self) -> None: ...
+def test_each_table_is_measured_in_a_process_and_an_error_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[tuple[Any, int]] = []
 
-        def join(self) -> None: ...
+    def in_a_process(function: Any, options: argparse.Namespace, threads: int) -> dict[str, Any]:
+        started.append((function, threads))
+        if function is measure.kernels:
+            raise RuntimeError("no device")
+        return {"rounds": options.rounds, "steps": [], "wide": []}
 
-    context = argparse.Namespace(Process=Process)
-    monkeypatch.setattr(run.multiprocessing, "get_context", lambda kind: {"spawn": context}[kind])
-    run.main(["steps", "wide", "--rounds", "3"])
-    assert started == [(name, "python -m benchmarks steps wide --rounds 3") for name in ("steps", "wide")]
+    monkeypatch.setattr(measure, "in_a_process", in_a_process)
+    monkeypatch.setattr(command, "announce", lambda names, options: None)
+    arguments = ["--rounds", "3", "--out", str(tmp_path)]
+    command.main(["steps", "wide", *arguments])
+    assert started == [(measure.steps, 2), (measure.wide, 1)]
+    found = json.loads((tmp_path / "wide.json").read_text())
+    assert found["command"] == f"python -m benchmarks steps wide {' '.join(arguments)}"
     started.clear()
-    with pytest.raises(SystemExit, match="1"):
-        run.main([])
-    assert [name for name, _ in started] == ["steps", "kernels"]
+    with pytest.raises(RuntimeError, match="no device"):
+        command.main(arguments)
+    assert started == [(measure.steps, 2), (measure.kernels, 1)]
+
+
+def test_a_process_is_a_fresh_one_with_its_threads() -> None:
+    assert measure.in_a_process(torch.get_num_threads, threads=2) == 2
+    with pytest.raises(KeyError, match="no row"):
+        measure.in_a_process(measure.memory_of, "mlp-small", "no row", Setting())
 
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--models lenet", "--rounds 0", "--slot 0", "--nothing", "growth", "--device nowhere", "--precision float8"],
+    [
+        *("--models lenet", "--methods DCQ", "--rounds 0", "--slot 0", "--nothing", "growth"),
+        *("--device nowhere", "--precision float8"),
+    ],
 )
 def test_wrong_arguments_are_argparse_errors(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        run.main(arguments.split())
+        command.main(arguments.split())
     assert raised.value.code == 2
     assert "error: " in capsys.readouterr().err
 
@@ -121,10 +141,10 @@ def test_wrong_arguments_are_argparse_errors(arguments: str, capsys: pytest.Capt
 def test_a_package_that_is_missing_is_named_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
-    run.parse(["--models", "cnn"])
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    command.parse(["--models", "cnn"])
     with pytest.raises(SystemExit):
-        run.parse([])
+        command.parse([])
     assert "torchvision is missing: pip install torchvision" in capsys.readouterr().err
 
 
@@ -132,25 +152,45 @@ def test_the_defaults_are_measured_by_the_line_and_by_the_term() -> None:
     ways = ["by hand", "line", "line, paper", "term", "term, paper"]
     assert list(METHODS) == ["plain", *(f"{method}, {way}" for method in ("DCP", "DCL") for way in ways)]
     assert (
-        run.parse([]).models
+        command.parse([]).models
         == list(ON_CPU)
         == ["mlp-small", "mlp", "cnn", "resnet18", "shufflenet", "vit", "pixels", "tokens"]
     )
 
 
+def test_plain_training_is_always_a_row_and_the_rows_keep_their_order() -> None:
+    assert command.parse(["--methods", "DCL, term", "DCP, line"]).methods == ["plain", "DCP, line", "DCL, term"]
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_the_estimate_grows_with_what_is_measured(memory: bool) -> None:
+    few = command.parse(["--models", "mlp-small", "--methods", "plain", *([] if memory else ["--no-memory"])])
+    many = command.parse(["--models", "mlp-small", "--methods", "plain", "DCP, line"])
+    seconds = measure.seconds_of_steps(few)
+    slots = 0.7 * 11 * 0.3
+    assert seconds == pytest.approx(slots + 7 * memory, rel=0.5)
+    assert measure.seconds_of_steps(many) > seconds
+    assert measure.seconds_of_kernels(many) == 2 * measure.seconds_of_kernels(few)
+
+
+def test_without_memory_no_process_is_started_and_the_table_has_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "in_a_process", None)
+    found = measure.steps(command.parse([*SMALL, "--no-memory", "--methods", "plain", "--rounds", "1"]))
+    assert "| 1.00 (1.00–1.00) | – | – | 0 |" in table.steps(found)[-1]
+
+
 COUNTED = """
 import json, torch
-from benchmarks import kernels
+from benchmarks import fake_device, measure
 torch.set_num_threads(1)
-kernels.METHODS = {name: kernels.METHODS[name] for name in ("plain", "DCP, term")}
-kernels.DTYPES = {"float32": torch.float32}
-print(json.dumps(kernels.measure(None, ["mixup"])))
+fake_device.register()
+print(json.dumps([measure.kernel_row("float32", "mixup", method) for method in ("plain", "DCP, term")]))
 """
 
 
 @needs_device
 def test_kernels_are_counted_and_waits_too() -> None:
-    plain, term = json.loads(python("-c", COUNTED))["kernels"]
+    plain, term = json.loads(python("-c", COUNTED))
     assert (plain["kernels"], plain["refused"]) == (29.0, "")
     assert plain["synchronizations"] == {"1": 0, "2": 0, "3": 0, "100": 0, "others": 0}
     assert term["kernels"] > 29
@@ -158,72 +198,31 @@ def test_kernels_are_counted_and_waits_too() -> None:
 
 
 def test_a_refusal_is_told_as_one() -> None:
-    loss = kernels.Loss(lambda: torch.nn.CrossEntropyLoss(torch.ones(3)))  # of another number of classes
-    assert kernels.refusal("plain", loss, torch.float32).startswith("RuntimeError: weight tensor should be defined")
+    loss = measure.Loss(lambda: torch.nn.CrossEntropyLoss(torch.ones(3)))  # of another number of classes
+    said = measure.refusal(METHODS["plain"].build, loss, torch.float32)
+    assert said.startswith("RuntimeError: weight tensor should be defined")
     row = {"dtype": "float32", "loss": "mixup", "method": "DCP, line", "refused": "RuntimeError: no labels"}
     assert table.kernels({"kernels": [row]})[-1] == "| float32 | mixup | refused |"
 
 
 def test_many_classes_leave_dcp_out() -> None:
-    assert wide.names(16_384) == list(METHODS)
-    assert wide.names(16_385) == [name for name in METHODS if "DCP" not in name]
-    point = wide.times(10, "autocast", 1, 0.001)
-    assert [row["name"] for row in point["rows"]] == list(METHODS)
-    assert point["rows"][0]["ratio_to_plain"]["median"] == 1.0
+    works = [argparse.Namespace(classes=number) for number in (16_384, 16_385)]
+    assert measure.allowed(works[0], METHODS) == list(METHODS)
+    assert measure.allowed(works[1], METHODS) == [name for name in METHODS if "DCP" not in name]
 
 
-# ---- timing ---------------------------------------------------------------------------------------------------------
-
-
-def test_rounds_are_interleaved_and_rotated() -> None:
-    order: list[str] = []
-    named = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    times = timing.interleaved(named, rounds=4, count=2)
-    assert "".join(order) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
-    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
-
-
-def test_the_collector_is_off_while_a_slot_runs_and_back_afterwards() -> None:
-
-    seen: list[bool] = []
-    timing.seconds_per_step(lambda: seen.append(gc.isenabled()), 3)
-    with pytest.raises(ZeroDivisionError):
-        timing.seconds_per_step(lambda: 1 / 0, 1)
-    assert (seen, gc.isenabled()) == ([False] * 3, True)
-
-
-def test_the_device_is_waited_for_before_and_after_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(order.append("clock") is None))
-    timing.seconds_per_step(lambda: order.append("step"), 2, lambda: order.append("wait"))
-    assert order == ["wait", "clock", "step", "step", "wait", "clock"]
-    waited: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    Setting("cpu").synchronise()
-    Setting("cuda:1").synchronise()
-    assert waited == ["cuda:1"]
-
-
-def test_the_slot_is_filled_by_the_slowest_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = {"fast": 0.01, "slow": 0.05}
-    monkeypatch.setattr(timing, "seconds_per_step", lambda step, steps, synchronise: cost[step()])
-    named = {name: (lambda name=name: name) for name in cost}
-    assert timing.steps_per_slot(named, 0.2) == 4
-    assert timing.steps_per_slot(named, 0.001) == 1
-
-
-def test_a_ratio_is_taken_within_each_round() -> None:
-    """Round two ran on a machine ten times slower; the ratio does not see it."""
-    assert timing.ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == {"median": 2.0, "lower": 2.0, "upper": 2.0}
-    assert timing.quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == {"median": 3.0, "lower": 2.0, "upper": 4.0}
-    assert timing.quartiles([7.0]) == {"median": 7.0, "lower": 7.0, "upper": 7.0}
+def test_many_classes_are_timed_in_both_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "MANY_CLASSES", {"classes-10": WORKLOADS["classes-10"]})
+    found = measure.wide(command.parse([*SMALL, "--methods", "plain", "--rounds", "1"]))["wide"]
+    assert [(point["classes"], point["precision"]) for point in found] == [(10, "float32"), (10, "autocast")]
+    assert [point["rows"][0]["ratio_to_plain"]["median"] for point in found] == [1.0, 1.0]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 TWICE = """
 import json, mmap
-from benchmarks import memory
+from benchmarks import measure
 
 def touch(size):
     pages = mmap.mmap(-1, size)  # from the kernel, past any allocator, which may have as much at hand
@@ -231,7 +230,7 @@ def touch(size):
         pages[start] = 1
     pages.close()
 
-print(json.dumps([memory.used_by(lambda: touch(size * 2**20)) for size in (200, 20)]))
+print(json.dumps([measure.used_by(lambda: touch(size * 2**20)) for size in (200, 20)]))
 """
 
 
@@ -248,39 +247,27 @@ def test_a_known_allocation_is_measured() -> None:
 def test_a_process_counts_its_own_memory_and_not_that_of_who_started_it() -> None:
     """ru_maxrss, which Linux hands down, would say at least what this process holds."""
     held = torch.ones(250 * MIB)
-    assert memory.resident_peak() > 1000 * MIB
-    spent = memory.ask("mlp", "DCP, line", Setting(), threads=1)
-    assert spent["peak_bytes"] < memory.resident_peak() - 500 * MIB
+    assert measure.resident_peak() > 1000 * MIB
+    spent = measure.in_a_process(measure.memory_of, "mlp", "DCP, line", Setting())
+    assert spent["peak_bytes"] < measure.resident_peak() - 500 * MIB
     assert len(held) == 250 * MIB
 
 
-def test_a_process_that_fails_says_why() -> None:
-    with pytest.raises(RuntimeError, match=r"no row on mlp could not be measured:\n(.|\n)*KeyError: 'no row'"):
-        memory.ask("mlp", "no row", Setting(), threads=1)
-
-
-def test_the_process_trains_the_row_that_was_timed_in_its_setting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines: list[list[str]] = []
-
-    class Done:
-        returncode, stdout = 0, 'chatter\n{"used_bytes": 1}\n'
-
-    setting, started = Setting("cpu", "bf16-channels-last", True), []
-    monkeypatch.setattr(memory.subprocess, "run", lambda line, **_: lines.append(line) or Done)
-    assert memory.ask("cnn", "DCL, term", setting, threads=torch.get_num_threads()) == {"used_bytes": 1}
-    monkeypatch.setattr(memory, "start", lambda *arguments: started.append(arguments))
-    memory.main(lines[0][3:])
-    assert started == [(METHODS["DCL, term"], ON_CPU["cnn"], setting, memory.STEPS)]
-    assert '"used_bytes"' in capsys.readouterr().out
+def test_the_process_trains_the_row_that_was_timed_in_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, started, asked = Setting("cpu", "bf16-channels-last", True), [], []
+    monkeypatch.setattr(measure, "start", lambda *arguments: started.append(arguments))
+    assert set(measure.memory_of("cnn", "DCL, term", setting)) == {"peak_bytes", "before_bytes", "used_bytes"}
+    assert started == [(METHODS["DCL, term"], ON_CPU["cnn"], setting, 5)]
+    monkeypatch.setattr(measure, "in_a_process", lambda *call: asked.append(call) or {"used_bytes": 1})
+    measure.weigh([{"model": "cnn", "title": "CNN", "rows": [{"name": "plain"}]}], setting)
+    assert asked == [(measure.memory_of, "cnn", "plain", setting)]
 
 
 def test_memory_is_divided_by_that_of_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_of = {"plain": 40, "DCL, line": 70}
-    monkeypatch.setattr(memory, "ask", lambda model, name, *_: {"used_bytes": bytes_of[name]})
+    monkeypatch.setattr(measure, "in_a_process", lambda of, model, name, *_: {"used_bytes": bytes_of[name]})
     figures = {"model": "mlp", "title": "MLP", "rows": [{"name": name} for name in bytes_of]}
-    steps.weigh(figures, Setting())
+    measure.weigh([figures], Setting())
     assert [row["memory_ratio_to_plain"] for row in figures["rows"]] == [1.0, 1.75]
 
 
@@ -336,15 +323,3 @@ def test_every_cell_of_the_tables_is_a_figure_of_the_file() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0"), (512, "0.5 KiB"), (2**20, "1.00 MiB"), (-(2**21), "-2.00 MiB")])
 def test_sizes(count: int, text: str) -> None:
     assert table.size(count) == text
-
-
-def test_the_first_steps_of_a_method_are_those_of_a_process_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(first_steps, "NAMES", (first_steps.BY_HAND,))
-    first_steps.main(["--classes", "20", "--rows", "4", "--steps", "3"])
-    name, first, peak, over_by_hand = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
-    assert name == first_steps.BY_HAND
-    assert float(first) > 0
-    assert float(peak.replace(",", "")) > 100  # torch alone takes more
-    assert over_by_hand == "1.00"

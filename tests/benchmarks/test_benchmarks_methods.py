@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector as flat
 
-from benchmarks.methods import METHODS, PrototypesByHand, start
-from benchmarks.script import Script, Training
-from benchmarks.setting import Setting
-from benchmarks.workloads import ON_CPU, WORKLOADS
+from benchmarks.methods import METHODS, PrototypesByHand, Script, Training, start
+from benchmarks.workloads import ON_CPU, WORKLOADS, Setting
 
 DOUBLE = torch.float64
 MLP_PARAMETERS = 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10

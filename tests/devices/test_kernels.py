@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import fake_device, kernels, methods
-from benchmarks.launches import counted
+from benchmarks import fake_device, measure
+from benchmarks.fake_device import counted
+from benchmarks.methods import METHODS as ROWS
+from benchmarks.methods import companion_learning
 from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
@@ -46,11 +48,12 @@ BUDGETS = {
 
 def count_steps() -> dict[str, list[int]]:
     """The kernels of the dearest step, and the synchronizations of all these and of the step that may read values."""
-    kernels.METHODS[FRACTION] = partial(methods.companion_learning, settings={"companion_fraction": 0.5})
+    builds = {name: row.build for name, row in ROWS.items()}
+    builds[FRACTION] = partial(companion_learning, settings={"companion_fraction": 0.5})
     cases = [(loss, dtype, method) for loss, dtype in BUDGETS for method in METHODS]
     found = {}
     for loss, dtype, method in [*cases, ("hard labels", "float32", FRACTION)]:
-        steps = kernels.count(method, kernels.LOSSES[loss], kernels.DTYPES[dtype], SYNC_STEP + COUNTED)
+        steps = measure.count(builds[method], measure.LOSSES[loss], measure.DTYPES[dtype], SYNC_STEP + COUNTED)
         last = steps[SYNC_STEP:]
         waits = sum(step.synchronizations for step in last)
         found[f"{loss}, {dtype}, {method}"] = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.memory import resident_peak
+from benchmarks.measure import resident_peak
 from dcl_optim import DCLOptimizer, DCPOptimizer
 
 STEPS, WARM_UP = 20_000, 2_000
