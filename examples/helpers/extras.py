@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-# The extras of pyproject.toml that bring a package, by the name that it is imported by.
-EXTRAS = {
-    **dict.fromkeys(("matplotlib", "scipy", "sklearn", "tqdm"), "demo"),
+# The groups of pyproject.toml that bring a package beside the extra demo, by the name that it is imported by.
+GROUPS = {
+    **dict.fromkeys(("matplotlib", "scipy", "sklearn", "tqdm"), ""),
     **dict.fromkeys(("fontTools", "PIL", "timm", "torchvision"), "research"),
-    **dict.fromkeys(("lightning", "peft", "transformers"), "demo,integrations"),
+    **dict.fromkeys(("lightning", "peft", "transformers"), "integrations"),
 }
 
 
 def explain(error: BaseException) -> str | None:
     """Say what to install for an import that failed; None for any other error."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    return f"{error}; in the repository: pip install -e '.[{EXTRAS[package]}]'" if package in EXTRAS else None
+    if package not in GROUPS:
+        return None
+    group = f" --group {GROUPS[package]}" if GROUPS[package] else ""
+    return f"{error}; in the repository: pip install -e '.[demo]'{group}"
 
 
 def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

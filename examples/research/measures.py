@@ -27,7 +27,7 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
     try:
         from torchmetrics.functional.classification import multiclass_calibration_error
     except ImportError as error:
-        raise ImportError("the calibration error needs torchmetrics: pip install 'dcl-optim[paper]'") from error
+        raise ImportError("the calibration error needs torchmetrics: pip install --group research") from error
     softmax = F.softmax(z, dim=1)
     scaled = F.softmax(z / temperature, dim=1)
     ece, ece_scaled = (

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from examples.helpers.extras import EXTRAS, explain
+from examples.helpers.extras import GROUPS, explain
 from tests.project.test_minimal_example import ROOT
 
 NEEDS = {
@@ -40,22 +40,22 @@ def test_a_missing_package_is_explained_in_one_line(name, tmp_path):
     package = NEEDS[name]
     run = without(package, tmp_path, f"raise ModuleNotFoundError('none', name={package!r})")
     done = run([sys.executable, "-m", f"examples.{name}"])
-    line = f"error: none; in the repository: pip install -e '.[{EXTRAS[package]}]'\n"
+    group = GROUPS[package]
+    line = f"error: none; in the repository: pip install -e '.[demo]'{f' --group {group}' if group else ''}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 
-def requirements(extra):
-    """What an extra of pyproject.toml names, with what the extras in it name."""
+def requirements(name):
+    """What an extra or a group of pyproject.toml names, with what the extras in it name."""
     project = (ROOT / "pyproject.toml").read_text()
-    text = re.search(rf"^{extra} = \[(.*?)\](?: #.*)?$", project, re.MULTILINE | re.DOTALL)[1]
-    inner = [name for names in re.findall(r"dcl-optim\[(.*?)\]", text) for name in names.split(",")]
-    return text + "".join(map(requirements, inner))
+    text = re.search(rf"^{name} = \[(.*?)\](?: #.*)?$", project, re.MULTILINE | re.DOTALL)[1]
+    return text + "".join(map(requirements, re.findall(r"dcl-optim\[(\w+)\]", text)))
 
 
-def test_the_extras_are_those_that_bring_the_packages():
+def test_the_extra_and_the_groups_are_those_that_bring_the_packages():
     called = {"sklearn": "scikit-learn", "PIL": "pillow", "scipy": "scikit-learn"}  # which needs scipy
-    for package, extra in EXTRAS.items():
-        assert f'"{called.get(package, package).lower()}' in requirements(extra.split(",")[-1])
+    for package, group in GROUPS.items():
+        assert f'"{called.get(package, package).lower()}' in requirements(group or "demo")
 
 
 def test_other_errors_are_left_alone():

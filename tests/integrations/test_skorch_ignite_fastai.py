@@ -93,7 +93,7 @@ def test_ignite(variant: str, way: str, loss: Any) -> None:
 @WAYS
 @EACH
 def test_fastai(variant: str, way: str, loss: Any) -> None:
-    """fastai brings spaCy and pandas, so the extra dev leaves it out: ``pip install fastai`` runs these tests."""
+    """fastai brings spaCy and pandas, so the group dev leaves it out: ``pip install fastai`` runs these tests."""
     pytest.importorskip("fastai")
     from fastai.data.core import DataLoaders
     from fastai.data.load import DataLoader

@@ -64,8 +64,7 @@ def test_sdist_has_what_its_tests_read(built):
 def test_metadata(metadata):
     fields = ("Name", "Version", "License-Expression", "Requires-Python", "Description-Content-Type")
     assert [metadata[field] for field in fields] == ["dcl-optim", __version__, "MIT", ">=3.10", "text/markdown"]
-    extras = {"demo", "plots", "integrations", "research", "test", "docs", "dev"}
-    assert set(metadata.get_all("Provides-Extra")) == extras
+    assert set(metadata.get_all("Provides-Extra")) == {"demo", "plots", "test"}
     needed = {line for line in metadata.get_all("Requires-Dist") if ";" not in line}
     assert {line.split(">=")[0] for line in needed} == {"torch", "numpy"}
 
