@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.distances import squared
-from tests import reference
-from tests.by_hand import ALPHA, VARIANTS, WEIGHT, learned, term_of, wrap
+from tests.by_hand import VARIANTS, WEIGHT, learned, term_of, wrap
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -30,7 +28,6 @@ from tests.helpers import (
     dropout_net,
     mlp,
     one,
-    sgd,
     train,
     training_forwards,
 )
@@ -497,68 +494,6 @@ def test_an_attack_through_a_checkpointed_model_recomputes_no_training_forward(o
     torch.autograd.grad(F.cross_entropy(z, y), x)
     assert len(forwards) == 1
     assert math.isnan(optimizer.logs()["penalty"])
-
-
-# ---- several backward passes that all add to the parameters' gradients -----------------------------------------------
-
-
-@pytest.mark.parametrize("names_inputs", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(variant, way, names_inputs):
-    model, hand = mlp(), mlp()
-    companion, prototypes, numbers = mlp(seed=3), dict[int, Tensor](), dict[int, float]()
-    optimizer = wrap(variant, model, **{"companion": mlp(seed=3)} if variant == "dcl" else {})
-    base, second = sgd(hand), sgd(companion)
-    settings = {"weight": WEIGHT, "alpha": ALPHA}
-    for x, y in batches(5):
-        optimizer.zero_grad()
-        z = model(x)
-        loss = F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)
-        for share in (0.25, 0.6, 0.15):
-            inputs = {"inputs": [*model.parameters()]} if names_inputs else {}
-            (share * loss).backward(retain_graph=True, **inputs)
-            assert optimizer.logs()["loss_scale"] == pytest.approx(share)
-        optimizer.step()
-        if variant == "dcl":
-            reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, squared, **settings)
-        else:
-            reference.dcp_step(hand, prototypes, base, x, y, F.cross_entropy, squared, **settings, numbers=numbers)
-    assert_same(model, hand, rtol=1e-10, atol=1e-10)
-    rows = {"prototypes": torch.stack([prototypes[k] for k in range(CLASSES)])} if variant == "dcp" else None
-    assert_same(learned(optimizer), rows or dict(companion.state_dict()), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("labels", "distance"), [("hard", "infonce"), ("soft", "kl"), ("soft", "mse"), ("ignored", "l1")]
-)
-def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
-    """The second backward sees the logits, and the labels, as the first one did."""
-    found = []
-    for parts in ((1.0,), (0.5, 0.5)):
-        model = mlp()
-        optimizer = wrap("dcp", model, distance=distance)
-        for x, y in batches(4):
-            y = y.where(y != 0, -100) if labels == "ignored" else y
-            given = 0.9 * F.one_hot(y, CLASSES) + 0.1 / CLASSES if labels == "soft" else y
-            optimizer.zero_grad()
-            z = model(x)
-            loss = F.cross_entropy(z, y) + optimizer.penalty(z, given)
-            for part in parts:
-                (part * loss).backward(retain_graph=True)
-            optimizer.step()
-        found.append((model.state_dict(), optimizer.prototypes, optimizer.logs()["penalty"]))
-    assert found[0][2] > 0
-    assert_same([*found[0][:2], torch.tensor(found[0][2])], [*found[1][:2], torch.tensor(found[1][2])], **CLOSE)
-
-
-def test_losses_of_parts_of_the_rows_add_up():
-    model = mlp()
-    optimizer = wrap("dcl", model)
-    x, y = one()
-    z = model(x)
-    (0.5 * F.cross_entropy(z[:8], y[:8]) + 0.5 * F.cross_entropy(z[8:], y[8:])).backward()
-    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
 
 
 # ---- logits that were converted --------------------------------------------------------------------------------------

@@ -1,17 +1,16 @@
-"""The step, with a closure and without, the errors that it raises, and several optimizers in one script."""
+"""The step: what it returns and logs, the errors that it raises, and several optimizers in one script."""
 
 from __future__ import annotations
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, distances
+from dcl_optim import distances
 from tests import reference
 from tests.by_hand import ALPHA, VARIANTS, WEIGHT, by_hand, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
@@ -28,30 +27,6 @@ def test_step_returns_the_loss_without_the_penalty():
     x, y = one()
     expected = F.cross_entropy(mlp()(x), y).item()
     assert optimizer.step(lambda: F.cross_entropy(model(x), y)).item() == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
-    def run(wrapped):
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if wrapped:
-            optimizer = DCLOptimizer(optimizer, model, weight=0.0, strict=False)
-        x, y = one()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward(create_graph=True)
-            return loss
-
-        optimizer.step(closure)
-        found = [parameter.grad.grad_fn is not None for parameter in model.parameters()]
-        optimizer.zero_grad()  # the graph and the gradients hold each other
-        return found
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, of that cycle
-        assert run(True) == run(False)
 
 
 def test_logs():

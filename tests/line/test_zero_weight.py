@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.by_hand import term_of
@@ -135,31 +135,3 @@ def test_every_optimizer_trains_a_companion_of_its_own_class():
         for key, value in optimizer.param_groups[0].items():
             if key != "params":
                 assert optimizer.companion_optimizer.param_groups[0][key] == value, (name, key)
-
-
-def test_lbfgs_needs_another_optimizer_for_the_companion():
-    model = network()
-    with pytest.raises(ValueError, match=r"LBFGS cannot train the companion.*companion_optimizer="):
-        DCLOptimizer(torch.optim.LBFGS(model.parameters()), model, weight=1.0)
-
-
-def test_lbfgs_with_a_closure_that_returns_a_number():
-    """As torch types it: the same run as with a tensor."""
-    models = []
-    for convert in (Tensor.item, Tensor.detach):
-        model = network().double()
-        model[2].p = 0.0
-        base = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
-        optimizer = DCPOptimizer(base, model)
-        for x, y in batches(3):
-
-            def closure(x=x, y=y, model=model, optimizer=optimizer, convert=convert):
-                optimizer.zero_grad()
-                z = model(x)
-                loss = F.cross_entropy(z, y) + optimizer.penalty(z, y)
-                loss.backward()
-                return convert(loss)
-
-            optimizer.step(closure)
-        models.append(model.state_dict())
-    assert_same(*models)

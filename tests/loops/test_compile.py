@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, batch_norm_net, batches, cells, train
+from tests.by_hand import CLOSE, EACH, assert_same_training, wrap
+from tests.by_hand import train as train_by_term
+from tests.helpers import assert_same, batch_norm_net, batches, cells, dropout_net, train
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -175,3 +178,30 @@ def test_a_compiled_loss_function():
             optimizer.step()
     assert_same(*models, rtol=1e-10, atol=1e-12)
     assert backend.runs >= 3
+
+
+class Drawing(nn.Module):
+    """With dropout. A class of the script's: its hooks run outside of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = dropout_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("what", ["model", "model in place", "loss function"])
+@EACH
+def test_the_term_compiled_equals_eager(variant: str, what: str) -> None:
+    """A graph break at the term is fine."""
+    compiled, runs = partial(torch.compile, backend="aot_eager"), []
+    for compiles in (True, False):
+        optimizer, options = wrap(variant, Drawing()), {}
+        if compiles and what == "model in place":
+            optimizer.model.compile(backend="aot_eager")
+        elif compiles:
+            options = {"call": compiled(optimizer.model)} if what == "model" else {"compiled": compiled}
+        torch.manual_seed(5)
+        runs.append(train_by_term(optimizer, batches(6), **options))
+    assert_same_training(*runs, **CLOSE)

@@ -1,28 +1,24 @@
-"""Which batches are in the gradients of a step: skipped ones, repeated backward passes, and what an error leaves."""
+"""Batches that no step takes: skipped, cleared or left out; and what an error in the middle of a step leaves."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import signal
 import weakref
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.by_hand import VARIANTS, learned, wrap
+from tests.by_hand import EACH, VARIANTS, assert_same_training, learned, term_of, wrap
 from tests.helpers import (
     CLASSES,
     FEATURES,
     assert_same,
     backward,
     batches,
-    dropout_net,
     mlp,
     one,
     surviving_tensors,
@@ -107,24 +103,6 @@ def test_a_step_that_never_came_is_dropped_when_the_next_accumulation_begins(var
     assert_same(*results)
 
 
-def test_a_closure_after_a_backward_whose_step_never_came():
-    model, expected = mlp(), mlp()
-    optimizer, calm = wrap("dcl", model), wrap("dcl", expected)
-    backward(model, *one(x_seed=9))  # a script's guard against outliers leaves this step out
-    x, y = one()
-
-    def closure(network, chosen):
-        chosen.zero_grad()
-        loss = F.cross_entropy(network(x), y)
-        loss.backward()
-        return loss
-
-    optimizer.step(lambda: closure(model, optimizer))
-    calm.step(lambda: closure(expected, calm))
-    assert_same(model, expected)
-    assert_same(optimizer.companion, calm.companion)
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not_learned_from(variant, set_to_none):
@@ -141,76 +119,26 @@ def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not
     assert_same(optimizer.state_dict()[own]["forecaster"], before)
 
 
-# ---- several backward passes through one forward pass ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_forward_counts_once_and_is_learned_from_once(variant):
-    """As if its last backward had not come: the second one changes neither the companion nor the prototypes."""
+@pytest.mark.parametrize("cleared", ["before the forward pass", "before the backward pass"])
+@EACH
+def test_a_step_that_the_script_leaves_out_leaves_nothing(variant: str, cleared: str) -> None:
     found = []
-    for times in (1, 3):
-        model = mlp()
-        optimizer = wrap(variant, model, **{"companion": mlp(seed=1)} if variant == "dcl" else {})
-        z = model(one()[0])
-        for _ in range(times):
-            optimizer.zero_grad()
-            F.cross_entropy(z, one()[1]).backward(retain_graph=True)
-        optimizer.step()
-        found.append((model.state_dict(), optimizer.state_dict()))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_graph_kept_over_several_steps_is_refused(variant):
-    model = mlp()
-    optimizer = wrap(variant, model)
-    x, y = one()
-    loss = F.cross_entropy(model(x), y)
-    parameter = model[-1].bias  # what lies behind a weight autograd refuses, since the step has changed that
-    loss.backward(retain_graph=True, inputs=[parameter])
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"(?s)before the last step.*\n  Fix: call the model in each step"):
-        loss.backward(inputs=[parameter])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_several_backwards_under_activation_checkpointing(variant):
-    """The recomputation inside the second backward is no forward either."""
-    found = []
-    for checkpointed in (False, True):
-        model = dropout_net()
-        optimizer = wrap(variant, model)
-        torch.manual_seed(0)
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            z = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-            for part in (0.25, 0.75):
-                (part * F.cross_entropy(z, y)).backward(retain_graph=True)
-            optimizer.step()
-        found.append((model.state_dict(), optimizer.state_dict()))
-    assert_same(*found)
-
-
-def evaluated(model: nn.Sequential, optimizer: Any, x: Tensor, y: Tensor, asks: bool) -> Tensor:
-    """What a script's closure does."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    if asks:
-        torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
-    loss.backward()
-    return loss
-
-
-def test_gradients_asked_for_in_a_closure():
-    """Its gradients may be asked for there too; the closure's forward is learned from once."""
-    found = []
-    for asks in (False, True):
-        model = mlp()
-        optimizer = wrap("dcl", model, companion=mlp(seed=1))
-        for x, y in batches(4):
-            optimizer.step(functools.partial(evaluated, model, optimizer, x, y, asks))
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
+    for meets_it in (True, False):
+        optimizer = wrap(variant, mlp())
+        for index, (x, y) in enumerate(batches(6)):
+            if index == 3 and not meets_it:
+                continue
+            if cleared == "before the forward pass":
+                optimizer.zero_grad()
+            z = optimizer.model(x)
+            loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+            if cleared == "before the backward pass":
+                optimizer.zero_grad()
+            loss.backward()
+            if index != 3:
+                optimizer.step()
+        found.append(optimizer)
+    assert_same_training(*found)
 
 
 # ---- errors in the middle of a step ----------------------------------------------------------------------------------

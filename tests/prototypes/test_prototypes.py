@@ -112,25 +112,6 @@ def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkey
     assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
 
 
-@pytest.mark.parametrize("parts", [(20, 30, 10), (3, 4, 2), (1,) * 30], ids=str)
-def test_several_forwards_before_a_step_count_as_one(parts):
-    """Whether they have more rows than there are classes or fewer."""
-    model, expected, numbers = network(), {}, dict.fromkeys(range(CLASSES), 0.0)
-    optimizer = wrap(model, alpha=0.3)
-    for x, y in batches(6, size=sum(parts)):
-        z = model(x).detach()
-        optimizer.zero_grad()
-        for rows in torch.arange(len(x)).split(parts):
-            (F.cross_entropy(model(x[rows]), y[rows]) / len(parts)).backward()
-        optimizer.step()
-        for k in y.unique().tolist():
-            numbers[k] = 0.3 * numbers[k] + int((y == k).sum())
-            before = expected.get(k, 0.0)
-            expected[k] = before + (z[y == k] - before).sum(0) / numbers[k]
-        for k, prototype in expected.items():
-            assert_same(optimizer.prototypes[k], prototype, **CLOSE)
-
-
 @pytest.mark.usefixtures("older_objects")
 def test_memory_does_not_grow_with_the_forwards_before_a_step():
     model = network()

@@ -1,0 +1,143 @@
+"""``step(closure)``: LBFGS, what a closure returns, and gradients that it asks for."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.by_hand import EACH, assert_same_training, by_hand, train_by_closures, wrap
+from tests.helpers import assert_same, backward, batches, dropout_net, mlp, one
+
+STEPS = 6
+
+
+# ---- LBFGS -----------------------------------------------------------------------------------------------------------
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def with_lbfgs(variant: str) -> Any:
+    """LBFGS cannot train a companion."""
+    model, options = mlp(), {"companion_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+    return wrap(variant, model, lbfgs(model), **options if variant == "dcl" else {})
+
+
+@EACH
+def test_lbfgs_minimizes_the_sum_and_the_first_evaluation_is_learned_from(variant: str) -> None:
+    model = mlp()
+    runs = with_lbfgs(variant), by_hand(variant, model, lbfgs(model))
+    for trained in runs:
+        train_by_closures(trained, batches(STEPS), F.multi_margin_loss)
+    assert_same_training(*runs, rtol=1e-10, atol=1e-10)  # the line search divides by small differences
+
+
+@EACH
+def test_lbfgs_refuses_the_line(variant: str) -> None:
+    optimizer = with_lbfgs(variant)
+    with pytest.raises(RuntimeError, match=r"(?s)LBFGS.*optimizer\.penalty\("):
+        train_by_closures(optimizer, batches(1), F.cross_entropy, way="line")
+    assert_same(optimizer.model, mlp())
+
+
+def test_lbfgs_needs_another_optimizer_for_the_companion():
+    model = dropout_net()
+    with pytest.raises(ValueError, match=r"LBFGS cannot train the companion.*companion_optimizer="):
+        DCLOptimizer(torch.optim.LBFGS(model.parameters()), model, weight=1.0)
+
+
+def test_lbfgs_with_a_closure_that_returns_a_number():
+    """As torch types it: the same run as with a tensor."""
+    models = []
+    for convert in (Tensor.item, Tensor.detach):
+        model = dropout_net().double()
+        model[2].p = 0.0
+        base = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
+        optimizer = DCPOptimizer(base, model)
+        for x, y in batches(3):
+
+            def closure(x=x, y=y, model=model, optimizer=optimizer, convert=convert):
+                optimizer.zero_grad()
+                z = model(x)
+                loss = F.cross_entropy(z, y) + optimizer.penalty(z, y)
+                loss.backward()
+                return convert(loss)
+
+            optimizer.step(closure)
+        models.append(model.state_dict())
+    assert_same(*models)
+
+
+# ---- what a closure does ---------------------------------------------------------------------------------------------
+
+
+def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
+    def run(wrapped):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wrapped:
+            optimizer = DCLOptimizer(optimizer, model, weight=0.0, strict=False)
+        x, y = one()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(create_graph=True)
+            return loss
+
+        optimizer.step(closure)
+        found = [parameter.grad.grad_fn is not None for parameter in model.parameters()]
+        optimizer.zero_grad()  # the graph and the gradients hold each other
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of that cycle
+        assert run(True) == run(False)
+
+
+def test_a_closure_after_a_backward_whose_step_never_came():
+    model, expected = mlp(), mlp()
+    optimizer, calm = wrap("dcl", model), wrap("dcl", expected)
+    backward(model, *one(x_seed=9))  # a script's guard against outliers leaves this step out
+    x, y = one()
+
+    def closure(network, chosen):
+        chosen.zero_grad()
+        loss = F.cross_entropy(network(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(lambda: closure(model, optimizer))
+    calm.step(lambda: closure(expected, calm))
+    assert_same(model, expected)
+    assert_same(optimizer.companion, calm.companion)
+
+
+def evaluated(model: nn.Sequential, optimizer: Any, x: Tensor, y: Tensor, asks: bool) -> Tensor:
+    """What a script's closure does."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if asks:
+        torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    loss.backward()
+    return loss
+
+
+def test_gradients_asked_for_in_a_closure():
+    """Its gradients may be asked for there too; the closure's forward is learned from once."""
+    found = []
+    for asks in (False, True):
+        model = mlp()
+        optimizer = wrap("dcl", model, companion=mlp(seed=1))
+        for x, y in batches(4):
+            optimizer.step(partial(evaluated, model, optimizer, x, y, asks))
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found)

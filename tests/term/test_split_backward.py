@@ -1,0 +1,63 @@
+"""``optimizer.penalty(...)`` where the backward pass is split at the logits, or gradients are asked for before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.by_hand import CLOSE, wrap
+from tests.helpers import assert_same, batches, mlp
+
+STEPS = 6
+margins = F.multi_margin_loss
+
+
+@pytest.mark.parametrize("way", ["detached", "reentrant checkpoint"])
+def test_a_backward_pass_that_is_split_at_the_logits(way: str) -> None:
+    """When the term's backward pass ends, no parameter has a gradient yet."""
+    results = []
+    for splits in (False, True):
+        model = mlp()
+        optimizer = wrap("dcp", model)
+
+        def loss(z: Tensor, y: Tensor, optimizer: Any = optimizer) -> Tensor:
+            return margins(z, y) + optimizer.penalty(z, y)
+
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            z = model(x)
+            if not splits:
+                loss(z, y).backward()
+            elif way == "detached":
+                leaf = z.detach().requires_grad_()
+                loss(leaf, y).backward()
+                z.backward(leaf.grad)
+            else:
+                checkpoint(loss, z, y, use_reentrant=True).backward()
+            optimizer.step()
+        results.append((model.state_dict(), optimizer.prototypes))
+    assert_same(*results, **CLOSE)
+
+
+def test_a_term_that_is_differentiated_twice_before_a_step_that_is_skipped() -> None:
+    """As for norms of gradients; the term of the next step is found."""
+    results = []
+    for asks in (False, True):
+        model = mlp()
+        optimizer = wrap("dcp", model)
+        for step, (x, y) in enumerate(batches(STEPS)):
+            optimizer.zero_grad()
+            z = model(x)
+            loss = margins(z, y) + optimizer.penalty(z, y)
+            if asks:
+                torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            loss.backward()
+            if step != 2:
+                optimizer.step()
+        results.append((model.state_dict(), optimizer.prototypes))
+    assert_same(*results, **CLOSE)
