@@ -1,15 +1,85 @@
-"""The method written out literally, next to the paper's Algorithm 1 and its appendix: what the tests compare with."""
+"""The method written out literally, next to the paper's Algorithm 1 and its appendix: what the tests compare with.
+
+First its formulas and one step of each method; then both methods for any training step, by the factor that autograd has
+for each term; last the loops that train these and the optimizers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import assert_same, mlp, sgd
+
 Function = Callable[[Tensor, Tensor], Tensor]
 UNSEEN = -torch.inf  # an entry of a prototype that no row has shown
+
+
+# ---- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def companions_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:
+    r"""Equation 4: :math:`\alpha c + (1 - \alpha) z`.
+
+    In the form that is exactly c where the two agree: under l1 the sign of a rounding error would otherwise be the
+    whole gradient.
+    """
+    return c.detach() + (1 - alpha) * (z.detach() - c.detach())
+
+
+def prototypes_penalty(z: Tensor, shares: Tensor, prototypes: dict[int, Tensor], distance: Function) -> Tensor:
+    """Equation 5: the mean distance of the rows from what the prototypes forecast for their labels.
+
+    Args:
+        z: logits (batch, K).
+        shares: of each class in the label of each row (batch, K).
+        prototypes: the prototype of each class seen so far, (K,) each. A row with a share of another class counts as 0.
+        distance: (z, p) -> one value a row.
+    """
+    known = [row for row, of in enumerate(shares) if all(k in prototypes for k in of.nonzero()[:, 0].tolist())]
+    if not known:
+        return (z * 0.0).nan_to_num(0.0).sum()
+    forecasts = [sum(shares[row, k] * prototypes[k] for k in shares[row].nonzero()[:, 0].tolist()) for row in known]
+    return distance(z[known], torch.stack(forecasts)).sum() / len(z)
+
+
+def prototypes_learn(
+    z: Tensor, shares: Tensor, prototypes: dict[int, Tensor], alpha: float, numbers: dict[int, float] | None
+) -> None:
+    """Equation 6, or with ``numbers`` the mean of all rows, older ones times alpha a step; both are updated in place.
+
+    Args:
+        z: logits (batch, K); minus infinity where they are masked.
+        shares: of each class in the label of each row (batch, K).
+        prototypes: the prototype of each class seen so far, (K,) each; minus infinity in entries that no row has shown.
+        alpha: what a step leaves of the weight of older rows.
+        numbers: the sum of shares of each class seen so far.
+    """
+    for k in (shares > 0).any(0).nonzero()[:, 0].tolist():
+        mine = shares[:, k] > 0
+        rows, weights = z[mine], shares[mine, k][:, None]
+        before = prototypes.get(k, torch.full_like(z[0], UNSEEN))
+        if numbers is not None:
+            numbers[k] = alpha * numbers.get(k, 0.0) + weights.sum().item()
+            step = 1 / numbers[k]
+        else:
+            step = (1 - alpha) / weights.sum()
+        shown = rows.isfinite()
+        moved = before + step * torch.where(shown, weights * (rows - before), 0.0).sum(0)
+        first = torch.where(shown, weights * rows, 0.0).sum(0) / (weights * shown).sum(0)
+        first = torch.where(shown.any(0), first, UNSEEN)
+        prototypes[k] = torch.where(before == UNSEEN, first, moved)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
 
 
 def dcl_step(
@@ -65,12 +135,9 @@ def dcl_step(
     (loss + weight * distance(z, c.detach()).mean()).backward()
     optimizer.step()
 
-    # Equation 4's alpha c + (1 - alpha) z, in the form that is exactly c where the two agree: under l1 the sign of a
-    # rounding error would otherwise be the whole gradient.
-    target = c.detach() + (1 - alpha) * (z.detach() - c.detach())
     if learns:
         companion_optimizer.zero_grad()
-        distances = distance(c, target)
+        distances = distance(c, companions_target(z, c, alpha))
         (distances if rows is None else distances[rows]).mean().backward()
         companion_optimizer.step()
     return loss.detach()
@@ -120,30 +187,206 @@ def dcp_step(
         >>> sorted(prototypes)
         [0, 1]
     """
-    z, labels = model(x), y.tolist()
-    rows = z.masked_fill(z <= -1e4, -torch.inf)
-    known = [i for i in range(len(y)) if labels[i] in prototypes]
-    forecast = {i: prototypes[labels[i]] for i in known}
-    penalty = z.sum() * 0.0
-    if known:
-        penalty = distance(rows[known], torch.stack([forecast[i] for i in known])).sum() / len(y)
+    z = model(x)
+    rows, shares = z.masked_fill(z <= -1e4, -torch.inf), F.one_hot(y, z.shape[1]).to(z)
+    penalty = prototypes_penalty(rows, shares, prototypes, distance)
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
     (loss + weight * penalty).backward()
     optimizer.step()
 
-    for k in sorted(set(labels)):
-        mine = rows.detach()[y == k]
-        shown = mine.isfinite()
-        before = prototypes.get(k, torch.full_like(mine[0], UNSEEN))
-        if numbers is not None:
-            numbers[k] = alpha * numbers.get(k, 0.0) + len(mine)
-            share = 1 / numbers[k]
-        else:
-            share = (1 - alpha) / len(mine)
-        moved = before + share * torch.where(shown, mine - before, 0.0).sum(0)
-        first = torch.where(shown, mine, 0.0).sum(0) / shown.sum(0)
-        first = torch.where(shown.any(0), first, UNSEEN)
-        prototypes[k] = torch.where(before == UNSEEN, first, moved)
+    prototypes_learn(rows.detach(), shares, prototypes, alpha, numbers)
     return loss.detach()
+
+
+# ---- any training step -----------------------------------------------------------------------------------------------
+
+VARIANTS = ("dcl", "dcp")
+EACH = pytest.mark.parametrize("variant", VARIANTS)
+WEIGHT, ALPHA = 0.7, 0.4
+METHOD = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class _Hand:
+    """A step of the base optimizer, then one of the method, with the factor that autograd has for each term.
+
+    In ``step(closure)`` the first evaluation is learned from; one that came before the step is the first.
+    """
+
+    def __init__(self, model: nn.Module, base: Optimizer | None = None) -> None:
+        self.model, self.base = model, base or sgd(model)
+        self.kept: list[tuple[Tensor, Any]] = []
+        self._learns = True
+
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+    def term(self, distance: Tensor, lesson: Any) -> Tensor:
+        term = WEIGHT * distance
+        if self._learns:
+            term.register_hook(lambda factor: self.kept.append((factor, lesson)))
+        return term
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        def evaluate() -> Any:
+            loss = closure()
+            self._learns = False
+            return loss
+
+        self._learns = not self.kept
+        self.base.step(*([] if closure is None else [evaluate]))
+        self.learn()
+        self.kept, self._learns = [], True
+
+    def learn(self) -> None:
+        raise NotImplementedError
+
+
+class HandDCL(_Hand):
+    """The companion runs beside the model, with the same random draws; ``find`` gives the logits of an output."""
+
+    def __init__(self, model: Any, base: Any = None, companion: Any = None, find: Any = lambda output: output) -> None:
+        super().__init__(model, base)
+        self.companion, self._find, self._outputs = companion or copy.deepcopy(model), find, []
+        self._second = sgd(self.companion)
+        model.register_forward_pre_hook(self._before)
+        model.register_forward_hook(self._after, with_kwargs=True)
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._draws = torch.get_rng_state()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        after = torch.get_rng_state()
+        torch.set_rng_state(self._draws)
+        self._outputs.append((self._find(output), self._find(self.companion(*args, **kwargs))))
+        torch.set_rng_state(after)
+
+    def penalty(self, z: Tensor) -> Tensor:
+        (c,) = [c for output, c in self._outputs if torch.equal(output, z)]
+        return self.term(F.mse_loss(z, c.detach()), F.mse_loss(c, companions_target(z, c, ALPHA)))
+
+    def learn(self) -> None:
+        self._second.zero_grad()
+        (sum(s.abs() * chase for s, chase in self.kept) / sum(s.abs() for s, _ in self.kept)).backward()
+        self._second.step()
+        self._outputs = []
+
+
+def squared(z: Tensor, p: Tensor) -> Tensor:
+    """The mean square of a row's differences, 0 where an entry is masked or was never shown."""
+    return (z - p).nan_to_num(0.0, 0.0, 0.0).square().mean(1)
+
+
+class HandDCP(_Hand):
+    """The prototypes are running means of the rows of each class."""
+
+    def __init__(self, model: nn.Module, base: Optimizer | None = None) -> None:
+        super().__init__(model, base)
+        self._means: dict[int, Tensor] = {}
+        self._numbers: dict[int, float] = {}
+
+    @property
+    def prototypes(self) -> Tensor:
+        none = torch.zeros_like(next(iter(self._means.values())))
+        return torch.stack([self._means.get(k, none) for k in range(len(none))])
+
+    def penalty(self, z: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+        rows = z.movedim(1, -1).flatten(0, -2)
+        if labels.is_floating_point():
+            shares = labels.movedim(1, -1).flatten(0, -2)
+        else:
+            rows, labels = rows[labels.flatten() != ignore_index], labels[labels != ignore_index]
+            shares = F.one_hot(labels, z.shape[1]).to(rows)
+        return self.term(prototypes_penalty(rows, shares, self._means, squared), (rows.detach(), shares))
+
+    def learn(self) -> None:
+        rows, shares = (torch.cat(parts) for parts in zip(*(lesson for _, lesson in self.kept), strict=True))
+        prototypes_learn(rows, shares, self._means, ALPHA, self._numbers)
+
+
+def by_hand(variant: str, model: nn.Module, base: Optimizer | None = None, **options: Any) -> Any:
+    return HandDCL(model, base, **options) if variant == "dcl" else HandDCP(model, base)
+
+
+def wrap(variant: str, model: nn.Module, base: Optimizer | None = None, **options: Any) -> Any:
+    kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
+    return kind(base or sgd(model), model, **(METHOD | options))
+
+
+def term_of(optimizer: Any, way: str = "term") -> Callable[..., Any]:
+    """The penalty of logits and labels by either method, 0 by the line.
+
+    DCL gets ``returned``, what the model returned, where DCP gets what the script has made of it.
+    """
+
+    def term(z: Tensor, labels: Tensor, returned: Tensor | None = None, **options: Any) -> Any:
+        if way == "line":
+            return 0.0
+        if isinstance(optimizer, (DCPOptimizer, HandDCP)):
+            return optimizer.penalty(z, labels, **options)
+        return optimizer.penalty(z if returned is None else returned)
+
+    return term
+
+
+# ---- loops, and what they have trained -------------------------------------------------------------------------------
+
+
+def train(
+    optimizer: Any,
+    data: Iterable[tuple[Tensor, Tensor]],
+    way: str = "term",
+    loss: Any = F.multi_margin_loss,
+    call: Any = None,
+    compiled: Any = lambda function: function,
+) -> Any:
+    """The plain loop; ``call`` is what the script calls."""
+    call = optimizer.model if call is None else call
+    term = term_of(optimizer, way)
+    criterion = compiled(lambda z, y: loss(z, y) + term(z, y))
+    for x, y in data:
+        optimizer.zero_grad()
+        criterion(call(x), y).backward()
+        optimizer.step()
+    return optimizer
+
+
+def train_by_closures(optimizer: Any, data: Any, loss: Any, way: str = "term") -> Any:
+    term = term_of(optimizer, way)
+    for x, y in data:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            z = optimizer.model(x)
+            found = loss(z, y) + term(z, y)
+            optimizer.zero_grad()
+            found.backward()
+            return found
+
+        optimizer.step(closure)
+    return optimizer
+
+
+def learned(optimizer: Any) -> dict[str, Tensor]:
+    """What companion or prototypes have learned."""
+    if isinstance(optimizer, (DCPOptimizer, HandDCP)):
+        return {"prototypes": optimizer.prototypes}
+    return dict(optimizer.companion.state_dict())
+
+
+def apart(variant: str, make: Any = wrap) -> Any:
+    """In float32, with a companion that is not the model: the penalty is large from the start."""
+    options = {"companion": mlp(3, dtype=torch.float32)} if variant == "dcl" else {}
+    return make(variant, mlp(dtype=torch.float32), **options)
+
+
+def end(optimizer: Any) -> list[Tensor]:
+    states = dict(optimizer.model.state_dict()), learned(optimizer)
+    return [torch.cat([tensor.flatten() for tensor in state.values()]) for state in states]
+
+
+def assert_same_training(first: Any, second: Any, **tolerance: float) -> None:
+    """Compare what two optimizers have trained: bit for bit without a tolerance."""
+    assert_same(first.model, second.model, **tolerance)
+    assert_same(learned(first), learned(second), **tolerance)

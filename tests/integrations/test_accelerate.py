@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer
-from tests.by_hand import learned, term_of
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, dropout_net, mlp, on_two_ranks
 from tests.integrations import METHODS, differ, wrap
 from tests.integrations.conftest import forget
+from tests.reference import learned, term_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning:torch")
 SIZE, BATCHES, PARTS = 8, 7, 2  # an epoch's last accumulation has one batch

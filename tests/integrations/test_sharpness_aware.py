@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
-from tests.by_hand import VARIANTS, assert_same_training, by_hand, term_of, wrap
 from tests.helpers import MODELS, assert_same, batches, cells, mlp
+from tests.reference import VARIANTS, assert_same_training, by_hand, term_of, wrap
 
 ALPHA = 0.6
 Network = nn.Module

@@ -12,8 +12,8 @@ from ignite.engine import Engine, create_supervised_trainer
 from skorch import NeuralNetClassifier
 from torch import Tensor, nn
 
-from tests.by_hand import CLOSE, EACH, assert_same_training, by_hand, term_of, train, wrap
 from tests.helpers import batches, dropout_net, mlp, sgd
+from tests.reference import CLOSE, EACH, assert_same_training, by_hand, term_of, train, wrap
 
 EPOCHS = 2
 DATA = list(batches(5))

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchvision.transforms import v2
 from transformers import BertConfig, BertForTokenClassification, Trainer
 
-from tests.by_hand import CLOSE, EACH, assert_same_training, by_hand, term_of, wrap
 from tests.helpers import CLASSES, FEATURES, dropout_net, sgd
 from tests.integrations.huggingface import LENGTH, WORDS, arguments
 from tests.integrations.lightning_modules import QUIET as LIGHTNINGS
@@ -33,6 +32,7 @@ from tests.integrations.timm_models import CLASSES as TIMM_CLASSES
 from tests.integrations.timm_models import create, images
 from tests.integrations.trainer_by_hand import QUIET as TRAINERS
 from tests.integrations.trainer_by_hand import Tape
+from tests.reference import CLOSE, EACH, assert_same_training, by_hand, term_of, wrap
 
 REFUSED = r"(?s)different factors, as with class weights.*more than one class.*loss \+ optimizer\.penalty\(logits"
 PER_CLASS = [20, 10, 6, 3, 2]  # a long tail

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.by_hand import end
 from tests.helpers import assert_same, cells
 from tests.integrations.timm_models import CLASSES, MODELS, TINY, VIT, adamw, create, images
-from tests.reference import dcl_step
+from tests.reference import dcl_step, end
 
 WEIGHT = 0.3
 

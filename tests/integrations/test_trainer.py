@@ -20,7 +20,6 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.by_hand import learned, term_of
 from tests.helpers import assert_same, cells
 from tests.integrations import METHODS, differ
 from tests.integrations.huggingface import (
@@ -40,6 +39,7 @@ from tests.integrations.trainer_by_hand import (
     train,
     wrapped,
 )
+from tests.reference import learned, term_of
 
 pytestmark = pytest.mark.filterwarnings(
     *QUIET,

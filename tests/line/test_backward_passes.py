@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import DCLOptimizer
-from tests.by_hand import VARIANTS, WEIGHT, learned, term_of, wrap
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -31,6 +30,7 @@ from tests.helpers import (
     train,
     training_forwards,
 )
+from tests.reference import VARIANTS, WEIGHT, learned, term_of, wrap
 
 WAYS = ["line", "term"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

@@ -17,8 +17,8 @@ from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.distances import DISTANCES, companion_target
 from dcl_optim.layout import from_rows, to_rows
 from dcl_optim.pull import Pull, pull_of, pull_towards_target
-from tests.by_hand import VARIANTS, learned, term_of, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train
+from tests.reference import VARIANTS, learned, term_of, wrap
 
 INF, NAN = float("inf"), float("nan")
 LOG_3 = math.log(3.0)

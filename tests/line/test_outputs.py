@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.outputs import conversion_source, find_logits
-from tests import by_hand
+from tests import reference
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, wrap
 
 # ---- logits that were converted --------------------------------------------------------------------------------------
@@ -101,12 +101,12 @@ def _fresh_compiler():
 def test_nanogpts_loop(variant, backend):
     """Equal to the loop with the penalty written out. A compiler hides the logits' gradient: then it is a term."""
     found = {"find": lambda output: output[0]} if variant == "dcl" else {}
-    optimizer, hand = by_hand.wrap(variant, GPT()), by_hand.by_hand(variant, GPT(), **found)
+    optimizer, hand = reference.wrap(variant, GPT()), reference.by_hand(variant, GPT(), **found)
     way = "term" if backend == "aot_eager" else "line"
     call = optimizer.model if backend == "no compiler" else torch.compile(optimizer.model, backend=backend)
-    nanogpt(optimizer, call, by_hand.term_of(optimizer, way))
-    nanogpt(hand, hand.model, by_hand.term_of(hand))
-    by_hand.assert_same_training(optimizer, hand, rtol=1e-4, atol=1e-6)
+    nanogpt(optimizer, call, reference.term_of(optimizer, way))
+    nanogpt(hand, hand.model, reference.term_of(hand))
+    reference.assert_same_training(optimizer, hand, rtol=1e-4, atol=1e-6)
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / STEPS)
     if variant == "dcl":
         assert optimizer.companion.wte.weight is optimizer.companion.lm_head.weight

@@ -12,8 +12,8 @@ from torch import nn
 
 from dcl_optim import distances
 from tests import reference
-from tests.by_hand import ALPHA, VARIANTS, WEIGHT, by_hand, wrap
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
+from tests.reference import ALPHA, VARIANTS, WEIGHT, by_hand, wrap
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 METHOD = {"weight": WEIGHT, "alpha": ALPHA}

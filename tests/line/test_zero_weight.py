@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.by_hand import term_of
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells
+from tests.reference import term_of
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 DENSE = {

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dcl_optim.distances import squared
 from tests import reference
-from tests.by_hand import ALPHA, CLOSE, VARIANTS, WEIGHT, learned, term_of, wrap
 from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, one, sgd
+from tests.reference import ALPHA, CLOSE, VARIANTS, WEIGHT, learned, term_of, wrap
 
 WAYS = ("line", "term")
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.by_hand import VARIANTS, assert_same_training, term_of, wrap
 from tests.helpers import CLASSES, FEATURES, batches
+from tests.reference import VARIANTS, assert_same_training, term_of, wrap
 
 
 class Blocks(nn.Sequential):

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.by_hand import EACH, assert_same_training, by_hand, train_by_closures, wrap
 from tests.helpers import assert_same, backward, batches, dropout_net, mlp, one
+from tests.reference import EACH, assert_same_training, by_hand, train_by_closures, wrap
 
 STEPS = 6
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from tests.by_hand import CLOSE, EACH, assert_same_training, wrap
-from tests.by_hand import train as train_by_term
 from tests.helpers import assert_same, batch_norm_net, batches, cells, dropout_net, train
+from tests.reference import CLOSE, EACH, assert_same_training, wrap
+from tests.reference import train as train_by_term
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",

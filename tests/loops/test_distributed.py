@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.by_hand import VARIANTS, by_hand, learned, term_of, wrap
-from tests.by_hand import train as train_by_term
 from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, on_two_ranks, train
+from tests.reference import VARIANTS, by_hand, learned, term_of, wrap
+from tests.reference import train as train_by_term
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 8

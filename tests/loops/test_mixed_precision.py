@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.by_hand import VARIANTS, apart, by_hand, end, learned, term_of, wrap
 from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, surviving_tensors, through_a_file
+from tests.reference import VARIANTS, apart, by_hand, end, learned, term_of, wrap
 
 CLIP = 0.3
 # A step's gradient passes through a few roundings of the dtype, and the errors of steps add up as the steps do: the

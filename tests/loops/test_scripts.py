@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.by_hand import learned, term_of
 from tests.helpers import assert_same, cells
+from tests.reference import learned, term_of
 
 PAD, VOID, CLASSES, WORDS = 0, 255, 5, 11
 Data = list[Any]

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.by_hand import VARIANTS, learned, term_of, wrap
 from tests.helpers import Storages, assert_same, batches, mlp, no_collector, one
+from tests.reference import VARIANTS, learned, term_of, wrap
 
 # ---- a script that has called penalty ------------------------------------------------------------------------------
 

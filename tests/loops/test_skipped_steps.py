@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.by_hand import EACH, VARIANTS, assert_same_training, learned, term_of, wrap
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -25,6 +24,7 @@ from tests.helpers import (
     train,
     training_forwards,
 )
+from tests.reference import EACH, VARIANTS, assert_same_training, learned, term_of, wrap
 
 # ---- batches that no step takes --------------------------------------------------------------------------------------
 

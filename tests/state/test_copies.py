@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests import by_hand
+from tests import reference
 from tests.helpers import (
     CLASSES,
     assert_same,
@@ -122,18 +122,18 @@ def test_a_dead_optimizer_leaves_no_hook():
 
 
 @pytest.mark.parametrize("way", ["line", "term"])
-@by_hand.EACH
+@reference.EACH
 def test_losses_and_logits_that_the_script_keeps_leave_no_hook_either(variant: str, way: str):
     """A second stage of training with a plain optimizer would have the penalty."""
     model, kept = mlp(), []
     before = hooks(model)
-    optimizer = by_hand.wrap(variant, model)
+    optimizer = reference.wrap(variant, model)
     for x, y in batches(3):
         optimizer.zero_grad()
         z = model(x)
         loss = F.cross_entropy(z, y)
         if way == "term":
-            loss = loss + by_hand.term_of(optimizer)(z, y)
+            loss = loss + reference.term_of(optimizer)(z, y)
         loss.backward()
         optimizer.step()
         kept.append((z, loss))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.by_hand import EACH, assert_same_training, learned, term_of, train, wrap
 from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp
+from tests.reference import EACH, assert_same_training, learned, term_of, train, wrap
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
 

@@ -13,9 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, _sync, distances
-from tests.by_hand import CLOSE, VARIANTS, WEIGHT, assert_same_training, by_hand, learned, term_of, train, wrap
 from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp, one, sgd
-from tests.reference import dcl_step, dcp_step
+from tests.reference import (
+    CLOSE,
+    VARIANTS,
+    WEIGHT,
+    assert_same_training,
+    by_hand,
+    dcl_step,
+    dcp_step,
+    learned,
+    term_of,
+    train,
+    wrap,
+)
 
 STEPS, IGNORED = 8, 255
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.by_hand import CLOSE, VARIANTS, learned, term_of, train, wrap
 from tests.helpers import SHARDS_ON_CPU, assert_same, batches, mlp
+from tests.reference import CLOSE, VARIANTS, learned, term_of, train, wrap
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),

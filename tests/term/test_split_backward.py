@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.by_hand import CLOSE, wrap
 from tests.helpers import assert_same, batches, mlp
+from tests.reference import CLOSE, wrap
 
 STEPS = 6
 margins = F.multi_margin_loss
