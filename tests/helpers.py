@@ -62,6 +62,17 @@ def running_average(step: int) -> float:
     return (step - 1) / step
 
 
+class Network(nn.Module):
+    """A class of the script's, as most are: torch.compile keeps its hooks outside of the graph."""
+
+    def __init__(self, body: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = mlp() if body is None else body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
 class TwoHeads(nn.Module):
     """A model that returns the logits and an auxiliary head's."""
 
@@ -92,6 +103,25 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, loss: A
         optimizer.zero_grad()
         loss(model(x), y).backward()
         optimizer.step()
+
+
+def train_in_halves(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> None:
+    """The same in two micro-batches of a step."""
+    for x, y in data:
+        optimizer.zero_grad()
+        half = len(x) // 2
+        for rows in (slice(0, half), slice(half, None)):
+            (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
+        optimizer.step()
+
+
+@contextmanager
+def gradients_put_back(model: nn.Module) -> Iterator[None]:
+    """What is done inside leaves the gradients of the model's parameters as they were."""
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    yield
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        parameter.grad.copy_(gradient)
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
@@ -145,6 +175,13 @@ def assert_same(first: Any, second: Any, **tolerance: float) -> None:
             assert_same(a, b, **tolerance)
     else:
         assert first == second
+
+
+def assert_same_networks(first: DCLOptimizer, second: DCLOptimizer) -> None:
+    """Compare models, companions and the state of the companions' optimizers, bit for bit."""
+    assert_same(first.model, second.model)
+    assert_same(first.companion, second.companion)
+    assert_same(first.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
 
 
 def through_a_file(saved: Any, weights_only: bool = True) -> Any:

@@ -290,7 +290,8 @@ class HandDCP(_Hand):
     @property
     def prototypes(self) -> Tensor:
         none = torch.zeros_like(next(iter(self._means.values())))
-        return torch.stack([self._means.get(k, none) for k in range(len(none))])
+        means = torch.stack([self._means.get(k, none) for k in range(len(none))])
+        return means.masked_fill(means == UNSEEN, 0.0)  # as the optimizer shows them
 
     def penalty(self, z: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
         rows = z.movedim(1, -1).flatten(0, -2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dcl_optim import DCLOptimizer
 from tests.helpers import CLASSES, FEATURES, batches
 from tests.integrations import wrap
 
@@ -56,6 +57,25 @@ class Classifier(pl.LightningModule):
             return optimizer
         scheduler = {"scheduler": self.scheduler(optimizer), "interval": self.interval}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class CallsItself(Classifier):
+    """The other habit, ``self(x)`` in training_step; DCL wraps this module, ``"self"``, or its network."""
+
+    def __init__(self, wrapped: str, net: nn.Module) -> None:
+        super().__init__("dcl", net)
+        self.wrapped = wrapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return self.criterion(self(x), y)
+
+    def configure_optimizers(self) -> DCLOptimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0)
 
 
 class Validated(Classifier):

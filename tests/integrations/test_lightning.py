@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, linear_growth, running_average
 from tests.integrations import METHODS, differ
 from tests.integrations.lightning_modules import (
     BATCHES,
     QUIET,
+    CallsItself,
     Classifier,
     Validated,
     by_hand,
@@ -86,28 +86,9 @@ def test_validation_during_and_between_epochs_changes_nothing(method):
 # ---- which object to wrap -------------------------------------------------------------------------------------------
 
 
-class CallsItself(Classifier):
-    """The other habit: ``self(x)`` in training_step."""
-
-    def __init__(self, wrapped):
-        super().__init__("dcl", network())
-        self.wrapped = wrapped
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return self.criterion(self(x), y)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0)
-
-
 @pytest.mark.parametrize("wrapped", ["self", "net"])
 def test_where_training_step_calls_self_both_self_and_its_network_can_be_wrapped(wrapped):
-    module, net = CallsItself(wrapped), network()
+    module, net = CallsItself(wrapped, network()), network()
     companion, theirs = fit(module).companion, by_hand("dcl", net)
     assert_same(module.net, net)
     assert_same(companion.net if wrapped == "self" else companion, theirs.companion)

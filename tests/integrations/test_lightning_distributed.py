@@ -11,36 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, mlp
 from tests.integrations import differ
-from tests.integrations.lightning_modules import Classifier, by_hand, loader, quiet_trainer
+from tests.integrations.lightning_modules import CallsItself, by_hand, loader, quiet_trainer
 
 
-class Halves(Classifier):
+class Halves(CallsItself):
     """Each process takes its half of the batch."""
 
-    def __init__(self, wrapped: str) -> None:
-        super().__init__("dcl", mlp())
-        self.wrapped = wrapped
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = (part[self.global_rank :: 2] for part in batch)
-        return self.criterion(self(x), y)
-
-    def configure_optimizers(self) -> DCLOptimizer:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0)
+        return super().training_step([part[self.global_rank :: 2] for part in batch], batch_idx)
 
 
 def worker(rank: int, folder: Path) -> None:
     ranks = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     with mock.patch.dict(os.environ, ranks):
         for name in ("net", "self"):
-            module = Halves(name)
+            module = Halves(name, mlp())
             trainer = quiet_trainer(strategy="ddp", devices=2, use_distributed_sampler=False)
             trainer.fit(module, loader())
             optimizer = trainer.optimizers[0]

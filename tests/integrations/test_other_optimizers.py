@@ -83,15 +83,20 @@ def is_moved(network: nn.Module, by: float = 0.0) -> bool:
     return all((p - first[name]).abs().max() > by for name, p in network.named_parameters() if p.ndim == 2)
 
 
+def assert_trained_alike(first: tuple[nn.Module, Any], second: tuple[nn.Module, Any], steps: int) -> None:
+    """Train two models by their optimizers, from the same random draws, and compare them bit for bit."""
+    for model, optimizer in (first, second):
+        torch.manual_seed(7)
+        train(model, optimizer, batches(steps, dtype=torch.float32))
+    assert_same(first[0], second[0])
+
+
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) -> None:
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base = in_training_mode(build(name, plain))
     optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0))
-    for trained, stepping in ((plain, base), (model, optimizer)):
-        torch.manual_seed(7)
-        train(trained, stepping, batches(12, dtype=torch.float32))
-    assert_same(plain, model)
+    assert_trained_alike((plain, base), (model, optimizer), steps=12)
     assert is_moved(plain)
 
 
@@ -319,10 +324,7 @@ def test_with_weight_zero_the_run_is_timms_optimizers_bit_for_bit(name: str) -> 
     # timm's own grouping: no decay on the biases
     base, wrapped = (timm.optim.create_optimizer_v2(m, name, lr=0.01, weight_decay=0.05) for m in (plain, model))
     optimizer = DCLOptimizer(wrapped, model, weight=0.0)
-    for trained, stepping in ((plain, base), (model, optimizer)):
-        torch.manual_seed(7)
-        train(trained, stepping, batches(4, dtype=torch.float32))
-    assert_same(plain, model)
+    assert_trained_alike((plain, base), (model, optimizer), steps=4)
     decays = [[group["weight_decay"] for group in o.param_groups] for o in (base, optimizer.companion_optimizer)]
     assert decays[0] == decays[1]
     assert is_moved(optimizer.companion)

@@ -7,6 +7,7 @@ them. docs/losses.md shows the line that changes.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -109,19 +110,25 @@ def convolutions() -> nn.Module:
 # ---- 3. class-balanced weights (Cui et al. 2019) ---------------------------------------------------------------------
 
 
-def class_balanced(model: nn.Module, optimizer: Any, term: Term) -> None:
-    beta = 0.9
-    effective_num = 1.0 - np.power(beta, PER_CLASS)
-    per_cls_weights = (1.0 - beta) / np.array(effective_num)
-    per_cls_weights = per_cls_weights / np.sum(per_cls_weights) * len(PER_CLASS)
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor(per_cls_weights))
+def two_epochs(model: nn.Module, optimizer: Any, criterion: nn.Module, term: Term, clip: float = math.inf) -> None:
+    """The loop of those scripts that have their own loss."""
     for _epoch in range(2):
         for x, y in long_tailed():
             optimizer.zero_grad()
             logits = model(x)
             loss = criterion(logits, y) + term(logits, y)
             loss.backward()
+            if clip < math.inf:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
+
+
+def class_balanced(model: nn.Module, optimizer: Any, term: Term) -> None:
+    beta = 0.9
+    effective_num = 1.0 - np.power(beta, PER_CLASS)
+    per_cls_weights = (1.0 - beta) / np.array(effective_num)
+    per_cls_weights = per_cls_weights / np.sum(per_cls_weights) * len(PER_CLASS)
+    two_epochs(model, optimizer, nn.CrossEntropyLoss(weight=torch.tensor(per_cls_weights)), term)
 
 
 # ---- 4. LDAM with deferred re-weighting (Cao et al. 2019) ------------------------------------------------------------
@@ -171,14 +178,7 @@ class FocalLoss(nn.Module):
 
 
 def focal(model: nn.Module, optimizer: Any, term: Term) -> None:
-    criterion = FocalLoss(gamma=2.0, alpha=[0.25, 0.5, 0.75, 1.0, 1.0])
-    for _epoch in range(2):
-        for x, y in long_tailed():
-            optimizer.zero_grad()
-            output = model(x)
-            loss = criterion(output, y) + term(output, y)
-            loss.backward()
-            optimizer.step()
+    two_epochs(model, optimizer, FocalLoss(gamma=2.0, alpha=[0.25, 0.5, 0.75, 1.0, 1.0]), term)
 
 
 # ---- 6. semantic segmentation with class weights and an auxiliary head (DeepLab) -------------------------------------
@@ -268,15 +268,7 @@ class SCELoss(nn.Module):
 
 
 def symmetric(model: nn.Module, optimizer: Any, term: Term) -> None:
-    criterion = SCELoss(alpha=0.1, beta=1.0, num_classes=CLASSES)
-    for _epoch in range(2):
-        for inputs, labels in long_tailed():
-            optimizer.zero_grad()
-            logits = model(inputs)
-            loss = criterion(logits, labels) + term(logits, labels)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 5.0)
-            optimizer.step()
+    two_epochs(model, optimizer, SCELoss(alpha=0.1, beta=1.0, num_classes=CLASSES), term, clip=5.0)
 
 
 # ---- the plain loops -------------------------------------------------------------------------------------------------

@@ -15,20 +15,20 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim._hooks import Hook, is_ours
-from tests.helpers import assert_same, backward, batches, mlp, one, sgd, through_a_file, train, training_forwards, wrap
+from tests.helpers import (
+    Network,
+    assert_same,
+    backward,
+    batches,
+    one,
+    sgd,
+    through_a_file,
+    train,
+    training_forwards,
+    wrap,
+)
 
 KINDS = [DCLOptimizer, DCPOptimizer]
-
-
-class Network(nn.Module):
-    """A class of the script's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, x):
-        return self.body(x)
 
 
 # ---- nn.DataParallel around the model --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
-from tests.helpers import CLASSES, assert_same, batches, mlp
+from tests.helpers import CLASSES, assert_same, batches, gradients_put_back, mlp
 
 NAN, INF = float("nan"), float("inf")
 SAID = "non-finite logits or loss"
@@ -150,10 +150,8 @@ def test_the_other_forwards_of_the_step_are_learned_from(variant):
         script.optimizer.zero_grad()
         script.backward(*data[4])
         if meets_it:
-            good = [parameter.grad.clone() for parameter in script.model.parameters()]
-            nan_in_the_input(script, *data[5])
-            for parameter, gradient in zip(script.model.parameters(), good, strict=True):
-                parameter.grad.copy_(gradient)
+            with gradients_put_back(script.model):
+                nan_in_the_input(script, *data[5])
         script.backward(*data[6])
         script.optimizer.step()
         script.train(data[7:])

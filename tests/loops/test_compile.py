@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, batch_norm_net, batches, cells, dropout_net, train
+from tests.helpers import Network, assert_same, batch_norm_net, batches, cells, dropout_net, train
 from tests.reference import CLOSE, EACH, assert_same_training, wrap
 from tests.reference import train as train_by_term
 
@@ -49,20 +49,9 @@ class Backend:
         return run
 
 
-class Network(nn.Module):
-    """A class of the script's own: older torch does not compile the call of a bare nn.Sequential in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = batch_norm_net()
-
-    def forward(self, x):
-        return self.body(x)
-
-
 def compiled(order: str, weight: float = 1.0, **options):
     """An optimizer, and what the script calls."""
-    model = Network()
+    model = Network(batch_norm_net())
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     call = wrapped = model
     if order in ("compiled before", "outer module wrapped", "parallel around compiled"):
@@ -125,7 +114,7 @@ def test_a_copy_with_a_compiled_model_is_regularized():
 def test_inductor_with_zero_weight_equals_plain_training_of_the_compiled_model(mode):
     optimizer, call = compiled("outer module wrapped", weight=0.0, mode=mode)
     train(call, optimizer, batches(4))
-    plain = Network()
+    plain = Network(batch_norm_net())
     train(torch.compile(plain, mode=mode), torch.optim.SGD(plain.parameters(), lr=0.1), batches(4))
     assert_same(network_of(call), plain, rtol=1e-12, atol=1e-14)
 
@@ -137,17 +126,17 @@ def test_whole_graphs(order):
 
 
 def test_wrapped_after_the_first_compiled_call():
-    model = Network()
+    model = Network(batch_norm_net())
     call = torch.compile(model, backend="aot_eager")
     call(next(iter(batches(1)))[0])
-    expected = Network()
+    expected = Network(batch_norm_net())
     expected.load_state_dict(model.state_dict())
     optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
     train_and_compare(optimizer, call, expected)
 
 
 def train_and_compare(optimizer, call, expected=None):
-    expected = expected or Network()
+    expected = expected or Network(batch_norm_net())
     train(call, optimizer, batches(3))
     train(expected, DCLOptimizer(torch.optim.SGD(expected.parameters(), lr=0.1), expected, weight=1.0), batches(3))
     assert_same(network_of(call), expected, rtol=1e-10, atol=1e-12)
@@ -167,7 +156,7 @@ def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregular
 
 def test_a_compiled_loss_function():
     backend = Backend()
-    models = Network(), Network()
+    models = Network(batch_norm_net()), Network(batch_norm_net())
     for model in models:
         optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
         loss_of = lambda x, y, model=model: F.cross_entropy(model(x), y)  # noqa: E731
@@ -180,24 +169,13 @@ def test_a_compiled_loss_function():
     assert backend.runs >= 3
 
 
-class Drawing(nn.Module):
-    """With dropout. A class of the script's: its hooks run outside of the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = dropout_net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
 @pytest.mark.parametrize("what", ["model", "model in place", "loss function"])
 @EACH
 def test_the_term_compiled_equals_eager(variant: str, what: str) -> None:
     """A graph break at the term is fine."""
     compiled, runs = partial(torch.compile, backend="aot_eager"), []
     for compiles in (True, False):
-        optimizer, options = wrap(variant, Drawing()), {}
+        optimizer, options = wrap(variant, Network(dropout_net())), {}
         if compiles and what == "model in place":
             optimizer.model.compile(backend="aot_eager")
         elif compiles:

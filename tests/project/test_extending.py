@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from examples import mean_teacher
 from examples.mean_teacher import MeanTeacherOptimizer
-from tests.helpers import MODELS, assert_same, batch_norm_net, batches, dropout_net, mlp, one, sgd, train
+from tests.helpers import (
+    MODELS,
+    assert_same,
+    batch_norm_net,
+    batches,
+    dropout_net,
+    mlp,
+    one,
+    sgd,
+    train,
+    train_in_halves,
+)
 from tests.project.test_public_api import documented
 
 WEIGHT, ALPHA = 0.7, 0.9
@@ -88,10 +99,7 @@ def test_accumulated_parts_are_the_whole_batch() -> None:
     in_one, in_two = wrapped(whole), wrapped(parts)
     for x, y in batches(5):
         train(whole, in_one, [(x, y)])
-        in_two.zero_grad()
-        for rows in (slice(0, 8), slice(8, 16)):
-            (F.cross_entropy(parts(x[rows]), y[rows]) / 2).backward()
-        in_two.step()
+        train_in_halves(parts, in_two, [(x, y)])
     assert_same(whole, parts, **CLOSE)
     assert_same(in_one.teacher, in_two.teacher, **CLOSE)
 

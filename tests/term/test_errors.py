@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp
+from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp
 from tests.reference import EACH, assert_same_training, learned, term_of, train, wrap
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
@@ -301,10 +301,8 @@ def test_a_batch_that_is_not_finite_takes_no_part(variant: str, bad: Callable[..
         optimizer.zero_grad()
         backward(optimizer, *data[4])
         if meets_it:
-            good = [parameter.grad.clone() for parameter in optimizer.model.parameters()]
-            bad(optimizer, *data[5])
-            for parameter, gradient in zip(optimizer.model.parameters(), good, strict=True):
-                parameter.grad.copy_(gradient)
+            with gradients_put_back(optimizer.model):
+                bad(optimizer, *data[5])
             with pytest.warns(UserWarning, match="not finite"):
                 optimizer.step()
         else:
