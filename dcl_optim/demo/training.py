@@ -161,6 +161,6 @@ def train_seeds(args: argparse.Namespace) -> Iterator[Histories]:
     with progress_of("dcl-demo", args.seeds * args.epochs, "epochs") as bar:
         for seed in range(args.seeds):
             finished = train_seed(seed, args, bar)
-            # New lists: what was yielded before stays as it was, with equally many runs of each method.
+            # New lists: what was yielded before does not change, with equally many runs of each method.
             histories = {method: [*histories.get(method, []), run] for method, run in finished.items()}
             yield histories
