@@ -32,8 +32,8 @@ Figures = dict[str, Any]
 MOST_BYTES = 2**30  # of DCPOptimizer's prototypes
 # What the estimates are made of. A slot is as long as a step of the dearest method at least.
 DEAREST, MEAN = 2.5, 0.7  # times a plain step; times a slot
-SECONDS_TO_START = 7.0  # of a process, until it has imported torch
-SECONDS_TO_COUNT = 2.0  # of a method, all its steps
+SECONDS_TO_START = 4.0  # of a process, until it has imported torch
+SECONDS_TO_COUNT = 1.75  # of a method, all its steps
 
 
 def reported(items: Sequence[Any], name_of: Callable[[Any], str]) -> Iterator[Any]:
@@ -307,5 +307,5 @@ def _seconds(work: Workload, setting: Setting, options: argparse.Namespace, memo
     plain = seconds_per_step(start(METHODS["plain"], work, setting).step, 1, torch.device(setting.device))
     of_row = MEAN * (options.rounds + 2) * max(options.slot, DEAREST * plain)  # 2: to warm up, and to size the slots
     if memory:
-        of_row += SECONDS_TO_START + STEPS * DEAREST * plain
+        of_row += SECONDS_TO_START + MEAN * STEPS * DEAREST * plain
     return of_row * len(allowed(work, options.methods))
