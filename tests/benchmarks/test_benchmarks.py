@@ -162,15 +162,17 @@ def test_plain_training_is_always_a_row_and_the_rows_keep_their_order() -> None:
     assert command.parse(["--methods", "DCL, term", "DCP, line"]).methods == ["plain", "DCP, line", "DCL, term"]
 
 
-@pytest.mark.parametrize("memory", [True, False])
-def test_the_estimate_grows_with_what_is_measured(memory: bool) -> None:
-    few = command.parse(["--models", "mlp-small", "--methods", "plain", *([] if memory else ["--no-memory"])])
-    many = command.parse(["--models", "mlp-small", "--methods", "plain", "DCP, line"])
-    seconds = measure.seconds_of_steps(few)
-    slots = 0.7 * 11 * 0.3
-    assert seconds == pytest.approx(slots + 4 * memory, rel=0.5)
-    assert measure.seconds_of_steps(many) > seconds
-    assert measure.seconds_of_kernels(many) == 2 * measure.seconds_of_kernels(few)
+def test_the_estimate_is_made_of_slots_processes_and_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "seconds_per_step", lambda step, count, device: 0.2)
+    arguments = ["--models", "mlp-small", "--rounds", "8", "--methods"]
+    without, one, two = (
+        command.parse([*arguments, *of]) for of in (["plain", "--no-memory"], ["plain"], ["DCP, line"])
+    )
+    slots = 0.7 * (8 + 2) * 2.5 * 0.2  # a slot is as long as the dearest step
+    assert measure.seconds_of_steps(without) == pytest.approx(slots)
+    assert measure.seconds_of_steps(one) == pytest.approx(slots + 4.0 + 0.7 * 5 * 2.5 * 0.2)
+    assert measure.seconds_of_steps(two) == pytest.approx(2 * measure.seconds_of_steps(one))
+    assert measure.seconds_of_kernels(two) == pytest.approx(2 * measure.seconds_of_kernels(one))
 
 
 def test_without_memory_no_process_is_started_and_the_table_has_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
