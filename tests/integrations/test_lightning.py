@@ -101,7 +101,7 @@ class CallsAnother(CallsItself):
     """Wraps one object and calls another."""
 
     def __init__(self, wrapped, called):
-        super().__init__(wrapped)
+        super().__init__(wrapped, network())
         self.other = network()
         self.call = {"other": self.other, "net": self.net, "net.forward": self.net.forward}[called]
 
