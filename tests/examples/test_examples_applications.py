@@ -1,0 +1,35 @@
+"""The applications, small: they run alone, learn more than chance, and the penalty is part of the training."""
+
+from __future__ import annotations
+
+import ast
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from examples import distillation, fine_tuning, semi_supervised
+
+TRAININGS = {
+    "fine_tuning": (lambda weight, seed: fine_tuning.fine_tune(fine_tuning.pretrained(1), weight, seed, epochs=6), 5),
+    "distillation": (lambda weight, seed: distillation.distill(distillation.teach(3), weight, seed, epochs=10), 10),
+    "semi_supervised": (partial(semi_supervised.train, steps=60), 10),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_it_learns_and_the_penalty_changes_what(name: str) -> None:
+    train, classes = TRAININGS[name]
+    plain, penalized = train(0, seed=0), train(3.0, seed=0)
+    assert plain == train(0, seed=0)
+    assert plain > 1.5 * 100 / classes
+    assert plain != penalized
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_it_is_one_short_file_that_imports_nothing_else_of_the_repository(name: str) -> None:
+    source = (Path(distillation.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+    assert source.count("\n") <= 150
+    imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert "dcl_optim" in imported
+    assert not [module for module in imported if str(module).startswith(("examples", "tests", "benchmarks"))]
