@@ -302,6 +302,24 @@ def _in_wrong(scores: choice.AllScores, row: Mapping[str, str], method: str | No
     return cells
 
 
+def variants(folder: Path) -> str:
+    """DCL with other networks and with AdamW on digits with wrong labels: gains over plain training in the same way."""
+    found = records.finished(folder, f"{companion.VARIANTS}.jsonl")
+    seeds = {record["seed"] for record in found}
+    test = {network: companion.scores(found, "test", network, seeds) for network in NETWORKS}
+    lines = []
+    for row in companion.EXPERIMENTS[companion.VARIANTS].runs:
+        title, _, method = row.partition(": ")
+        plain = f"{title}: CE"
+        if row == plain or row not in test["model"]:
+            continue
+        gains = [choice.gains(scores, row, plain) for scores in test.values()]
+        accuracy = statistics.fmean(test["model"][plain][seed] for seed in test["model"][row])
+        cells = [cell_of(one, places=1) for one in gains]
+        lines.append([title + method.removeprefix("DCL"), f"{accuracy:.1f}", *cells, str(len(gains[0]))])
+    return "\n".join(grid(["", "plain, %", *NETWORKS, "seeds"], lines, words=1))
+
+
 # ---- parts of the tables ---------------------------------------------------------------------------------------------
 
 
@@ -355,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\nHow often it is the model / its companion / the mean of both\n\n{which_kept(folder, rounds)}")
     print(f"\nThe controls, in the network that is kept\n\n{controls(folder, rounds)}")
     print(f"\nTheir values\n\n{control_values(folder)}")
+    print(f"\nOther networks, and AdamW\n\n{variants(folder)}")
     print(f"\nWrong labels of ten classes\n\n{wrong_labels(folder, rounds)}")
     print(f"\nOver all settings\n\n{overall(folder, rounds)}")
 

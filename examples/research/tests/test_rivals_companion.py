@@ -672,6 +672,19 @@ def test_controls_have_their_best_value_and_the_best_one_is_taken_from_dcl_seed_
     assert of_text == ["λ = 1", "", "λ = 0.3", "0.1", "λ = 1, α = 0.97"]
 
 
+def test_other_networks_are_compared_with_plain_training_of_the_same_network(folder):
+    found = [
+        *of_seeds("CNN: CE", (0, 1), 50, (10, 10)),
+        *of_seeds("MLP: CE", (0,), 50, (60,)),
+        *of_seeds("MLP: DCL", (0,), three(50, 50, 50), (three(62, 65, 63),)),
+        *of_seeds("CNN: DCL", (0, 1), three(50, 50, 50), (three(11, 12, 13), three(13, 14, 15))),
+    ]
+    written(folder, companion.VARIANTS, found)
+    table = cells_of(companion_tables.variants(folder))
+    assert table["CNN"] == ["10.0", "+2.0 ± 1.0", "+3.0 ± 1.0", "+4.0 ± 1.0", "2"]
+    assert table["MLP"] == ["60.0", "+2.0", "+5.0", "+3.0", "1"]
+
+
 def test_with_wrong_labels_dcl_stands_beside_tuned_rivals(results):
     """Mean Teacher's second value is chosen, and gains 5 and 7; B is the best pair, and today's default the default."""
     place = "digits-30-noise-30"
