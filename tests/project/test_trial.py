@@ -466,3 +466,13 @@ def test_ctrl_c_in_the_shell_prints_what_is_done(folder: Path) -> None:
     done = run("compare", f"{folder / 'my-script.py'}:train")
     assert done.returncode == 130
     assert "interrupted after 2 seeds" in done.stdout
+
+
+@pytest.mark.example
+def test_the_example_is_a_script_of_ones_own() -> None:
+    script = Path(__file__).parents[2] / "examples" / "own_script.py"
+    done = run("compare", f"{script}:train", "--weights", "0", "1", "--seeds", "1")
+    assert done.returncode == 0, done.stderr
+    plain, penalized = (float(line.split()[1]) for line in done.stdout.splitlines()[2:4])
+    assert 60 < plain < penalized
+    assert run("overhead", f"{script}:make", "--seconds", "0.05").returncode == 0
