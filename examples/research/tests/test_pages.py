@@ -55,12 +55,7 @@ def test_every_record_is_of_an_experiment_or_an_application():
 
 def test_the_demos_table_follows_from_its_runs():
     runs = json.loads((ROOT / records.COMMITTED / "demo.json").read_text())["histories"]
-<<<<<<< HEAD
     table = report.format_table(
         report.summarise({method: runs[method] for method in training.METHODS if method in runs})
     )
-=======
-    made = {method: runs[method] for method in training.METHODS if method in runs}  # older: without its rival
-    table = report.format_table(report.summarise(made))
->>>>>>> 4dc055f (The table of noisy labels with what has been run; the demo's table on its page follows)
     assert f"\n{table}\n" in (ROOT / "docs" / "results" / "ablations.md").read_text(encoding="utf-8")
