@@ -402,7 +402,7 @@ ALL_CONTROLS = ["CE", companion.AVERAGED, *companion.NEVER_ROWS, *companion.ZERO
 
 
 def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_other_settings(made):
-    search, confirmation, wrong, controls, of_digits, _, everywhere, _, _, controls_of_others, _, others, _ = made
+    search, confirmation, wrong, of_digits, _, _, controls, everywhere, _, controls_of_others, _, others, _ = made
     assert_all_runs(search, settings.SEARCHED, ALL_PAIRS, (0, 1))
     assert_all_runs(
         confirmation, settings.CONFIRMED, ["CE", *map(pair_row, (TODAY, A, B))], settings.CONFIRMATION_ROUNDS
@@ -420,11 +420,11 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
         "search",
         "confirmation",
         "the default in new seeds",
-        "controls",
         "controls with wrong labels of digits",
         "new seeds",
-        "the default in new seeds",
         "rivals at their tuned values",
+        "controls",
+        "the default in new seeds",
         "rivals at their tuned values",
         "controls",
         "new seeds",
@@ -434,12 +434,12 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
 
 
 def test_what_was_chosen_is_run_in_seeds_that_no_choice_has_seen(made):
-    rivals, logit_penalty, first, chosen = (made[n] for n in (7, 8, 10, 12))
+    rivals, logit_penalty, first, chosen = (made[n] for n in (5, 8, 10, 12))
     labels = ["CE", companion.AVERAGED, *map(pair_row, (A, B, TODAY)), *CONTROLLED]
     assert_all_runs(first, settings.FAST, labels, settings.CHOSEN_ROUNDS[:2])
     assert_all_runs(chosen, settings.FAST, labels, settings.CHOSEN_ROUNDS)
-    assert_all_runs(made[5], ["digits-30-noise-30"], labels, settings.CHOSEN_ROUNDS[:2])
-    choices = [made[n] for n in (0, 1, 3, 4, 9, 11)]
+    assert_all_runs(made[4], ["digits-30-noise-30"], labels, settings.CHOSEN_ROUNDS[:2])
+    choices = [made[n] for n in (0, 1, 3, 6, 9, 11)]
     seen = {(item.experiment, item.seed) for part in choices for item in part}
     assert seen.isdisjoint({(item.experiment, item.seed) for item in chosen})
     found = {(item.experiment, item.label, item.seed) for item in rivals}
