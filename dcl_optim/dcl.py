@@ -57,8 +57,8 @@ class DCLOptimizer(ForecastOptimizer):
         companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
             drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
-            1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out: use
-            ``companion_lr_scale`` there.
+            1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out:
+            ``companion_lr_scale`` scales its steps there.
         distance: :math:`\Delta`: ``"mse"`` (default; linear for distant rows), ``"squared"`` (the paper's), ``"l1"``,
             ``"kl"``, ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
         strict: raise if a step finds gradients without a training forward pass, and if the weights were changed twice

@@ -82,6 +82,7 @@ DEFAULTS = {
     "dml": {"weight": 1.0},
     "ps-kd": {"alpha": 0.8},
     "mean-teacher": {"weight": 100.0, "ramp_up": 5, "decay": 0.999},
+    "mean-teacher-by-line": {"weight": 10.0},
     "voting": {"estimators": 2},
 }
 

@@ -445,7 +445,7 @@ def test_chosen_rows_and_expensive_settings_have_their_gains_in_their_seeds(fold
     assert found["digits, 5"][3] == "+6.0 ± 1.0 (lr × 3)"
     written(folder, "lite-kanji-2", name_of, **{"CE": [(0, 40)], "DCP default": [(0, 42)], "GCE 0.7": [(0, 39)]})
     lines = tables.expensive(folder).splitlines()
-    assert lines[2:] == [f"| {settings.PLACES['lite-kanji-2'].title} | 40.0 | +2.0 | -1.0 |  | 1 |"]
+    assert lines[2:] == ["| EfficientNet-Lite0, kanji, 2 of each | 40.0 | +2.0 | -1.0 |  | 1 |"]
 
 
 def test_candidates_are_compared_with_today_by_setting_and_together(folder):
