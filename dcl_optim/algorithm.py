@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import gradients_of, have_gradients, trains_any
-from dcl_optim._torch import REPLICA, constant, current_backward, is_recorded, version_of, warn_once
+from dcl_optim._optim import have_gradients, trains_any
+from dcl_optim._torch import REPLICA, constant, current_backward, is_recorded, warn_once
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.reader import TERMS, LossReader
@@ -78,17 +78,17 @@ NOT_REGULARIZED = (
 )
 SEEN = {
     Stage.NOTHING: (
-        "no training forward pass of the model: it is in eval mode, or another method, a part or a copy of it was "
+        "no training forward pass of the model: step was called twice, or another method, a part or a copy of it was "
         "called, or it was compiled and called before it was wrapped"
     ),
     Stage.FORWARD: "the gradient did not come through the logits that were found, or no backward pass ran",
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
 EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
-STEPPED_TWICE = "the gradients of the step before: step was called twice", "call step once after each backward pass"
 FIXES = {
     Stage.NOTHING: (
-        "call the model itself in training mode before each step, as model(x); or wrap the module that is called"
+        "call step once after each backward pass, and the model itself before it, as model(x); or wrap the module that "
+        "is called"
     ),
     Stage.FORWARD: "pass logits=<their function>, or add the penalty to the loss, {}",
     Stage.GRAPH_KEPT: "run a backward pass without it before the step",
@@ -155,7 +155,6 @@ class Algorithm:
         self.progress = Progress(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = False
-        self._stepped_on: tuple[weakref.ref[Tensor], int] | None = None  # a gradient of the last step, and its version
         self._base = base
         self._logits = logits
         self._is_strict = strict
@@ -371,18 +370,9 @@ class Algorithm:
             fix += f"; or add the penalty to the loss, {self.reader.term}"
         if stage is Stage.FORWARD and self.reader.not_found:
             seen = self.reader.not_found
-        if stage is Stage.NOTHING and self._has_stepped_on(next(gradients_of(self._base), None)):
-            seen, fix = STEPPED_TWICE
-        elif stage is Stage.NOTHING and not self.model.training:
+        if stage is Stage.NOTHING and not self.model.training:
             seen, fix = EVAL_MODE
         return NOT_REGULARIZED.format(self._name, seen, fix)
-
-    def _has_stepped_on(self, gradient: Tensor | None) -> bool:
-        """Whether a gradient is that of the last step, unchanged."""
-        if gradient is None or self._stepped_on is None:
-            return False
-        reference, version = self._stepped_on
-        return reference() is gradient and version_of(gradient) == version
 
     def is_creating_state(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
@@ -425,8 +415,6 @@ class Algorithm:
         """Both networks have stepped."""
         progress = self.progress
         progress.end()
-        gradient = next(gradients_of(self._base), None)
-        self._stepped_on = None if gradient is None else (weakref.ref(gradient), version_of(gradient))
         if _sync.is_sync_step(progress.number):
             self.reader.num_skipped()
             self.forecaster.check_values()
@@ -469,7 +457,7 @@ class Algorithm:
         self.last = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards(), "_stepped_on": None}
+        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards()}
 
 
 def _checked_value(pull: Pull, forward: Forward) -> Tensor:
