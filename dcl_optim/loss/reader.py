@@ -276,7 +276,7 @@ class LossReader:
 
     def num_skipped(self) -> int:
         """Count the batches that got no penalty, and in whose backward pass no other loss was read. Synchronizes."""
-        seen = _on_host(self._not_counted)
+        seen = self._not_counted = _on_host(self._not_counted)
         read_in = {one.backward for one in seen if one.fits and one.backward != -1}  # -1: compiled autograd
         self._num_skipped += sum(one.is_missed and one.backward not in read_in for one in seen)
         self.known = self.known._replace(num_silent=self._num_silent())
@@ -286,7 +286,8 @@ class LossReader:
     def _num_silent(self) -> int:
         """Count the batches that were not read since the last one that was. Synchronizes."""
         number = self.known.num_silent
-        for one in _on_host(self._not_counted):
+        self._not_counted = _on_host(self._not_counted)
+        for one in self._not_counted:
             if one.fits:
                 number = 0
             number += one.is_missed
