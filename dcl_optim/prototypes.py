@@ -140,11 +140,11 @@ class Prototypes(Forecaster):
     @property
     def values(self) -> Tensor:
         """A copy of all prototypes, (K, K); zero where no row has shown a value, (0, 0) before K is known."""
-        return self._known()[:-1]
+        return self._known()[:-1].clone()
 
     def _known(self) -> Tensor:
-        """A copy of the rows, zero where no row has shown a value."""
-        return self._rows.masked_fill(self._rows == UNSEEN, 0.0)
+        """The rows, zero where no row has shown a value."""
+        return self._rows.masked_fill(self._rows == UNSEEN, 0.0) if self._has_masks else self._rows
 
     def measure_accuracy(self, from_classes: float) -> None:
         self._measures_from = from_classes
@@ -194,11 +194,10 @@ class Prototypes(Forecaster):
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
         shares = shares.to(self._rows)
         with torch.autocast(shares.device.type, enabled=False):
+            c = shares @ self._known()[:-1]
             if self._has_masks:
                 is_unseen = shares @ (self._rows[:-1] == UNSEEN).to(shares) > 0
-                c = (shares @ self.values).masked_fill_(is_unseen, UNSEEN)
-            else:
-                c = shares @ self._rows[:-1]
+                c = c.masked_fill_(is_unseen, UNSEEN)
         is_unknown = ((shares > 0) & ~self.seen).any(1)
         return c, ((shares.sum(1) > 0.5) & ~is_unknown).to(shares)
 
@@ -271,11 +270,8 @@ class Prototypes(Forecaster):
     def _add_rows(self, z: Tensor, classes: Tensor, pull: Pull) -> None:
         if self._has_masks:
             self._shown_of_step().index_add_(0, classes, torch.isfinite(z).to(self._rows))
-            apart = difference(z, self._known().index_select(0, classes))
-        elif pull.norms is not None:
-            apart = pull.slope
-        else:
-            apart = difference(z, self._rows.index_select(0, classes))
+        is_difference = pull.norms is not None and not self._has_masks  # from 0 where no row has shown a value
+        apart = pull.slope if is_difference else difference(z, self._known().index_select(0, classes))
         self._counts_of_step().index_add_(0, classes, self._one.expand(len(classes)))
         self._pending.append((classes, apart))
         self._num_pending += len(classes)
@@ -286,7 +282,7 @@ class Prototypes(Forecaster):
         z = z.to(shares.dtype).masked_fill(~known, 0.0)
         with torch.autocast(z.device.type, enabled=False):
             numbers_known = shares.T @ known.to(shares)
-            self._sum_by_class()[:-1] += shares.T @ z - numbers_known * self.values
+            self._sum_by_class()[:-1] += shares.T @ z - numbers_known * self._known()[:-1]
         if self._has_masks:
             self._shown_of_step()[:-1] += numbers_known
         self._counts_of_step()[:-1] += shares.sum(0)
