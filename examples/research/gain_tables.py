@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.table import grid
-from dcl_optim.demo.report import mean_and_error, plus_minus
-from examples.research.gains import CE, Gain, Row, gain, gain_in_all, holm, values
+from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability_cell
+from examples.research.gains import CE, Gain, Row, gain, gain_in_all, values
 from examples.research.records import Record
-from examples.research.table import probability_cell
 
 ACCURACY = "accuracy, %"
 SHOWN = 0.01  # the corrected p below which a gain counts as shown

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dcl_optim.demo.report import mean_and_error
+from dcl_optim.trial.paired import mean_and_error
 from examples.research.records import Record
 from examples.research.table import by_label, by_seed, probability
 
@@ -78,19 +78,3 @@ def by_gain(settings: Mapping[str, Sequence[Record]], row: Row) -> list[str]:
     """Sort the names of settings by what a row gains over CE, the largest gain first; those without one come last."""
     gains = {name: gain(found, row, CE) for name, found in settings.items()}
     return sorted(settings, key=lambda name: -one.mean if (one := gains[name]) else math.inf)
-
-
-def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """Correct p values for their number (Holm 1979): the chance of one false find among all stays what p says.
-
-    The k-th smallest of n is multiplied by n - k + 1, and none is smaller than one before it.
-
-    Examples:
-        >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
-        {'a': 0.03, 'c': 0.06, 'b': 0.06}
-    """
-    corrected, largest = {}, 0.0
-    for rank, name in enumerate(sorted(p, key=lambda name: p[name])):
-        largest = max(largest, min(1.0, (len(p) - rank) * p[name]))
-        corrected[name] = largest
-    return corrected

@@ -12,15 +12,15 @@ from typing import Any
 from benchmarks.table import grid
 from dcl_optim.demo import report
 from dcl_optim.demo.training import METHODS
-from dcl_optim.trial.paired import mean_and_error, plus_minus
+from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability_cell
 from examples.research import evidence, gain_tables, pays, peers, records, size
 from examples.research import wrong_labels as rows_with_wrong_labels
 from examples.research.applications.comparison import made, results_file
 from examples.research.experiments import EXPERIMENTS
 from examples.research.gain_tables import by_measure
-from examples.research.gains import Row, by_gain, holm
+from examples.research.gains import Row, by_gain
 from examples.research.rivals import companion_queue, companion_tables, queue, tables
-from examples.research.table import accuracy, by_label, by_seed, markdown, paired, probability, probability_cell
+from examples.research.table import accuracy, by_label, by_seed, markdown, paired, probability
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "examples" / "research" / "results"

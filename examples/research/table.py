@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from dcl_optim.demo.report import mean_and_error, plus_minus
+from dcl_optim.trial.paired import mean_and_error, plus_minus, probability_cell
+from dcl_optim.trial.paired import probability as probability_of
 from examples.research.configuration import Experiment
 from examples.research.records import Record
 
@@ -49,16 +50,9 @@ def probability(differences: Sequence[float]) -> float | None:
     """The p of the paired t-test that differences are noise; None without a spread to compare their mean with."""
     if len(differences) < 2 or max(differences) - min(differences) < SAME:
         return None
-    from scipy.stats import ttest_1samp
-
-    return float(ttest_1samp(differences, 0.0).pvalue)
-
-
-def probability_cell(p: float | None) -> str:
-    """Format a p value; empty for None."""
-    if p is None:
-        return ""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+    mean, error = mean_and_error(differences)
+    assert error is not None
+    return probability_of(mean, error, len(differences))
 
 
 def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> str:

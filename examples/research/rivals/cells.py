@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.table import grid
-from dcl_optim.demo.report import mean_and_error, plus_minus
+from dcl_optim.trial.paired import mean_and_error, plus_minus
 from examples.research.rivals import choice
 
 HEADS = {

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.table import grid
-from dcl_optim.demo.report import mean_and_error, plus_minus
+from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability_cell
 from examples.research import records
 from examples.research.gain_tables import SHOWN
-from examples.research.gains import holm
 from examples.research.rivals import choice, rules, selection, values
 from examples.research.rivals.cells import HEADS, against_today, cell_of, gain_of
 from examples.research.rivals.experiments import name_of, search_of, top_of
@@ -34,7 +33,7 @@ from examples.research.rivals.settings import (
     SEARCHED,
     SECOND_ROUNDS,
 )
-from examples.research.table import probability, probability_cell
+from examples.research.table import probability
 
 RULES_SHOWN = 12
 

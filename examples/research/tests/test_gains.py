@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from dcl_optim.trial.paired import holm
 from examples.research import __main__ as command
 from examples.research import evidence, peers, records
 from examples.research.experiments import EXPERIMENTS
 from examples.research.gain_tables import by_experiment, by_measure, by_setting
-from examples.research.gains import MEASURES, Row, by_gain, gain, gain_in_all, holm, values
+from examples.research.gains import MEASURES, Row, by_gain, gain, gain_in_all, values
 from examples.research.plots import forest, length_curves, size_curves, steps
 
 EMA = "EMA over 100 steps"
