@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.devices import test_values as values
 from tests.helpers import assert_same, batches, through_a_file
-from tests.reference import EACH, assert_same_training, end, learned, term_of, wrap
+from tests.reference import EACH, assert_same_training, learned, term_of, wrap
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
