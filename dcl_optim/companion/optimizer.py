@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from dcl_optim._optim import inner_of, parameters_of, without_gradient
 from dcl_optim.companion.replay import capture_rng, replayed
@@ -159,6 +159,8 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
         raise ValueError(
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
         ) from error
+    if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone
+        return Adagrad(copied.param_groups, **copied.defaults)
     return copied
 
 
