@@ -32,7 +32,8 @@ def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
 
     The order of what follows the confirmation was changed to fit the time, before any of these runs: wrong labels of
     ten digits, their controls and the default that was decided come first; all pairs of the settings that the search
-    left out come last.
+    left out come last. The controls in new seeds, and the pairs with wrong labels of digits, were moved before those of the
+    other settings later, for the same reason.
     """
     return (
         lambda: _pairs("search", SEARCHED),
@@ -44,8 +45,10 @@ def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
         lambda: _controls("controls", SEARCHED),
         lambda: _decided(folder, list(FAST), CHOSEN_ROUNDS[:2]),
         lambda: _rivals(folder, list(FAST), [LOGITS], CHOSEN_ROUNDS[:2]),
-        lambda: _controls("controls, other settings", CONFIRMED),
         lambda: _chosen(folder, list(FAST), CHOSEN_ROUNDS[:2]),
+        lambda: _pairs("pairs with wrong labels of digits", WRONG[:1]),
+        lambda: _chosen(folder, WRONG, CHOSEN_ROUNDS),
+        lambda: _controls("controls, other settings", CONFIRMED),
         lambda: _pairs("other settings", CONFIRMED),
         lambda: _chosen(folder, list(FAST), CHOSEN_ROUNDS),
     )
