@@ -57,10 +57,10 @@ def overview_cost() -> str:
     return "\n".join(grid(["one label per", "DCP", "DCL"], rows, words=1))
 
 
-def _ratios(name: str, ratio: str) -> dict[str, Any]:
+def _ratios(name: str, ratio: str, results: str = "steps") -> dict[str, Any]:
     """A row's median on each network, by the network's name."""
     found = {}
-    for figures in _benchmark("steps")["steps"]:
+    for figures in _benchmark(results)["steps"]:
         for row in figures["rows"]:
             if row["name"] == name:
                 value = row.get(ratio)  # memory may not have been measured
@@ -85,21 +85,21 @@ def benchmark(name: str) -> str:
 
 
 def benchmark_source(name: str) -> str:
-    """Where its figures come from."""
+    """Where the figures of a results file come from."""
     from benchmarks import table
 
     return table.source(_benchmark(name))
 
 
-def cost() -> str:
+def cost(results: str = "steps") -> str:
     """The time and the memory of both optimizers over those of plain training, by the line and by the term."""
     from benchmarks.table import grid
 
-    times = {name: _ratios(name, "ratio_to_plain") for name in WAYS}
-    memory = {name: _ratios(name, "memory_ratio_to_plain") for name in ("DCP, line", "DCL, line")}
+    times = {name: _ratios(name, "ratio_to_plain", results) for name in WAYS}
+    memory = {name: _ratios(name, "memory_ratio_to_plain", results) for name in ("DCP, line", "DCL, line")}
     lines = []
-    for figures in _benchmark("steps")["steps"]:
-        ratios = [found[figures["model"]] for found in (*times.values(), *memory.values())]
+    for figures in _benchmark(results)["steps"]:
+        ratios = [found.get(figures["model"]) for found in (*times.values(), *memory.values())]
         cells = ["–" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         plain = f"{figures['rows'][0]['milliseconds']['median']:.1f}"
         lines.append([f"{figures['title']}, {figures['batch_size']}", plain, *cells])
@@ -107,7 +107,7 @@ def cost() -> str:
         "network, batch size",
         "plain, ms",
         *(f"{name}, time" for name in times),
-        *(f"{name}, RAM" for name in memory),
+        *(f"{name}, memory" for name in memory),
     ]
     return "\n".join(grid(head, lines, words=1))
 

@@ -402,7 +402,8 @@ ALL_CONTROLS = ["CE", companion.AVERAGED, *companion.NEVER_ROWS, *companion.ZERO
 
 
 def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_other_settings(made):
-    search, confirmation, wrong, of_digits, _, _, controls, everywhere, _, controls_of_others, _, others, _ = made
+    search, confirmation, wrong, of_digits, _, _, controls, everywhere, _, _, pairs_of_digits = made[:11]
+    _, controls_of_others, others, _ = made[11:]
     assert_all_runs(search, settings.SEARCHED, ALL_PAIRS, (0, 1))
     assert_all_runs(
         confirmation, settings.CONFIRMED, ["CE", *map(pair_row, (TODAY, A, B))], settings.CONFIRMATION_ROUNDS
@@ -412,6 +413,7 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
     assert_all_runs(controls, settings.SEARCHED, ALL_CONTROLS, (0, 1))
     assert_all_runs(of_digits, ["digits-30-noise-30"], ALL_CONTROLS, (0, 1))
     assert_all_runs(everywhere, settings.FAST, decided, settings.CHOSEN_ROUNDS[:2])
+    assert_all_runs(pairs_of_digits, ["digits-30-noise-30"], ALL_PAIRS, (0, 1))
     assert_all_runs(others, settings.CONFIRMED, ALL_PAIRS, (0, 1))
     assert_all_runs(controls_of_others, settings.CONFIRMED, ALL_CONTROLS, (0, 1))
     assert [item.stage for item in search] == ["search, round 0"] * 128 + ["search, round 1"] * 128
@@ -426,20 +428,29 @@ def test_the_search_comes_first_then_its_confirmation_then_the_controls_and_the_
         "controls",
         "the default in new seeds",
         "rivals at their tuned values",
-        "controls",
         "new seeds",
+        "pairs with wrong labels of digits",
+        "new seeds",
+        "controls",
         "other settings",
         "new seeds",
     ]
 
 
 def test_what_was_chosen_is_run_in_seeds_that_no_choice_has_seen(made):
-    rivals, logit_penalty, first, chosen = (made[n] for n in (5, 8, 10, 12))
-    labels = ["CE", companion.AVERAGED, *map(pair_row, (A, B, TODAY)), *CONTROLLED]
-    assert_all_runs(first, settings.FAST, labels, settings.CHOSEN_ROUNDS[:2])
+    rivals, logit_penalty, first, of_wrong_labels, chosen = (made[n] for n in (5, 8, 9, 11, 14))
+    pairs = ["CE", companion.AVERAGED, *map(pair_row, (A, B, TODAY))]
+    labels = [*pairs, *CONTROLLED]
+    controlled = [*settings.SEARCHED, "digits-30-noise-30"]  # settings whose controls are made by then
+    others = [name for name in settings.FAST if name not in controlled]
+    in_others = {f"rivals-companion-{name}" for name in others}
+    for names, expected in ((controlled, labels), (others, pairs)):
+        found = [item for item in first if (item.experiment in in_others) == (names is others)]
+        assert_all_runs(found, names, expected, settings.CHOSEN_ROUNDS[:2])
+    assert_all_runs(of_wrong_labels, companion_queue.WRONG, labels, settings.CHOSEN_ROUNDS)
     assert_all_runs(chosen, settings.FAST, labels, settings.CHOSEN_ROUNDS)
     assert_all_runs(made[4], ["digits-30-noise-30"], labels, settings.CHOSEN_ROUNDS[:2])
-    choices = [made[n] for n in (0, 1, 3, 6, 9, 11)]
+    choices = [made[n] for n in (0, 1, 3, 6, 10, 12, 13)]
     seen = {(item.experiment, item.seed) for part in choices for item in part}
     assert seen.isdisjoint({(item.experiment, item.seed) for item in chosen})
     found = {(item.experiment, item.label, item.seed) for item in rivals}
