@@ -109,7 +109,7 @@ def train(optimizer: Any, steps: Any, half: str = "float32", way: str = "line", 
             z = forward(x)
             loss = F.cross_entropy(z, y) + term(z, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # as a scaler does for a wrapper; a fused SGD divides in its kernel with other roundings
+        scaler.unscale_(optimizer)  # as it does for a wrapper; a fused SGD divides in its kernel, with other roundings
         scaler.step(optimizer)
         scaler.update()
     return torch.cat([parameter.detach().flatten() for parameter in optimizer.model.parameters()])

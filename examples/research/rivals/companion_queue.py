@@ -32,8 +32,8 @@ def parts(folder: Path) -> Sequence[Callable[[], Iterator[queue.Item]]]:
 
     The order of what follows the confirmation was changed to fit the time, before any of these runs: wrong labels of
     ten digits, their controls and the default that was decided come first; all pairs of the settings that the search
-    left out come last. The controls in new seeds, and the pairs with wrong labels of digits, were moved before the controls
-    of the other settings later, for the same reason.
+    left out come last. For the same reason the controls in new seeds, and the pairs with wrong labels of digits, were
+    later moved before the controls of the other settings.
     """
     return (
         lambda: _pairs("search", SEARCHED),
