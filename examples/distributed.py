@@ -16,21 +16,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from examples.helpers.arguments import Parser, number
-from examples.helpers.checkpoint import save_atomically
-from examples.helpers.optimizers import METHODS, build_optimizer
-from examples.minimal import digits
+from dcl_optim import DCLOptimizer, DCPOptimizer
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=METHODS, default="dcp")
-    parser.add_argument("--epochs", type=number(int, 1), default=5)
-    parser.add_argument("--batch-size", type=number(int, 1), default=32, help="of each process")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=("plain", "dcp", "dcl"), default="dcp")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/distributed.pt"))
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return parser.parse_args(arguments)
@@ -53,17 +51,22 @@ class Run:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(0)
         self.options, self.device, self.epoch = options, device, 0
-        x_train, y_train, self.x_test, self.y_test = digits()
-        data = TensorDataset(x_train, y_train)
+        images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
+        images = images.float() / 16
+        self.x_test, self.y_test = images[1350:], labels[1350:]
+        data = TensorDataset(images[:1350], labels[:1350])
         self.sampler = DistributedSampler(data, shuffle=True, drop_last=True)
         self.loader = DataLoader(data, options.batch_size, sampler=self.sampler)
         network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
         self.model = DistributedDataParallel(network)
         self.criterion = nn.CrossEntropyLoss()
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, self.model).
-        self.optimizer = build_optimizer(options.method, optimizer, self.model)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        if options.method == "dcp":
+            optimizer = DCPOptimizer(optimizer, self.model)
+        if options.method == "dcl":
+            optimizer = DCLOptimizer(optimizer, self.model)
+        self.optimizer = optimizer
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
 
     def train_epoch(self) -> None:
         self.sampler.set_epoch(self.epoch)  # another order each epoch, and the same one in a resumed run
@@ -84,7 +87,10 @@ class Run:
     def save(self) -> None:
         parts = {"model": self.model.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
         state = {name: part.state_dict() for name, part in parts.items()}
-        save_atomically(state | {"epoch": self.epoch}, self.options.checkpoint)
+        self.options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.options.checkpoint.with_suffix(".tmp")
+        torch.save(state | {"epoch": self.epoch}, temporary)
+        os.replace(temporary, self.options.checkpoint)  # a job that is killed while it writes leaves the older one
 
     def resume(self) -> None:
         state = torch.load(self.options.checkpoint, map_location=self.device, weights_only=True)

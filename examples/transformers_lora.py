@@ -24,9 +24,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainingArguments
 
-from dcl_optim import DCLOptimizer
-from examples.helpers.arguments import Parser, number
-from examples.helpers.optimizers import METHODS, build_optimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 
 MODULES = ("argparse", "datetime", "decimal", "email.message", "logging", "statistics", "tarfile", "zipfile")
 LENGTH = 96
@@ -81,8 +79,11 @@ def build(path: Path | None) -> nn.Module:
 def optimizer_for(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr)
-    # The one line that is new; for "dcp" it is DCPOptimizer(optimizer, model).
-    return build_optimizer(method, optimizer, model)
+    if method == "dcp":
+        return DCPOptimizer(optimizer, model)
+    if method == "dcl":
+        return DCLOptimizer(optimizer, model)
+    return optimizer
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -90,11 +91,11 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=METHODS, default="dcp")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=("plain", "dcp", "dcl"), default="dcp")
     parser.add_argument("--model", type=Path, help="folder of a pretrained model that save_pretrained wrote")
-    parser.add_argument("--epochs", type=number(int, 1), default=15)
-    parser.add_argument("--lr", type=number(float, 0), default=5e-3)
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--out", type=Path, help="folder of Trainer's checkpoints (default: none are kept)")
     parser.add_argument("--resume", type=Path, metavar="PATH", help="continue from one of Trainer's checkpoints")
     return parser.parse_args(arguments)

@@ -22,10 +22,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from examples.helpers.arguments import Parser, add_device, number
-from examples.helpers.extras import explain
 from examples.research import plots, records
+from examples.research.arguments import Parser, add_device, number
 from examples.research.experiments import EXPERIMENTS
+from examples.research.extras import explain
 from examples.research.jobs import Job, finished, pending
 from examples.research.table import markdown
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import metrics
-from examples.helpers.checkpoint import save_atomically
 from examples.research import datasets, measures, methods, networks
+from examples.research.checkpoint import save_atomically
 from examples.research.configuration import Configuration
 from examples.research.datasets import Data
 from examples.research.datasets.base import InMemory, steps_per_epoch

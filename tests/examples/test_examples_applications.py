@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -26,12 +24,3 @@ def test_it_learns_and_the_penalty_changes_what(name: str) -> None:
     assert plain == train(0, seed=0)
     assert plain > 1.5 * 100 / classes
     assert plain != penalized
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-def test_it_is_one_short_file_that_imports_nothing_else_of_the_repository(name: str) -> None:
-    source = (Path(segmentation.__file__).parent / f"{name}.py").read_text(encoding="utf-8")
-    assert source.count("\n") <= 150
-    imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    assert "dcl_optim" in imported
-    assert not [module for module in imported if str(module).startswith(("examples", "tests", "benchmarks"))]

@@ -29,7 +29,7 @@ def test_a_package_lists_its_commands(package: str, some: tuple[str, ...]) -> No
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(rf"^python -m {package}\.(\w+) +(\S.*)$", done.stdout, re.MULTILINE))
     assert set(some) <= found.keys()
-    assert not {"examples", "helpers", "loop", "comparison", "__main__"} & found.keys()
+    assert not {"loop", "comparison", "__main__"} & found.keys()
 
 
 def test_without_torchrun_the_command_is_said() -> None:

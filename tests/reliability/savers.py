@@ -31,14 +31,14 @@ class Board:
     def noted(self, save: Callable[..., None]) -> Callable[..., None]:
         """The same function, with its beginning and its end on the board."""
 
-        def save_and_note(state: dict[str, Any], path: Path) -> None:
+        def save_and_note(run: Any, path: Path) -> None:
             self.writing.value = 1
-            save(state, path)
+            save(run, path)
             self.writing.value = 0
             self.saves.value += 1
             if self.names:
                 with self.names.open("a") as file:
-                    file.write(fingerprint(state) + "\n")
+                    file.write(fingerprint(torch.load(path, weights_only=True)) + "\n")
             if self.saves.value == self.limit:
                 raise SystemExit
 
@@ -51,11 +51,11 @@ def example(folder: Path, board: Board) -> None:
     from examples import image_classification as script
 
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(4, 1, 4, 4, generator=generator), torch.arange(4)
+    data = torch.utils.data.TensorDataset(torch.randn(4, 1, 4, 4, generator=generator), torch.arange(4))
     path, epochs = folder / "run.pt", str(EPOCHS)
-    options = script.build_parser().parse_args(["--epochs", epochs, "--lr", "0.01", "--device", "cpu"])
-    run = script.Run(options, script.data.Images(x, y, x, y, False))
-    script.save_atomically = board.noted(script.save_atomically)
+    options = script.parse(["--epochs", epochs, "--lr", "0.01", "--device", "cpu", "--batch-size", "4"])
+    run = script.Run(options, data)
+    script.Run.save = board.noted(script.Run.save)
     if path.exists():
         run.resume(path)
     while True:

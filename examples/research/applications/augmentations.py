@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torchvision.transforms import v2
 
-from examples.helpers.optimizers import METHODS, build_optimizer, penalty
 from examples.research import networks
 from examples.research.applications.classification import accuracy
 from examples.research.applications.comparison import Application, Row, main
+from examples.research.applications.optimizers import METHODS, build_optimizer, penalty
 from examples.research.augmentations import seeded
 from examples.research.datasets import load
 

@@ -15,10 +15,10 @@ import torch
 from tqdm import tqdm
 
 from dcl_optim.trial.paired import mean_and_error, plus_minus, probability_cell
-from examples.helpers.arguments import Parser, add_device, number
-from examples.helpers.extras import explain
 from examples.research import records
+from examples.research.arguments import Parser, add_device, number
 from examples.research.datasets.splits import PARTS
+from examples.research.extras import explain
 from examples.research.records import Record
 from examples.research.table import by_seed, probability
 

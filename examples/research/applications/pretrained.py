@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.optim import SGD
 
-from examples.helpers.checkpoint import save_atomically
 from examples.research import networks
 from examples.research.applications import scripts_split
 from examples.research.applications.classification import placed
 from examples.research.applications.loop import Progress, fit
+from examples.research.checkpoint import save_atomically
 from examples.research.datasets import archive
 from examples.research.networks.weights import lites
 from examples.research.records import fingerprint

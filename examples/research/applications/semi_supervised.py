@@ -27,11 +27,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dcl_optim import DCLOptimizer
-from examples.helpers.optimizers import penalty
 from examples.research import networks
 from examples.research.applications.classification import accuracy, moved, placed
 from examples.research.applications.comparison import Application, Row, main
 from examples.research.applications.fixmatch import Views, batches, cosine, fixmatch_loss
+from examples.research.applications.optimizers import penalty
 from examples.research.datasets import AUGMENTATIONS, FOLDER, Data, load
 from examples.research.datasets.base import InMemory
 from examples.research.datasets.splits import PARTS, check_part, stratified, train_and_validation

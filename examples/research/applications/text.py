@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from examples.helpers.optimizers import build_optimizer
 from examples.research.applications.classification import accuracy
 from examples.research.applications.comparison import Application, main
 from examples.research.applications.corpora import CORPORA, Corpus
 from examples.research.applications.loop import train_epochs
+from examples.research.applications.optimizers import build_optimizer
 from examples.research.applications.three_methods import ROWS
 from examples.research.datasets.base import batches
 from examples.research.datasets.splits import check_part

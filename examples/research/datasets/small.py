@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from examples.helpers.data import DEBIAN, DataError, read_idx
 from examples.research.datasets.archive import FILES, read
 from examples.research.datasets.base import InMemory
+from examples.research.datasets.idx import DEBIAN, read_idx
 from examples.research.datasets.splits import PARTS, others, stratified, subset, train_and_validation
 
 CONTENTS = {  # the arrays of the class names, and those of the inputs after the part's name
@@ -54,10 +54,7 @@ def fashion_mnist(
     if download:
         arrays = _downloaded(folder or Path("runs/data"))
     else:
-        try:
-            arrays = [read_idx((folder or DEBIAN) / f"{name}-ubyte.gz") for name in IDX_FILES]
-        except DataError as error:
-            raise ValueError(f"folder={folder or DEBIAN}: {error}") from error
+        arrays = [read_idx((folder or DEBIAN) / f"{name}-ubyte.gz") for name in IDX_FILES]
     x, y, x_test, y_test = arrays
     y, y_test = y.long(), y_test.long()
     validation = min(FASHION_VALIDATION, len(y) // 6)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from examples.helpers.checkpoint import random_state, restore_random_state
+from examples.research.checkpoint import random_state, restore_random_state
 
 Predictor = Callable[[Tensor], Tensor]
 Wrap = Callable[[Optimizer, nn.Module], Any]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from examples.helpers import models
-from examples.research.networks import residual, strided, transformer, vision, wide
+from examples.research.networks import residual, small, strided, transformer, vision, wide
 from examples.research.networks.weights import load
 
 Shape = tuple[int, int, int]
@@ -20,11 +19,11 @@ WIDTH = 128  # of the hidden layers of mlp, which takes inputs of any size
 
 
 def _cnn(classes: int, shape: Shape) -> nn.Module:
-    return models.cnn(classes, shape[0])
+    return small.cnn(classes, shape[0])
 
 
 def _small_cnn(width: int, classes: int, shape: Shape) -> nn.Module:
-    return models.small_cnn(classes, shape[0], width)
+    return small.small_cnn(classes, shape[0], width)
 
 
 def _mlp(classes: int, shape: Shape) -> nn.Module:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
-from examples.helpers import models
 from examples.research.networks import NAMES, build
 from examples.research.networks.residual import ResNet
 from tests.helpers import cells
@@ -188,12 +187,6 @@ def test_the_wide_resnet_against_its_equations():
     pooled = F.adaptive_avg_pool2d(normed(h, state, "bn").relu(), 1).flatten(1)
     expected = F.linear(pooled, state["fc.weight"], state["fc.bias"])
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_cnn_of_one_channel_is_the_examples_own():
-    torch.manual_seed(5)
-    expected = models.cnn(10).eval()
-    assert torch.equal(built("cnn", shape=GREY, seed=5).eval()(pictures(GREY)), expected(pictures(GREY)))
 
 
 def saved(model: nn.Module, folder: Path) -> Path:

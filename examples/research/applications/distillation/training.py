@@ -10,12 +10,12 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 
-from examples.helpers.checkpoint import save_atomically
-from examples.helpers.optimizers import penalty
 from examples.research import datasets
 from examples.research.applications.classification import moved, placed
 from examples.research.applications.distillation import stages
 from examples.research.applications.distillation.methods import Plain
+from examples.research.applications.optimizers import penalty
+from examples.research.checkpoint import save_atomically
 from examples.research.datasets import Data
 from examples.research.networks.weights import load
 from examples.research.records import fingerprint

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
-from examples.helpers.checkpoint import random_state, restore_random_state, save_atomically
-from examples.helpers.optimizers import penalty
 from examples.research.applications.masked_autoencoder.settings import Pretraining
+from examples.research.applications.optimizers import penalty
+from examples.research.checkpoint import random_state, restore_random_state, save_atomically
 from examples.research.datasets import Data
 from examples.research.datasets.base import steps_per_epoch
 

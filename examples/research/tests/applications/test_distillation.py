@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from examples.helpers.optimizers import penalty
 from examples.research import datasets, networks
 from examples.research.applications import classification
 from examples.research.applications.comparison import main
 from examples.research.applications.distillation import losses, methods, stages, training
 from examples.research.applications.distillation.__main__ import APPLICATION, train, with_dcl
+from examples.research.applications.optimizers import penalty
 from examples.research.tests.applications.distillation_cases import (
     CPU,
     SHAPE,

@@ -1,10 +1,8 @@
-"""The two networks of the image example."""
+"""Two small convolutional networks."""
 
 from __future__ import annotations
 
 from torch import nn
-
-NAMES = ("cnn", "resnet18")
 
 
 def _block(inputs: int, outputs: int) -> list[nn.Module]:
@@ -29,18 +27,3 @@ def small_cnn(classes: int, channels: int = 1, width: int = 16) -> nn.Module:
         *(*_block(2 * width, 4 * width), nn.AdaptiveAvgPool2d(2)),
         *(nn.Flatten(), nn.Linear(4 * width * 4, classes)),
     )
-
-
-def resnet18(classes: int) -> nn.Module:
-    """ResNet-18 for small images: a 3x3 convolution of stride 1 first, and no pooling after it."""
-    from torchvision.models import resnet18 as build
-
-    model = build(num_classes=classes)
-    model.conv1 = nn.Conv2d(1, 64, 3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
-    return model
-
-
-def build(name: str, classes: int) -> nn.Module:
-    """Build a network by its name."""
-    return {"cnn": cnn, "resnet18": resnet18}[name](classes)

@@ -9,7 +9,7 @@ from types import TracebackType
 GROUPS = {
     **dict.fromkeys(("matplotlib", "scipy", "sklearn", "tqdm"), ""),
     **dict.fromkeys(("fontTools", "PIL", "timm", "torchvision"), "research"),
-    **dict.fromkeys(("lightning", "peft", "transformers"), "integrations"),
+    "transformers": "integrations",
 }
 
 

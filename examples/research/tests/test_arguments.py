@@ -1,12 +1,11 @@
-"""What the scripts' command lines have in common, and both ways to start a script."""
+"""What the scripts' command lines have in common."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from examples.helpers.arguments import Parser, add_device, number
-from tests.project.test_minimal_example import ROOT, execute
+from examples.research.arguments import Parser, add_device, number
 
 
 @pytest.fixture
@@ -52,10 +51,3 @@ def test_a_device_that_is_not_there_is_an_error_of_one_line(parser, capsys, monk
         parser.parse_args(["--device", "cuda"])
     message = "some: error: argument --device: 'cuda' cannot be used here (no cuda here); cpu can\n"
     assert (raised.value.code, capsys.readouterr().err) == (2, message)
-
-
-@pytest.mark.parametrize("name", ["distributed", "image_classification", "mixed_precision"])
-def test_a_script_runs_as_a_file_too_from_any_folder(name, tmp_path):
-    """What else is called examples, in the environment or there, is not what it imports from."""
-    (tmp_path / "examples.py").write_text("raise ImportError")
-    assert execute(ROOT / "examples" / f"{name}.py", "--help", folder=tmp_path).startswith("usage: ")

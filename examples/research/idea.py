@@ -1,6 +1,6 @@
 """Draw the idea: the logits of three digits without and with the line, and the prototypes that pull them together.
 
-    python -m examples.idea --out idea.png
+    python -m examples.research.idea --out idea.png
 
 Three logits less their mean lie in a plane, so the figure shows all of them. Both networks start from the same weights
 and see the same batches.

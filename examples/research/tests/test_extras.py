@@ -10,21 +10,15 @@ import sys
 
 import pytest
 
-from examples.helpers.extras import GROUPS, explain
+from examples.research.extras import GROUPS, explain
 from tests.project.test_minimal_example import ROOT
 
 NEEDS = {
-    "minimal": "sklearn",
     "idea": "sklearn",
-    "distributed": "sklearn",
-    "mixed_precision": "sklearn",
-    "image_classification": "tqdm",
-    "lightning_module": "lightning",
-    "transformers_lora": "peft",
-    "research": "tqdm",
-    "research.applications.text": "tqdm",
-    "research.applications.augmentations": "torchvision",
-    "research.applications.masked_autoencoder": "timm",
+    "__main__": "tqdm",
+    "applications.text": "tqdm",
+    "applications.augmentations": "torchvision",
+    "applications.masked_autoencoder": "timm",
 }
 
 
@@ -39,7 +33,7 @@ def without(package, tmp_path, content):
 def test_a_missing_package_is_explained_in_one_line(name, tmp_path):
     package = NEEDS[name]
     run = without(package, tmp_path, f"raise ModuleNotFoundError('none', name={package!r})")
-    done = run([sys.executable, "-m", f"examples.{name}"])
+    done = run([sys.executable, "-m", f"examples.research.{name}"])
     group = GROUPS[package]
     line = f"error: none; in the repository: pip install -e '.[demo]'{f' --group {group}' if group else ''}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
@@ -59,11 +53,11 @@ def test_the_extra_and_the_groups_are_those_that_bring_the_packages():
 
 
 def test_other_errors_are_left_alone():
-    for error in (ModuleNotFoundError("of ours", name="examples.none"), ImportError("old", name="peft"), ValueError()):
+    for error in (ModuleNotFoundError("of ours", name="examples.none"), ImportError("old", name="timm"), ValueError()):
         assert explain(error) is None
 
 
 def test_another_error_has_its_traceback(tmp_path):
-    done = without("sklearn", tmp_path, "raise ValueError('none')")([sys.executable, "-m", "examples.minimal"])
+    done = without("sklearn", tmp_path, "raise ValueError('none')")([sys.executable, "-m", "examples.research.idea"])
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"Traceback(.|\n)*ValueError: none\n", done.stderr)

@@ -1,6 +1,6 @@
 """Draw what healthy runs log, and one whose prototypes grow without limit, on scikit-learn's digits (about a minute).
 
-python -m examples.logging_curves --out docs/images/logging.png
+python -m examples.research.logging_curves --out docs/images/logging.png
 
 The network has batch norm, and a batch has three rows of a class. There DCP's prototypes grow without limit with
 ``update="batch"`` and alpha = 0.6, and do not with the default.
@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.plots.canvas import new_figure, styles
-from examples.helpers.arguments import Parser, number
 from examples.minimal import digits
+from examples.research.arguments import Parser, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

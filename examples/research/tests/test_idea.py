@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from examples import idea
 from examples.minimal import digits
+from examples.research import idea
 
 
 def relative_spread(model: nn.Module) -> float:

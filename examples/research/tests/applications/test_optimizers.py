@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from examples.helpers.optimizers import METHODS, build_optimizer
+from examples.research.applications.optimizers import METHODS, build_optimizer
 
 
 @pytest.fixture

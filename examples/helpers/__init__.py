@@ -1,1 +1,0 @@
-"""What the scripts share: the command line, data, networks, optimizers, checkpoints."""
