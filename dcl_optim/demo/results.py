@@ -21,7 +21,7 @@ from dcl_optim.demo.report import format_table, summarise, verdict
 from dcl_optim.demo.training import Histories
 from dcl_optim.plots import training_curves
 
-EXPECT = "Gains: few images of each class, also of ten, or wrong labels. docs/results.md"
+READ_ON = "Other data, other methods: docs/results.md; wrong labels: docs/noisy-labels.md"
 
 
 def save(args: argparse.Namespace, histories: Histories, interrupted: bool) -> None:
@@ -83,5 +83,5 @@ def _text(args: argparse.Namespace, histories: Histories) -> str:
     lines += [verdict(row, seeds) for row in rows if row.diverged or (row.method != "plain" and not args.quick)]
     if args.quick:
         lines.append("--quick checks the installation only: so few steps and seeds compare nothing.")
-    lines.append(EXPECT)
+    lines.append(READ_ON)
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from dcl_optim.trial.memory import state_bytes
 from dcl_optim.trial.progress import progress_of
 
 METHODS = ("plain", "label smoothing", "DCP", "DCL")
-COMPANION = "companion"  # of DCL, a row with wrong labels
+COMPANION = "DCL's companion"  # a row with wrong labels
 SHOWN = ("plain", "DCP", "DCL")  # beside the bar, which has 80 columns
 BATCH_SIZE = 16
 

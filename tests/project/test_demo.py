@@ -107,12 +107,12 @@ def test_wrong_labels_have_a_row_of_the_companion(tmp_path: Path, capsys: pytest
     right = untimed(run(tmp_path / "right"))
     results = run(tmp_path / "wrong", "--wrong-labels", "0.3")
     wrong = untimed(results)
-    assert list(wrong) == [*training.METHODS, "companion"]
+    assert list(wrong) == [*training.METHODS, "DCL's companion"]
     assert all(wrong[method] != right[method] for method in training.METHODS)
-    assert wrong["companion"][0]["accuracy"] != wrong["DCL"][0]["accuracy"]
+    assert wrong["DCL's companion"][0]["accuracy"] != wrong["DCL"][0]["accuracy"]
     printed, errors = capsys.readouterr()
     assert "2 epochs, 2 seeds, 30% of the labels wrong\n" in printed
-    assert "\ncompanion " in printed
+    assert "\nDCL's companion " in printed
     assert "digits, 30% wrong\n" in errors
     args = arguments.parse(["--wrong-labels", "0.3", "--seeds", "7"])
     assert (args.train_size, args.epochs, args.seeds) == (300, 50, 7)
@@ -317,10 +317,10 @@ def test_what_will_be_done_is_said_before_anything_is_written(tmp_path: Path, mo
     assert arguments.plan(arguments.parse([])).endswith("to demo-out (over older ones)\n")
 
 
-def test_the_table_ends_with_what_to_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_table_ends_with_where_to_read_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run(tmp_path)
     last = capsys.readouterr().out.split("\n\nWrote")[0].splitlines()[-1]
-    assert last == "Gains: few images of each class, also of ten, or wrong labels. docs/results.md"
+    assert last == "Other data, other methods: docs/results.md; wrong labels: docs/noisy-labels.md"
 
 
 def test_without_a_terminal_there_is_a_line_a_minute(
