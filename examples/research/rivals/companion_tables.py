@@ -10,6 +10,7 @@ others are of test images, and show chosen rows only. What was not run yet has a
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -39,6 +40,7 @@ Rounds = tuple[int, ...]
 AVERAGES = "averages of the weights"  # of plain training, a control that is no row of DCL's own
 NAMES = (*CONTROLS, AVERAGES, LOGITS)
 OF_CHOICE = "seeds of the choice"  # what marks a gain that was not measured in the seeds of the table
+DCP = "DCP default"  # a row of the rivals
 NETWORKS = [predictor for predictor in PREDICTORS if predictor != KEPT]
 
 
@@ -150,7 +152,10 @@ def _counted(counts: Counter[str]) -> str:
 
 
 def overall(folder: Path, rounds: Rounds = CHOSEN_ROUNDS) -> str:
-    """The mean over the settings of the mean gain, and the worst setting: the model, and the network that is kept."""
+    """The mean over the settings of the mean gain, and the worst setting: the model, and the network that is kept.
+
+    DCP's default in the same seeds is the last row.
+    """
     pairs = [TODAY, *candidates(folder)]
     rows = {title_of(pair): dict.fromkeys(FAST, pair_row(pair)) for pair in pairs}
     rows["best pair of the setting"] = {place: companion.tuned(folder, place).get("DCL", "") for place in FAST}
@@ -158,17 +163,28 @@ def overall(folder: Path, rounds: Rounds = CHOSEN_ROUNDS) -> str:
         predictor: {place: companion.of_place(folder, place, "test", predictor, rounds) for place in FAST}
         for predictor in ("model", KEPT)
     }
-    lines = []
-    for title, row in rows.items():
-        for predictor, settings in test.items():
-            found = {place: choice.mean_gain(setting, row[place]) for place, setting in settings.items()}
-            gains = {place: gain for place, gain in found.items() if gain is not None}
-            cells = ["", ""]
-            if gains:
-                worst = min(gains, key=lambda place: gains[place])
-                cells = [f"{statistics.fmean(gains.values()):+.1f}", f"{gains[worst]:+.1f} ({HEADS[worst]})"]
-            lines.append([title, predictor, *cells, str(len(gains))])
+    lines = [
+        [title, predictor, *_mean_and_worst(settings, row)]
+        for title, row in rows.items()
+        for predictor, settings in test.items()
+    ]
+    of_rivals = {place: selection.of_place(folder, name_of(place), place, "test", rounds) for place in FAST}
+    lines.append([DCP, "model", *_mean_and_worst(of_rivals, dict.fromkeys(FAST, DCP))])
     return "\n".join(grid(["", "network", "mean", "worst", "settings"], lines, words=2))
+
+
+def _mean_and_worst(settings: choice.AllScores, row: Mapping[str, str]) -> list[str]:
+    """The mean gain of a row with its error, that of the worst setting, and how many settings it was run in."""
+    found = {place: gains for place, scores in settings.items() if (gains := choice.gains(scores, row[place]))}
+    if not found:
+        return ["", "", "0"]
+    means = {place: statistics.fmean(gains) for place, gains in found.items()}
+    variances = [statistics.variance(gains) / len(gains) for gains in found.values() if len(gains) > 1]
+    mean = f"{statistics.fmean(means.values()):+.1f}"
+    if len(variances) == len(found):
+        mean += f" ± {math.sqrt(sum(variances)) / len(found):.1f}"
+    worst = min(means, key=lambda place: means[place])
+    return [mean, f"{means[worst]:+.1f} ({HEADS[worst]})", str(len(found))]
 
 
 # ---- the controls ----------------------------------------------------------------------------------------------------

@@ -642,10 +642,11 @@ def test_the_mean_over_the_settings_is_that_of_their_mean_gains_with_the_worst_o
     assert table[2:] == [
         ["λ = 0.1, α = 0.6 (today)", "model", "-1.0", "-3.0 (scripts)", "2"],
         ["λ = 0.1, α = 0.6 (today)", "kept", "+0.0", "-1.0 (scripts)", "2"],
-        ["λ = 0.3, α = 0.97", "model", "+2.0", "+2.0 (text)", "1"],
-        ["λ = 0.3, α = 0.97", "kept", "+3.0", "+3.0 (text)", "1"],
-        ["best pair of the setting", "model", "-1.0", "-1.0 (text)", "1"],
-        ["best pair of the setting", "kept", "+6.0", "+6.0 (text)", "1"],
+        ["λ = 0.3, α = 0.97", "model", "+2.0 ± 0.0", "+2.0 (text)", "1"],
+        ["λ = 0.3, α = 0.97", "kept", "+3.0 ± 1.0", "+3.0 (text)", "1"],
+        ["best pair of the setting", "model", "-1.0 ± 1.0", "-1.0 (text)", "1"],
+        ["best pair of the setting", "kept", "+6.0 ± 1.0", "+6.0 (text)", "1"],
+        ["DCP default", "model", "", "", "0"],
     ]
 
 
