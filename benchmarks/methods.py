@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from benchmarks.workloads import Batches, Setting, Workload
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.trial.memory import state_bytes, tensor_bytes
 
 # ---- the script ------------------------------------------------------------------------------------------------------
 
@@ -83,43 +84,14 @@ class Training:
     Attributes:
         step: one training step.
         model: what it trains.
-        optimizers: every optimizer that holds state.
-        second: the second network (a companion, an average), where the method has one.
-        others: gives further tensors that the method keeps from step to step.
+        second: the second network, a companion, where the method has one.
+        bytes_added: counts what the method keeps between steps beside the model and its optimizer.
     """
 
     step: Callable[[], None]
     model: nn.Module
-    optimizers: list[Optimizer]
     second: nn.Module | None = None
-    others: Callable[[], Iterable[Tensor]] = list
-
-    def parameters_added(self) -> int:
-        """Parameters of the second network that are not the model's own."""
-        theirs = {id(parameter) for parameter in self.model.parameters()}
-        second = self.second.parameters() if self.second is not None else ()
-        return sum(parameter.numel() for parameter in second if id(parameter) not in theirs)
-
-    def state_bytes(self) -> int:
-        """Bytes that stay allocated between steps beside the model; complete once a step has made optimizers' state."""
-        kept = [*tensors_in([dict(optimizer.state) for optimizer in self.optimizers]), *self.others()]
-        if self.second is not None:
-            kept += [*self.second.parameters(), *self.second.buffers()]
-        unique = {id(tensor): tensor for tensor in kept}
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            unique.pop(id(tensor), None)
-        return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts and lists."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
-    elif isinstance(tree, (list, tuple)):
-        for part in tree:
-            yield from tensors_in(part)
+    bytes_added: Callable[[], int] = int
 
 
 def sgd(parameters: Iterable[nn.Parameter], **options: Any) -> SGD:
@@ -135,7 +107,7 @@ WEIGHT, ALPHA = 1.0, 0.6
 def plain(script: Script) -> Training:
     """SGD alone."""
     optimizer = sgd(script.model.parameters())
-    return Training(script.loop(optimizer), script.model, [optimizer])
+    return Training(script.loop(optimizer), script.model)
 
 
 def companion_by_hand(script: Script) -> Training:
@@ -158,7 +130,10 @@ def companion_by_hand(script: Script) -> Training:
         optimizer.step()
         companion_optimizer.step()
 
-    return Training(step, model, [optimizer, companion_optimizer], companion)
+    def bytes_added() -> int:
+        return tensor_bytes([companion.state_dict(), companion_optimizer.state_dict()])
+
+    return Training(step, model, companion, bytes_added)
 
 
 class PrototypesByHand:
@@ -209,7 +184,7 @@ def prototypes_by_hand(script: Script) -> Training:
         z, y = (logits[0], labels[0]) if len(logits) == 1 else (torch.cat(logits), torch.cat(labels))
         prototypes.learn(z, y, ALPHA)
 
-    return Training(step, model, [optimizer], others=lambda: [prototypes.rows])
+    return Training(step, model, bytes_added=lambda: prototypes.rows.nbytes)
 
 
 PAPER: dict[str, Any] = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}  # as the loops by hand
@@ -224,9 +199,8 @@ def companion_learning(script: Script, settings: dict[str, Any] = PAPER, term: b
         term: whether the penalty is a term of the script's loss.
     """
     optimizer = DCLOptimizer(sgd(script.model.parameters()), script.model, **settings)
-    state = [optimizer.base, optimizer.companion_optimizer]
     step = script.loop(optimizer, penalty=(lambda z, y: optimizer.penalty(z)) if term else None)
-    return Training(step, script.model, state, optimizer.companion)
+    return Training(step, script.model, optimizer.companion, partial(state_bytes, optimizer))
 
 
 def companion_prototype(
@@ -235,8 +209,7 @@ def companion_prototype(
     """Class prototypes in the companion's place; the arguments are those of :func:`companion_learning`."""
     optimizer = DCPOptimizer(sgd(script.model.parameters()), script.model, **settings)
     step = script.loop(optimizer, penalty=optimizer.penalty if term else None)
-    own = f"dcl_optim.{DCPOptimizer.__name__}"
-    return Training(step, script.model, [optimizer.base], others=lambda: tensors_in(optimizer.state_dict()[own]))
+    return Training(step, script.model, bytes_added=partial(state_bytes, optimizer))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import dcl_optim
+from dcl_optim.trial.memory import readable
 
 Figures = dict[str, Any]
 
@@ -22,13 +23,6 @@ def spread(figures: dict[str, float] | None) -> str:
     if figures is None:
         return "–"
     return f"{figures['median']:.2f} ({figures['lower']:.2f}–{figures['upper']:.2f})"
-
-
-def size(count: int) -> str:
-    """Bytes for people."""
-    if abs(count) >= 2**20:
-        return f"{count / 2**20:.2f} MiB"
-    return f"{count / 2**10:.1f} KiB" if count else "0"
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
@@ -48,7 +42,7 @@ def steps(results: Figures) -> list[str]:
             spread(row["ratio_to_plain"]),
             spread(row["ratio_to_handwritten"]),
             f"{row['memory_ratio_to_plain']:.2f}" if "memory_ratio_to_plain" in row else "–",
-            size(row["state_bytes_added"]),
+            readable(row["state_bytes_added"]) if row["state_bytes_added"] else "0",
         ]
         for figures in results["steps"]
         for row in figures["rows"]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 
-__all__ = ["peak_of", "readable", "state_bytes"]
+__all__ = ["peak_of", "readable", "state_bytes", "tensor_bytes"]
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -27,15 +27,16 @@ def state_bytes(optimizer: Optimizer) -> int:
     """
     if not isinstance(optimizer, (DCLOptimizer, DCPOptimizer)):
         return 0
-    return _tensor_bytes(optimizer.state_dict()) - _tensor_bytes(optimizer.base.state_dict())
+    return tensor_bytes(optimizer.state_dict()) - tensor_bytes(optimizer.base.state_dict())
 
 
-def _tensor_bytes(tree: Any) -> int:
+def tensor_bytes(tree: Any) -> int:
+    """Count the bytes of the tensors in nested dicts, lists and tuples."""
     if isinstance(tree, Tensor):
         return tree.nbytes
     if isinstance(tree, dict):
-        return sum(map(_tensor_bytes, tree.values()))
-    return sum(map(_tensor_bytes, tree)) if isinstance(tree, (list, tuple)) else 0
+        return sum(map(tensor_bytes, tree.values()))
+    return sum(map(tensor_bytes, tree)) if isinstance(tree, (list, tuple)) else 0
 
 
 def peak_of(work: Callable[[], object], device: torch.device) -> int | None:
