@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import metrics
-from examples.research import datasets, measures, methods, networks
+from examples.research import datasets, measures, methods, networks, non_targets
 from examples.research.checkpoint import save_atomically
 from examples.research.configuration import Configuration
 from examples.research.datasets import Data
@@ -190,8 +190,8 @@ class Run:
             found["spread"][name] = measures.spread(z, y)
         for name, z, y in self.logits("train"):
             found["train_accuracy"][name] = _accuracy(z, y)
-            found["consistency"][name] = float(metrics.top_non_target_consistency(z, y).nanmean())
-            found["perplexity"][name] = float(metrics.non_target_perplexity(z, y).nanmean())
+            found["consistency"][name] = float(non_targets.top_non_target_consistency(z, y).nanmean())
+            found["perplexity"][name] = float(non_targets.non_target_perplexity(z, y).nanmean())
         for corruption in self.data.corruptions if part == "test" else ():
             found["corrupted"][corruption] = {name: _accuracy(z, y) for name, z, y in self.logits(part, corruption)}
         return found | {"seconds": round(self.seconds, 3)}

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, __version__
 from dcl_optim.distances import kl
-from dcl_optim.metrics import logit_drift, non_target_perplexity, top_non_target_consistency
+from dcl_optim.metrics import fit_temperature
 
 CLASSES, FEATURES = 3, 8
 
@@ -96,16 +96,12 @@ def prototypes() -> Tensor:
     return optimizer.prototypes
 
 
-def measures() -> tuple[float, float, float]:
-    model, (x, y) = network(), batch()
-    with torch.no_grad():
-        before: Tensor = model(x)
-        after: Tensor = model(x + 0.1)
-    consistency = top_non_target_consistency(before, y).nanmean().item()
-    perplexity = non_target_perplexity(before, y).nanmean().item()
-    return consistency, perplexity, logit_drift(before, after).item()
+def temperature() -> float:
+    z: Tensor = network()(batch()[0])
+    labels = torch.cat([z.argmax(1)[1:], z.argmin(1)[:1]])
+    return fit_temperature(z, labels)
 
 
 def main(folder: Path) -> None:
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
-    print(__version__, plain_loop(folder / "checkpoint.pt"), closure_loop(), prototypes().shape, measures())
+    print(__version__, plain_loop(folder / "checkpoint.pt"), closure_loop(), prototypes().shape, temperature())

@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from dcl_optim import metrics
+from examples.research import non_targets
 
 # Class 0 names 2, 2, 1, 2; class 1 names 0; class 2 has no sample.
 LOGITS = torch.tensor([[9.0, 1, 2], [0, 1, 2], [0, 5, 2], [9, -2, -1], [3, 9, 2]])
 LABELS = torch.tensor([0, 0, 0, 0, 1])
 MEASURES = (
-    metrics.top_non_target,
-    metrics.non_target_distribution,
-    metrics.top_non_target_consistency,
-    metrics.non_target_perplexity,
+    non_targets.top_non_target,
+    non_targets.non_target_distribution,
+    non_targets.top_non_target_consistency,
+    non_targets.non_target_perplexity,
 )
 
 
@@ -33,20 +33,20 @@ def twin_distribution(logits: list[list[float]], labels: list[int]) -> list[list
 
 
 def test_by_hand():
-    assert metrics.top_non_target(LOGITS, LABELS).tolist() == [2, 2, 1, 2, 0]
+    assert non_targets.top_non_target(LOGITS, LABELS).tolist() == [2, 2, 1, 2, 0]
     expected = torch.tensor([[0, 0.25, 0.75], [1, 0, 0], [0, 0, 0]])
-    assert torch.equal(metrics.non_target_distribution(LOGITS, LABELS), expected)
-    consistency = metrics.top_non_target_consistency(LOGITS, LABELS)
+    assert torch.equal(non_targets.non_target_distribution(LOGITS, LABELS), expected)
+    consistency = non_targets.top_non_target_consistency(LOGITS, LABELS)
     assert consistency[:2].tolist() == [0.75, 1.0]
-    perplexity = metrics.non_target_perplexity(LOGITS, LABELS)
+    perplexity = non_targets.non_target_perplexity(LOGITS, LABELS)
     assert perplexity[:2].tolist() == pytest.approx([0.25**-0.25 * 0.75**-0.75, 1.0])
 
 
 def test_absent_classes_are_nan_and_left_out_of_nanmean():
-    for measure in (metrics.top_non_target_consistency, metrics.non_target_perplexity):
+    for measure in (non_targets.top_non_target_consistency, non_targets.non_target_perplexity):
         assert measure(LOGITS, LABELS).isnan().tolist() == [False, False, True]
-    assert metrics.top_non_target_consistency(LOGITS, LABELS).nanmean().item() == 0.875
-    empty = metrics.top_non_target_consistency(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))
+    assert non_targets.top_non_target_consistency(LOGITS, LABELS).nanmean().item() == 0.875
+    empty = non_targets.top_non_target_consistency(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))
     assert empty.isnan().all()
 
 
@@ -58,9 +58,9 @@ def test_against_the_twin(seed: int):
     logits = torch.randint(-3, 4, (samples, classes), generator=generator).double()
     labels = torch.randint(classes, (samples,), generator=generator)
     shares = twin_distribution(logits.tolist(), labels.tolist())
-    assert torch.equal(metrics.non_target_distribution(logits, labels), torch.tensor(shares, dtype=torch.float64))
-    consistency = metrics.top_non_target_consistency(logits, labels).tolist()
-    perplexity = metrics.non_target_perplexity(logits, labels).tolist()
+    assert torch.equal(non_targets.non_target_distribution(logits, labels), torch.tensor(shares, dtype=torch.float64))
+    consistency = non_targets.top_non_target_consistency(logits, labels).tolist()
+    perplexity = non_targets.non_target_perplexity(logits, labels).tolist()
     for c, row in enumerate(shares):
         if sum(row) == 0:
             assert math.isnan(consistency[c])
@@ -73,14 +73,14 @@ def test_against_the_twin(seed: int):
 
 def test_of_equal_logits_the_lowest_class_counts():
     labels = torch.tensor([0, 1, 2, 3])
-    assert metrics.top_non_target(torch.zeros(4, 4), labels).tolist() == [1, 0, 0, 0]
+    assert non_targets.top_non_target(torch.zeros(4, 4), labels).tolist() == [1, 0, 0, 0]
 
 
 def test_the_label_is_never_named_even_where_all_others_are_minus_infinity():
     logits = torch.full((2, 3), -math.inf)
     logits[0, 0] = 1.0
     labels = torch.tensor([0, 1])
-    assert (metrics.top_non_target(logits, labels) != labels).all()
+    assert (non_targets.top_non_target(logits, labels) != labels).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
@@ -88,22 +88,22 @@ def test_label_dtypes(dtype: torch.dtype):
     """200 classes: label times classes overflows uint8."""
     logits = torch.randn(50, 200, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(150, 200)
-    expected = metrics.non_target_distribution(logits, labels)
-    assert torch.equal(metrics.non_target_distribution(logits, labels.to(dtype)), expected)
+    expected = non_targets.non_target_distribution(logits, labels)
+    assert torch.equal(non_targets.non_target_distribution(logits, labels.to(dtype)), expected)
 
 
 def test_counts_of_batches_add_up():
-    counts = sum(metrics.top_non_target_counts(LOGITS[rows], LABELS[rows]) for rows in (slice(2), slice(2, None)))
+    counts = sum(non_targets.top_non_target_counts(LOGITS[rows], LABELS[rows]) for rows in (slice(2), slice(2, None)))
     shares = counts / counts.sum(1, keepdim=True)
     present = torch.tensor([True, True, False])
-    assert torch.equal(shares[present], metrics.non_target_distribution(LOGITS, LABELS)[present])
+    assert torch.equal(shares[present], non_targets.non_target_distribution(LOGITS, LABELS)[present])
     assert shares[~present].isnan().all()
 
 
 def test_half_precision_is_counted_exactly():
     logits = torch.zeros(5000, 3, dtype=torch.float16)
     logits[0, 2] = 1.0
-    shares = metrics.non_target_distribution(logits, torch.zeros(5000, dtype=torch.long))
+    shares = non_targets.non_target_distribution(logits, torch.zeros(5000, dtype=torch.long))
     assert shares.dtype == torch.float32
     assert shares[0, 2].item() == pytest.approx(1 / 5000)
 
@@ -111,7 +111,6 @@ def test_half_precision_is_counted_exactly():
 def test_no_graph_is_kept():
     logits = LOGITS.clone().requires_grad_()
     assert not any(measure(logits, LABELS).requires_grad for measure in MEASURES)
-    assert not metrics.logit_drift(logits, logits + 1).requires_grad
 
 
 @pytest.mark.gpu
@@ -120,14 +119,6 @@ def test_on_a_gpu(measure):
     measured = measure(LOGITS.cuda(), LABELS.cuda())
     assert measured.is_cuda
     torch.testing.assert_close(measured.cpu(), measure(LOGITS, LABELS), equal_nan=True)
-
-
-def test_drift():
-    before = torch.zeros(2, 2)
-    after = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
-    assert metrics.logit_drift(before, after).item() == 3.0
-    assert metrics.logit_drift(after, after).item() == 0.0
-    assert metrics.logit_drift(before.half(), after.half()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -147,16 +138,3 @@ def test_drift():
 def test_bad_input(measure, logits: torch.Tensor, labels: torch.Tensor, message: str):
     with pytest.raises(ValueError, match=message):
         measure(logits, labels)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        (torch.zeros(3), torch.zeros(3), r"logits_before has shape \(3,\)"),
-        (torch.zeros(0, 2), torch.zeros(0, 2), r"logits_before has shape \(0, 2\)"),
-        (torch.zeros(3, 2), torch.zeros(3, 1), r"logits_after has shape \(3, 1\)"),
-    ],
-)
-def test_bad_input_to_drift(before: torch.Tensor, after: torch.Tensor, message: str):
-    with pytest.raises(ValueError, match=message):
-        metrics.logit_drift(before, after)

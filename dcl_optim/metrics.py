@@ -1,9 +1,11 @@
-"""The one temperature that makes a model's probabilities fit."""
+"""Calibration: the one temperature that makes a model's probabilities fit."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+__all__ = ["fit_temperature"]
 
 TOLERANCE = 1e-10  # of 1 / T
 
