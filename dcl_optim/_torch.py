@@ -71,11 +71,6 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The versions of several tensors."""
-    return list(map(version_of, tensors))
-
-
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply a function to every tensor in nested containers; one that torch's pytree does not know is handed on."""
     return pytree.tree_map_only(Tensor, function, tree)

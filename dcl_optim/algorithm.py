@@ -277,7 +277,10 @@ class Algorithm:
         self.uses_term = True
         self.progress.term = max(self.progress.term, Term.CALLED)
         forward.outcome = Outcome.GIVEN
-        forward.given = Given(pull, labels, weight, alpha, _checked_value(pull, forward))
+        value = pull.value()
+        if forward.rows.numel():  # 0 times infinity is nan; masked logits are minus infinity
+            value = torch.add(value, forward.rows.amax(), alpha=0)
+        forward.given = Given(pull, labels, weight, alpha, value)
         term: Tensor = _Term.apply(z, forward, weakref.ref(self))  # which keeps both by references
         return term
 
@@ -310,7 +313,7 @@ class Algorithm:
             scale = torch.hypot(s, constant(LEAST_SCALE, s.device))  # |s|, but never 0
         if forward.rows.numel():
             value = forward.given.value
-            if not _sync.may_sync(forward.step_number, scale):
+            if not forward.may_read:
                 labels, scale = _only_if_finite(value, labels, scale, forward.rows.shape[1])
             elif not bool(torch.add(value, scale, alpha=0) < torch.inf):  # 0 times infinity is nan
                 self._miss(forward, is_finite=False)
@@ -340,9 +343,10 @@ class Algorithm:
         progress = self.progress
         if progress.were_cleared(self._base, self.model):
             self.forget()
-        elif progress.stage < Stage.GRADIENTS or (self.uses_term and not progress.has_term()):
+        elif progress.stage < Stage.GRADIENTS or (
+            self.uses_term and not (progress.term is Term.MET and progress.trained is not None)
+        ):
             self._refuse_or_skip(progress)
-        self.forecaster.before_step()
 
     def _refuse_or_skip(self, progress: Progress) -> None:
         """Raise for gradients without a penalty, or count them as skipped if the script adds the term elsewhere."""
@@ -458,13 +462,6 @@ class Algorithm:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards()}
-
-
-def _checked_value(pull: Pull, forward: Forward) -> Tensor:
-    """The penalty; nan if one of the logits is not finite but for masked ones, of minus infinity."""
-    if not forward.rows.numel():
-        return pull.value()
-    return torch.add(pull.value(), forward.rows.amax(), alpha=0)  # 0 times infinity is nan
 
 
 def _only_if_finite(

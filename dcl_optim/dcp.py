@@ -150,9 +150,9 @@ class DCPOptimizer(ForecastOptimizer):
             seen contributes 0.
 
         Raises:
-            TypeError, ValueError: logits or labels are of another kind or shape, labels are out of range, or the logits
-                are a sigmoid's, or those of the first eight rows are probabilities; or it was called with these logits
-                before, or after a backward pass in which they got their penalty.
+            TypeError, ValueError: logits or labels are of another kind or shape, labels are out of range, or the first
+                logits are a sigmoid's, or those of the first eight rows are probabilities; or it was called with these
+                logits before, or after a backward pass in which they got their penalty.
             RuntimeError: another optimizer has wrapped the model since, or ``detach`` was called; or in backward, with
                 create_graph=True or after the step.
 
@@ -171,12 +171,13 @@ class DCPOptimizer(ForecastOptimizer):
         if not self._is_for_training(logits):
             return nothing(logits)
         progress = self._algorithm.progress
-        checked = labels_of(labels, logits, progress.number, ignore_index)
-        self.forecaster.check_logits(logits, progress.number)
         forward = progress.forward_of(logits)
         if forward is None or forward.class_dim != 1:
             forward = Forward(logits, progress.number)
             progress.add(forward)
+        checked = labels_of(labels, logits, forward.may_read, ignore_index)
+        if self.forecaster.may_be_probabilities:
+            self.forecaster.check_logits(logits, forward.may_read)
         return self._algorithm.term(logits, forward, checked)
 
     @property

@@ -124,9 +124,6 @@ class Forecaster(ABC):
         """What the optimizer's repr shows. Default: nothing."""
         return {}
 
-    def before_step(self) -> None:  # noqa: B027
-        """Prepare before the base optimizer steps. Default: nothing."""
-
     @abstractmethod
     def learn(self, alpha: float) -> None:
         """Learn from what was observed since the last step, if anything was.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim import _sync
 from dcl_optim._optim import have_gradients, parameters_of
 from dcl_optim._torch import call_after_backward, current_backward, reaches_parameters, version_of
 from dcl_optim.layout import copy_of_rows, from_rows, to_rows
@@ -58,6 +59,7 @@ class Forward:
         shape: of the logits.
         output: a weak reference to the tensor that the script holds.
         version: how often that tensor was written to before.
+        may_read: whether values may be read of the tensors of this pass.
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         backward: the backward pass that brought the last gradient, by autograd's number.
@@ -74,6 +76,7 @@ class Forward:
         self.step_number = step_number
         self.output = weakref.ref(logits)
         self.version = version_of(logits)
+        self.may_read = _sync.may_sync(step_number, logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.backward = -1
         self.outcome = Outcome.OPEN

@@ -108,7 +108,7 @@ class Prototypes(Forecaster):
         self._group = group
         self._measures_from = math.inf  # with more classes the accuracy is measured
         self._may_be_in_batch = num_classes is None  # until labels were seen
-        self._may_be_probabilities = True  # until the term got logits
+        self.may_be_probabilities = True  # until the term got logits
         self._num_like_probabilities = 0  # rows that it has looked at
         self._step_number = 0
         self._create(num_classes or 0, like)
@@ -181,14 +181,14 @@ class Prototypes(Forecaster):
         self._prepare(forward)
         if self._may_be_in_batch:
             self._refuse_in_batch(forward, labels)
-        c, weights = self._of_classes(labels.rows) if labels.rows.ndim == 1 else self._of_shares(labels.rows)
+        if labels.rows.ndim == 1:
+            c = self._rows.index_select(0, labels.rows)
+            weights = self._numbers.index_select(0, labels.rows).clamp_(0.0, 1.0)
+        else:
+            c, weights = self._of_shares(labels.rows)
         number = labels.number
         number = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
         return pull_of(self.distance, forward.rows, c, weights / number)
-
-    def _of_classes(self, classes: Tensor) -> tuple[Tensor, Tensor]:
-        """The prototype of each row's class, and for how many rows it stands, at most 1."""
-        return self._rows.index_select(0, classes), self._numbers.index_select(0, classes).clamp_(0.0, 1.0)
 
     def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
@@ -212,7 +212,7 @@ class Prototypes(Forecaster):
         dtype = torch.promote_types(self._rows.dtype, rows.dtype)
         if self._rows.device != rows.device or self._rows.dtype != dtype:
             self._convert(rows.device, dtype)
-        if not self._has_masks and _sync.may_sync(forward.step_number, rows) and bool((rows <= MASKED).any()):
+        if not self._has_masks and forward.may_read and bool((rows <= MASKED).any()):
             self._begin_masks()
         if self._has_masks:
             torch.threshold_(rows, MASKED, -math.inf)
@@ -226,7 +226,7 @@ class Prototypes(Forecaster):
     def _refuse_in_batch(self, forward: Forward, labels: Labels) -> None:
         """Raise ValueError if the labels are the rows' places, as of in-batch negatives, when they are first seen."""
         number = len(labels.rows)
-        if not _sync.may_sync(forward.step_number, labels.rows):
+        if not forward.may_read:
             return
         self._may_be_in_batch = False
         if number != self.num_classes or number < FEWEST_ROWS:
@@ -236,15 +236,15 @@ class Prototypes(Forecaster):
         if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
             raise ValueError(IN_BATCH.format(number))
 
-    def check_logits(self, logits: Tensor, step_number: int) -> None:
+    def check_logits(self, logits: Tensor, may_read: bool) -> None:
         """Raise ValueError for probabilities: a sigmoid's, or if all the first rows that the term got sum to 1."""
         if _is_of_sigmoid(logits.grad_fn):
             raise ValueError(PROBABILITIES)
-        if not self._may_be_probabilities or not logits.numel() or not _sync.may_sync(step_number, logits):
+        if not may_read or not logits.numel():
             return
-        self._may_be_probabilities = _are_probabilities(logits.detach())
+        self.may_be_probabilities = _are_probabilities(logits.detach())
         self._num_like_probabilities += logits.numel() // logits.shape[1]
-        if self._may_be_probabilities and self._num_like_probabilities >= FEWEST_ROWS:
+        if self.may_be_probabilities and self._num_like_probabilities >= FEWEST_ROWS:
             raise ValueError(PROBABILITIES)
 
     def _classes_of(self, labels: Tensor) -> Tensor:
@@ -421,7 +421,7 @@ class Prototypes(Forecaster):
         self._may_be_in_batch = self._given is None and not len(values)
 
 
-def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labels:
+def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) -> Labels:
     """Check labels that the penalty term got, and lay them out as rows: class indices, or soft labels.
 
     Values are checked where they may be read.
@@ -443,7 +443,6 @@ def labels_of(labels: Any, logits: Tensor, step: int, ignore_index: int) -> Labe
             f"{KINDS}. For (batch, time, classes) pass logits.flatten(0, 1), labels.flatten()"
         )
     # The script may write to its own labels before the step, so both are copied.
-    may_read = _sync.may_sync(step, logits)
     if is_soft:
         shares = wide(to_rows(labels.detach())).clone()
         if may_read and len(shares):

@@ -18,7 +18,7 @@ from dcl_optim._torch import tensors_of, warn_once
 from dcl_optim._validation import check_state
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network
-from dcl_optim.companion.optimizer import noting, try_to_copy
+from dcl_optim.companion.optimizer import add_note, try_to_copy
 from dcl_optim.companion.replay import Replay
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import DataParallelGroup, is_sharded, refuse_flat_shards, unwrapped
@@ -163,11 +163,15 @@ class Companion(Forecaster):
         assert network is not None
         args, kwargs = self._replay.arguments(args, kwargs)
         learns = forward.step_number % self._options.every == 0
-        with torch.set_grad_enabled(learns or not network.has_predicted), noting(IN_COMPANION.format("forward")):
-            if network.has_predicted:
-                logits = self._call(network, args, kwargs)
-            else:
-                logits = self._call_first(network, forward.logits, args, kwargs)
+        try:
+            with torch.set_grad_enabled(learns or not network.has_predicted):
+                if network.has_predicted:
+                    logits = self._call(network, args, kwargs)
+                else:
+                    logits = self._call_first(network, forward.logits, args, kwargs)
+        except Exception as error:
+            add_note(error, IN_COMPANION.format("forward"))
+            raise
         if logits.shape != forward.shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
@@ -257,13 +261,12 @@ class Companion(Forecaster):
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
         kind = logits[0].device.type
-        # No backward pass is to run under autocast.
-        with torch.autocast(kind, enabled=False), noting(IN_COMPANION.format("backward")):
-            torch.autograd.backward(logits, gradients)
-
-    def before_step(self) -> None:
-        if self._network is not None:
-            self._network.optimizer.follow_options()
+        try:
+            with torch.autocast(kind, enabled=False):  # no backward pass is to run under autocast
+                torch.autograd.backward(logits, gradients)
+        except Exception as error:
+            add_note(error, IN_COMPANION.format("backward"))
+            raise
 
     def learn(self, alpha: float) -> None:
         network = self._network
@@ -275,8 +278,8 @@ class Companion(Forecaster):
         if self._group.size > 1 and self._has_predicted:  # every rank must bring the same tensors to the reduction
             learns = True
             network.optimizer.fill_gradients()
-        self._average(list(gradients_of(network.optimizer.optimizer)) if learns else [])
         if learns:  # also where the scales are zeros on a device, of batches that were not read
+            self._average(list(gradients_of(network.optimizer.optimizer)))
             network.optimizer.step()
             network.optimizer.optimizer.zero_grad()
         self._start()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -88,13 +87,17 @@ class CompanionOptimizer:
                     ours[key] = value.clone()
 
     def step(self) -> None:
-        """Step, with random draws that the script's generators do not notice."""
-        with noting(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
+        """Step with the base's options, and random draws that the script's generators do not notice."""
+        self.follow_options()
+        try:
             if type(self.optimizer).__module__.startswith("torch.optim"):  # none of which draws
                 self.optimizer.step()
                 return
             with replayed(capture_rng(next(parameters_of(self.optimizer)).device)):
                 self.optimizer.step()
+        except Exception as error:
+            add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
+            raise
 
     def switch(self, mode: str) -> None:
         """Call the optimizer's method of this name, ``"train"`` or ``"eval"``, if it has one."""
@@ -176,12 +179,7 @@ def _refuse(kind: type[Optimizer]) -> None:
         raise ValueError(f"{kind.__name__} cannot train the companion: {reason}; {PASS_ANOTHER}")
 
 
-@contextmanager
-def noting(note: str) -> Iterator[None]:
-    """Add a note to an error in the block, which Python knows from 3.11 on."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        raise
+def add_note(error: Exception, note: str) -> None:
+    """Add a note to an error, which Python knows from 3.11 on."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import map_tensors, tensors_of, versions_of
+from dcl_optim._torch import map_tensors, tensors_of, version_of
 
 CPU = torch.device("cpu")
 
@@ -50,14 +50,14 @@ class Replay:
             arguments = given
         else:
             arguments = map_tensors(_detach, given)  # in containers that the model cannot change
-        self._kept = (given, arguments, tensors, versions_of(tensors), capture_rng(device))
+        self._kept = (given, arguments, tensors, list(map(version_of, tensors)), capture_rng(device))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
         given, arguments, tensors, versions, _ = self._kept
         if given[0] is not args or given[1] is not kwargs:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
-        writes = versions_of(tensors) != versions
+        writes = list(map(version_of, tensors)) != versions
         if writes and self._writes is False:
             raise RuntimeError(
                 "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "

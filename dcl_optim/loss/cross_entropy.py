@@ -81,7 +81,23 @@ def read(form: float, z: Tensor, g: Tensor, wants_labels: bool = True) -> Readin
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    return _read_log_probabilities(z, g) if form == LOG else _read_hard(z, g, form, wants_labels)
+    if form == LOG:
+        return _read_log_probabilities(z, g)
+    parts = blocks(z)
+    if len(parts) == 1:
+        read_rows = _read_block(z, g, form)
+    else:
+        read_rows = _together([_read_block(z[part], g[part], form) for part in parts])
+    labels, live, num_live, length, _, slope, rest = read_rows
+    half = is_half(z, g)
+    excess = torch.sub(rest, length, alpha=HALF_TOLERANCE if half else TOLERANCE)
+    fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
+    tells_scale = excess <= 0
+    if half:
+        tells_scale = tells_scale & (length > max(HALF_LENGTH, HALF_LENGTH_OF_ONE / max(len(z), 1)))
+    if wants_labels:
+        labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
+    return Reading(labels, slope * num_live, fits, tells_scale, num_live)
 
 
 def is_half(z: Tensor, g: Tensor) -> bool:
@@ -106,28 +122,10 @@ class _Block(NamedTuple):
     rest: Tensor  # of r - g/a, with the a of this block
 
 
-def _read_hard(z: Tensor, g: Tensor, smoothing: float, wants_labels: bool) -> Reading:
-    parts = blocks(z)
-    if len(parts) == 1:
-        read_rows = _read_block(z, g, smoothing)
-    else:
-        read_rows = _together([_read_block(z[part], g[part], smoothing) for part in parts])
-    labels, live, num_live, length, _, slope, rest = read_rows
-    half = is_half(z, g)
-    excess = torch.sub(rest, length, alpha=HALF_TOLERANCE if half else TOLERANCE)
-    fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
-    tells_scale = excess <= 0
-    if half:
-        tells_scale = tells_scale & (length > max(HALF_LENGTH, HALF_LENGTH_OF_ONE / max(len(z), 1)))
-    if wants_labels:
-        labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
-    return Reading(labels, slope * num_live, fits, tells_scale, num_live)
-
-
 def _read_block(z: Tensor, g: Tensor, smoothing: float) -> _Block:
     size = g.amax(1)  # a row sums to 0, so it has a positive entry unless all are 0
     live = size > 0
-    p = _probabilities(z)
+    p = torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
     g = g.to(p.dtype)
     num_live = torch.linalg.vector_norm(size, 0, dtype=p.dtype)  # counts in one kernel
     y = _hard_labels(p, g, live, smoothing)
@@ -152,10 +150,6 @@ def _together(found: list[_Block]) -> _Block:
     rests = torch.where((lengths == 0) & (wholes == 0), 0.0, rests)  # a block without a live row
     rest = torch.linalg.vector_norm(rests + apart)
     return _Block(torch.cat(labels), torch.cat(live), num_live.sum(), length, whole, slope, rest)
-
-
-def _probabilities(z: Tensor) -> Tensor:
-    return torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
 
 
 def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
@@ -208,7 +202,7 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
     """Look for the form of rows of one gradient. Synchronizes once."""
     num_classes = z.shape[1]
     tolerance = tolerance_of(z, g)
-    p = _probabilities(z)
+    p = torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
     least = MIN_HALF_SMOOTHING if is_half(z, g) else MIN_SMOOTHING
     g = g.to(p.dtype)
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.

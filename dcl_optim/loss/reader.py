@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim import _sync
 from dcl_optim._torch import warn_once
 from dcl_optim._validation import check_state
 from dcl_optim.forecaster import Labels
@@ -163,7 +162,7 @@ class LossReader:
         may_read = True  # until the form is known
         dim = self.dim_of(gradient)
         if self.known.form is not None and dim is not None:
-            may_read = _sync.may_sync(forward.step_number, gradient)
+            may_read = forward.may_read
             if dim != forward.class_dim:
                 forward.lay_out(dim)
             reading = read(self.known.form, forward.rows, to_rows(gradient, dim), self.reads_labels)
