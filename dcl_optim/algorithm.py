@@ -197,7 +197,6 @@ class Algorithm:
             self.reader.not_found = str(error)
             return
         if not z.requires_grad:
-            forecaster.drop_forward()
             return
         forward = Forward(z, self.progress.number, self.reader.known.class_dim or 1)
         if forecaster.predicts:

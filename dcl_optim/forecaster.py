@@ -31,7 +31,7 @@ class Forecaster(ABC):
     For each training forward pass of the model, in this order:
 
     1. :meth:`before_forward` as the model is called;
-    2. :meth:`predict` when it has returned;
+    2. :meth:`predict` when it has returned, if its logits need a gradient;
     3. :meth:`pull` at each backward pass through its logits, or when the penalty term is made;
     4. :meth:`observe` at the first of these backward passes, or :meth:`skip`.
 
@@ -64,9 +64,6 @@ class Forecaster(ABC):
             forward: the forward pass that has returned.
             args, kwargs: the arguments of the model.
         """
-
-    def drop_forward(self) -> None:  # noqa: B027
-        """Called in place of :meth:`predict` where the logits need no gradient. Default: nothing."""
 
     @abstractmethod
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:

@@ -199,9 +199,6 @@ class Companion(Forecaster):
         network.has_predicted = True
         return logits
 
-    def drop_forward(self) -> None:
-        self._replay.forget()
-
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         prediction: Prediction = forward.prediction
         rows = to_rows(prediction.logits.detach(), forward.class_dim)

@@ -35,10 +35,6 @@ class Replay:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
         self._kept: Any = None  # of the forward pass that runs
 
-    def forget(self) -> None:
-        """Forget what was kept of a forward pass."""
-        self._kept = None
-
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
         given = (args, kwargs)
