@@ -45,6 +45,7 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
+PART = 2**18  # numbers of which a norm in float32 is wrong by at most 0.03 %
 
 
 class Reading(NamedTuple):
@@ -132,11 +133,18 @@ def _read_block(z: Tensor, g: Tensor, smoothing: float) -> _Block:
     r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")  # p - q
     if smoothing:
         r.sub_(smoothing / z.shape[1])
-    length = torch.linalg.vector_norm(r.mul_(live[:, None]))
-    whole = torch.linalg.vector_norm(g)
+    length = _norm(r.mul_(live[:, None]))
+    whole = _norm(g)
     a = whole / length
-    rest = torch.linalg.vector_norm(torch.addcmul(g, r, a, value=-1.0)) / a  # nan if no row is live
+    rest = _norm(torch.addcmul(g, r, a, value=-1.0)) / a  # nan if no row is live
     return _Block(y, live, num_live, length, whole, a, rest)
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """The norm of all numbers, in parts: a CPU's of 8M numbers in float32 is wrong by up to 0.8 %."""
+    if rows.numel() <= PART:
+        return torch.linalg.vector_norm(rows)
+    return torch.nn.utils.get_total_norm(rows.split(max(PART // rows.shape[1], 1)))
 
 
 def _together(found: list[_Block]) -> _Block:
