@@ -13,15 +13,24 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer
 from dcl_optim.plots.canvas import new_figure
-from examples.minimal import digits
 
 DIGITS = (3, 8, 9)
 COLORS = ("#0072B2", "#D55E00", "#009E73")
 STEPS = 400
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Three quarters of scikit-learn's digits and their labels, and the others."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images / 16, labels, train_size=0.75, random_state=0, stratify=labels)
+    x_train, x_test, y_train, y_test = (torch.tensor(part) for part in parts)
+    return x_train.float(), y_train, x_test.float(), y_test
 
 
 def of_three_digits(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.plots.canvas import new_figure, styles
-from examples.minimal import digits
 from examples.research.arguments import Parser, number
+from examples.research.idea import digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

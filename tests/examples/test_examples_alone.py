@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_minimal_example import execute
+from tests.project.test_own_script import execute
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples import image_classification as script
 from tests.helpers import assert_same, cells
-from tests.project.test_minimal_example import execute
+from tests.project.test_own_script import execute
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def execute(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("package", "some"),
     [
-        ("examples", ("minimal", "image_classification", "research")),
+        ("examples", ("own_script", "image_classification", "research")),
         ("examples.research.applications", ("fine_tuning", "masked_autoencoder", "text")),
     ],
 )

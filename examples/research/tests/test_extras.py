@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from examples.research.extras import GROUPS, explain
-from tests.project.test_minimal_example import ROOT
+from tests.project.test_own_script import ROOT
 
 NEEDS = {
     "idea": "sklearn",

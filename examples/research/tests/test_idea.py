@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from examples.minimal import digits
 from examples.research import idea
 
 
 def relative_spread(model: nn.Module) -> float:
     """The spread inside the classes over that of their means, of test images."""
-    images, classes = idea.of_three_digits(*digits()[2:])
+    images, classes = idea.of_three_digits(*idea.digits()[2:])
     with torch.no_grad():
         points = idea.in_plane(model(images))
     means = torch.stack([points[classes == k].mean(0) for k in range(3)])
@@ -20,7 +19,7 @@ def relative_spread(model: nn.Module) -> float:
 
 
 def test_the_line_pulls_the_logits_of_each_class_together():
-    images, labels = idea.of_three_digits(*digits()[:2])
+    images, labels = idea.of_three_digits(*idea.digits()[:2])
     (plain, nothing), (wrapped, prototypes) = (idea.train(images, labels, wraps) for wraps in (False, True))
     assert nothing is None
     assert prototypes is not None
