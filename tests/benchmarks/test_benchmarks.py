@@ -32,6 +32,13 @@ def python(*words: str) -> str:
     return done.stdout
 
 
+def test_pytest_benchmark_times_a_step_of_each_method() -> None:
+    found = python(
+        "-m", "pytest", "benchmarks", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--benchmark-disable"
+    )
+    assert f"{len(METHODS)} passed" in found
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 SMALL = ["--models", "mlp-small", "--slot", "0.001"]
