@@ -113,7 +113,7 @@ def test_no_graph_is_kept():
     assert not any(measure(logits, LABELS).requires_grad for measure in MEASURES)
 
 
-@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("measure", MEASURES)
 def test_on_a_gpu(measure):
     measured = measure(LOGITS.cuda(), LABELS.cuda())
