@@ -127,14 +127,11 @@ def weigh(found: list[Figures], setting: Setting) -> None:
     """Measure the peak memory of each method, one at a time."""
     pairs = [(figures, row) for figures in found for row in figures["rows"]]
     for figures, row in reported(pairs, lambda pair: f"memory of {pair[1]['name']} on {pair[0]['title']}"):
+        of = figures["model"], row["name"], setting
         # An accelerator's allocator counts what it gives; the resident set never gets smaller within a process.
-        run = _here if is_accelerator(torch.device(setting.device)) else in_a_process
-        row["memory"] = run(memory_of, figures["model"], row["name"], setting)
+        is_counted = is_accelerator(torch.device(setting.device))
+        row["memory"] = memory_of(*of) if is_counted else in_a_process(memory_of, *of)
         row["memory_ratio_to_plain"] = row["memory"]["used_bytes"] / figures["rows"][0]["memory"]["used_bytes"]
-
-
-def _here(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
 
 
 def memory_of(model: str, method: str, setting: Setting) -> dict[str, int]:
