@@ -126,7 +126,7 @@ class _Block(NamedTuple):
 def _read_block(z: Tensor, g: Tensor, smoothing: float) -> _Block:
     size = g.amax(1)  # a row sums to 0, so it has a positive entry unless all are 0
     live = size > 0
-    p = torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
+    p = _probabilities(z)
     g = g.to(p.dtype)
     num_live = torch.linalg.vector_norm(size, 0, dtype=p.dtype)  # counts in one kernel
     y = _hard_labels(p, g, live, smoothing)
@@ -158,6 +158,10 @@ def _together(found: list[_Block]) -> _Block:
     rests = torch.where((lengths == 0) & (wholes == 0), 0.0, rests)  # a block without a live row
     rest = torch.linalg.vector_norm(rests + apart)
     return _Block(torch.cat(labels), torch.cat(live), num_live.sum(), length, whole, slope, rest)
+
+
+def _probabilities(z: Tensor) -> Tensor:
+    return torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
 
 
 def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
@@ -210,7 +214,7 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
     """Look for the form of rows of one gradient. Synchronizes once."""
     num_classes = z.shape[1]
     tolerance = tolerance_of(z, g)
-    p = torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
+    p = _probabilities(z)
     least = MIN_HALF_SMOOTHING if is_half(z, g) else MIN_SMOOTHING
     g = g.to(p.dtype)
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
