@@ -221,23 +221,30 @@ class Algorithm:
             raise RuntimeError(STALE.format(self._name))
         weight = self.weight(forward.step_number)
         alpha = self.alpha(forward.step_number)
-        loss = self.reader.read(forward, gradient)
-        if loss.fits is None and loss.is_finite and forward.outcome is Outcome.LEARNED:
-            return None  # a further loss of logits that have their penalty
-        figures: dict[str, Any] = {"weight": weight, "alpha": alpha, "loss_scale": loss.scale, "fits": loss.fits}
-        if loss.fits is None:
+        reading = self.reader.read(forward, gradient)
+        if reading is None:
+            is_finite = bool(gradient.isfinite().all())
+            if is_finite and forward.outcome is Outcome.LEARNED:
+                return None  # a further loss of logits that have their penalty
             if forward.backward == -1 or forward.backward != self.last.get("backward"):  # else another loss was read
-                self.last = figures
-            self._miss(forward, loss.is_finite)
+                self.last = {"weight": weight, "alpha": alpha, "loss_scale": self.reader.scale}
+            self._miss(forward, is_finite)
             return None
-        self.last = figures | {"backward": forward.backward}
-        pull = self.forecaster.pull(forward, loss.labels)
-        self.last["penalty"] = pull.value
+        labels = Labels(reading.labels, reading.num_live) if self.reader.reads_labels else None
+        pull = self.forecaster.pull(forward, labels)
+        self.last = {
+            "weight": weight,
+            "alpha": alpha,
+            "loss_scale": reading.scale,
+            "fits": reading.fits,
+            "penalty": pull.value,
+            "backward": forward.backward,
+        }
         regularized = None
         if self.weight.constant != 0:
-            regularized = pull.added_to(gradient, forward.class_dim, loss.scale, weight)
+            regularized = pull.added_to(gradient, forward.class_dim, reading.scale, weight)
         if self._may_learn(forward):
-            self.forecaster.observe(forward, pull, loss.labels, loss.scale, alpha)
+            self.forecaster.observe(forward, pull, labels, reading.scale, alpha)
         return regularized
 
     def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
@@ -419,7 +426,7 @@ class Algorithm:
         progress = self.progress
         progress.end()
         if _sync.is_sync_step(progress.number):
-            self.reader.num_skipped()
+            self.reader.count()
             self.forecaster.check_values()
         if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch

@@ -187,7 +187,8 @@ class ForecastOptimizer(OptimizerWrapper):
         fits = last.get("fits")
         if fits is not None and not fits:
             figures["penalty"] = math.nan  # the batch was not read, which the step did not wait for
-        figures["skipped"] = algorithm.reader.num_skipped()
+        algorithm.reader.count()
+        figures["skipped"] = algorithm.reader.num_skipped
         figures |= self.forecaster.figures()
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 

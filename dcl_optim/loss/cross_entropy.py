@@ -7,14 +7,30 @@ cross-entropy that was multiplied by :math:`a` sends the gradient
 
 Without smoothing the label is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing it is the lowest
 entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`; the largest entry of
-g/p will do, which is close to a and not above it. Then :math:`r = p - q` is known, and since all rows have the same
-factor, :math:`a = \lVert g\rVert / \lVert r\rVert`. The loss has this form where :math:`\lVert g - a r\rVert` is
-rounding. A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero.
+g/p will do, which is close to a and not above it, or :math:`4\epsilon` times the a of the last batch where g is little
+more than rounding. Then :math:`r = p - q` is known, and since all rows have the same factor,
+:math:`a = \lVert g\rVert / \lVert r\rVert`. The loss has this form where :math:`\lVert g - a r\rVert` is rounding. A
+mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero.
 
 If the model ends in ``log_softmax``, ``NLLLoss`` gives :math:`g = -a\,e_y`.
 
 Rows with different factors (class and sample weights, focal and symmetric losses) or with several classes (mixup) have
 another form. No gradient tells these losses apart, nor what they were multiplied by.
+
+**Rounding.** Let u be the unit roundoff of the narrower dtype of z and g: :math:`2^{-8}` in bfloat16,
+:math:`2^{-11}` in float16, :math:`2^{-24}` in float32.
+
+- Every entry of g is rounded once, by at most u of itself, so :math:`\lVert g - a r\rVert \le u\,\lVert g\rVert`, in
+  practice about u/2: the tolerance is u, or 0.001 where that is more.
+- torch computes p from z in float32 if the loss runs under autocast or takes ``z.float()``. On logits in half precision
+  it rounds :math:`\log p` to their dtype, and then :math:`p = \exp(\mathrm{round}(\log p))` is off by up to
+  :math:`u\,\lvert\log p\rvert` of itself: 3 % where p is 0.001, which is most of r once the model fits. So a form
+  includes the arithmetic of the softmax; with the right one p is exact.
+- With smoothing in half precision each log-probability gets the gradient
+  :math:`\mathrm{round}(\mathrm{round}(\epsilon/K)/n)`, and the label's three roundings more. That is another smoothing,
+  by up to :math:`3u` of :math:`\epsilon`, and moves r by up to :math:`\rho = 3u\,\epsilon` in each row. If the a of the
+  last batch explains g so far, :math:`\lvert\,\lVert g\rVert/a - \lVert r\rVert\,\rvert \le \rho\sqrt N`, it is
+  taken again: once the model fits, rounding is most of r, and its length says nothing about a.
 
 All functions are pure, take rows (N, K) of logits and gradient, and compute in float32 or wider, in blocks of rows
 where there are many numbers. None but :func:`examine` reads a value.
@@ -31,21 +47,35 @@ from torch import Tensor
 from dcl_optim._torch import constant
 from dcl_optim.layout import blocks, sum_to_one, wide
 
-LOG = -1.0  # the form of log-probabilities; every other form is its label smoothing
+LOG = -1.0  # in place of a label smoothing: the form of log-probabilities
 
-TOLERANCE = 1e-3  # of |g - a r| / |g| in float32; the rounding of float32 leaves about 1e-6
-HALF_TOLERANCE = 2e-2  # where z or g is in half precision; the rounding of bfloat16 leaves about 4e-3
+TOLERANCE = 1e-3  # of |g - a r| / |g|, and more in bfloat16; the rounding of float32 leaves about 1e-6
 ROUNDING = 1e-6  # of r in a row, in units of 1, where p is close to 1
-HALF_LENGTH = 0.1  # of r in half precision: less is rounding of p in few certain rows
-HALF_LENGTH_OF_ONE = 0.5  # of one row, of which a smoothing that is rounded moves the scale by more than of several
 MIN_SMOOTHING = 2e-3  # a smaller one is rounding
-MIN_HALF_SMOOTHING = 1e-2
+MIN_HALF_SMOOTHING = 5e-3
 MAX_SMOOTHING = 0.5
+WRITTEN = 2  # digits of a smoothing that a person writes
+LEAST_ERROR = 1e-4  # of a smoothing that was fitted
+MAX_ERROR = 5e-3  # half of the way from one that a person writes to the next
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
 PART = 2**18  # numbers of which a norm in float32 is wrong by at most 0.03 %
+
+
+class Form(NamedTuple):
+    """The form of a gradient.
+
+    Attributes:
+        smoothing: the label smoothing, or ``LOG``.
+        in_float32: whether the loss takes the softmax in float32 or wider; if not, in the logits' own dtype.
+        error: how far the smoothing of a gradient may be from that.
+    """
+
+    smoothing: float
+    in_float32: bool = True
+    error: float = 0.0
 
 
 class Reading(NamedTuple):
@@ -55,8 +85,9 @@ class Reading(NamedTuple):
         labels: the label of each row (N,), K for none.
         scale: s, a scalar.
         fits: whether the gradient has the form; if not, the labels and s mean nothing.
-        tells_scale: whether s can be trusted too; not if all rows are so certain that rounding is all that is left.
+        tells_scale: whether s can be trusted too; not if rounding is all that is left of r.
         num_live: how many rows have a gradient.
+        rest: the length of what the form leaves unexplained, in units of r.
     """
 
     labels: Tensor
@@ -64,80 +95,102 @@ class Reading(NamedTuple):
     fits: Tensor
     tells_scale: Tensor
     num_live: Tensor
+    rest: Tensor
 
 
-def read(form: float, z: Tensor, g: Tensor, wants_labels: bool = True) -> Reading:
+def read(
+    form: Form, z: Tensor, g: Tensor, last_scale: Tensor | float | None = None, wants_labels: bool = True
+) -> Reading:
     """Read a gradient that has a known form.
 
     Args:
-        form: the label smoothing, or ``LOG``.
+        form: its form.
         z, g: logits, rows (N, K), and the gradient of the loss with respect to them, in the dtypes of the script.
+        last_scale: s of the batch before, where one is known.
         wants_labels: whether the labels are needed.
 
     Examples:
         >>> z = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.5, 1.0]], requires_grad=True)
         >>> loss = 8.0 * torch.nn.functional.cross_entropy(z, torch.tensor([0, 2]))
         >>> (g,) = torch.autograd.grad(loss, z)
-        >>> reading = read(0.0, z.detach(), g)
+        >>> reading = read(Form(0.0), z.detach(), g)
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    if form == LOG:
+    if form.smoothing == LOG:
         return _read_log_probabilities(z, g)
+    size = g.amax(1)  # not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole
+    live = size != 0
+    num_live = torch.linalg.vector_norm(size, 0, dtype=_wide_dtype(z))  # counts in one kernel
+    rounding = ROUNDING + form.error
+    last = None
+    if form.smoothing and last_scale is not None:
+        last = _Last(last_scale / num_live, rounding)
     parts = blocks(z)
     if len(parts) == 1:
-        read_rows = _read_block(z, g, form)
+        read_rows = _read_block(form, z, g, live, last)
     else:
-        read_rows = _together([_read_block(z[part], g[part], form) for part in parts])
-    labels, live, num_live, length, _, slope, rest = read_rows
-    half = is_half(z, g)
-    excess = torch.sub(rest, length, alpha=HALF_TOLERANCE if half else TOLERANCE)
-    fits = excess <= ROUNDING * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
-    tells_scale = excess <= 0
-    if half:
-        tells_scale = tells_scale & (length > max(HALF_LENGTH, HALF_LENGTH_OF_ONE / max(len(z), 1)))
+        read_rows = _together([_read_block(form, z[part], g[part], live[part], last) for part in parts], last)
+    labels, length, _, slope, rest = read_rows
+    excess = torch.sub(rest, length, alpha=tolerance_of(z, g))
+    fits = excess <= rounding * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
     if wants_labels:
         labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
-    return Reading(labels, slope * num_live, fits, tells_scale, num_live)
-
-
-def is_half(z: Tensor, g: Tensor) -> bool:
-    """Whether logits or gradient are in half precision."""
-    return min(z.dtype.itemsize, g.dtype.itemsize) < 4
+    return Reading(labels, slope * num_live, fits, excess <= 0, num_live, rest)
 
 
 def tolerance_of(z: Tensor, g: Tensor) -> float:
     """The share of a gradient that rounding may leave unexplained."""
-    return HALF_TOLERANCE if is_half(z, g) else TOLERANCE
+    return max(TOLERANCE, _roundoff(z.dtype), _roundoff(g.dtype))
+
+
+def arithmetics(z: Tensor) -> tuple[bool, ...]:
+    """Whether the softmax of logits is in float32 or wider, for each arithmetic that a loss may have."""
+    return (True,) if z.dtype.itemsize >= 4 else (True, False)
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2.0
+
+
+def _wide_dtype(z: Tensor) -> torch.dtype:
+    return torch.promote_types(z.dtype, torch.float32)
+
+
+class _Last(NamedTuple):
+    """The factor of the batch before.
+
+    Attributes:
+        slope: a, a scalar.
+        rounding: of r in a row.
+    """
+
+    slope: Tensor
+    rounding: float
 
 
 class _Block(NamedTuple):
-    """Rows of hard labels: their labels, which of them are live, and what their gradient adds up to."""
+    """Rows of hard labels: their labels, and what their gradient adds up to."""
 
     labels: Tensor
-    live: Tensor
-    num_live: Tensor
     length: Tensor  # of r
     whole: Tensor  # of g
     slope: Tensor  # a
     rest: Tensor  # of r - g/a, with the a of this block
 
 
-def _read_block(z: Tensor, g: Tensor, smoothing: float) -> _Block:
-    size = g.amax(1)  # a row sums to 0, so it has a positive entry unless all are 0
-    live = size > 0
-    p = _probabilities(z)
+def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | None) -> _Block:
+    p = _probabilities(z, form.in_float32)
     g = g.to(p.dtype)
-    num_live = torch.linalg.vector_norm(size, 0, dtype=p.dtype)  # counts in one kernel
-    y = _hard_labels(p, g, live, smoothing)
-    r = p.scatter_(1, y[:, None], smoothing - 1.0, reduce="add")  # p - q
-    if smoothing:
-        r.sub_(smoothing / z.shape[1])
+    y = _hard_labels(p, g, live, form.smoothing, last)
+    r = p.scatter_(1, y[:, None], form.smoothing - 1.0, reduce="add")  # p - q
+    if form.smoothing:
+        r.sub_(form.smoothing / z.shape[1])
     length = _norm(r.mul_(live[:, None]))
     whole = _norm(g)
-    a = whole / length
+    a = _slope(whole, length, len(z), last)
     rest = _norm(torch.addcmul(g, r, a, value=-1.0)) / a  # nan if no row is live
-    return _Block(y, live, num_live, length, whole, a, rest)
+    return _Block(y, length, whole, a, rest)
 
 
 def _norm(rows: Tensor) -> Tensor:
@@ -147,30 +200,45 @@ def _norm(rows: Tensor) -> Tensor:
     return torch.nn.utils.get_total_norm(rows.split(max(PART // rows.shape[1], 1)))
 
 
-def _together(found: list[_Block]) -> _Block:
+def _slope(whole: Tensor, length: Tensor, num_rows: int, last: _Last | None) -> Tensor:
+    """The factor a; the last one if rounding is all that tells the two apart."""
+    slope = whole / length
+    if last is None:
+        return slope
+    apart = (whole / last.slope - length).abs()
+    return torch.where(apart <= last.rounding * math.sqrt(num_rows), last.slope, slope)
+
+
+def _together(found: list[_Block], last: _Last | None) -> _Block:
     """All rows, whose blocks must have the same factor a too."""
-    labels, live, *sums = zip(*found, strict=True)
-    num_live, lengths, wholes, _, rests = (torch.stack(one) for one in sums)
+    rows, *sums = zip(*found, strict=True)
+    lengths, wholes, _, rests = (torch.stack(one) for one in sums)
     length = torch.linalg.vector_norm(lengths)
     whole = torch.linalg.vector_norm(wholes)
-    slope = whole / length
+    labels = torch.cat(rows)
+    slope = _slope(whole, length, len(labels), last)
     apart = (wholes / slope - lengths).abs()
     rests = torch.where((lengths == 0) & (wholes == 0), 0.0, rests)  # a block without a live row
     rest = torch.linalg.vector_norm(rests + apart)
-    return _Block(torch.cat(labels), torch.cat(live), num_live.sum(), length, whole, slope, rest)
+    return _Block(labels, length, whole, slope, rest)
 
 
-def _probabilities(z: Tensor) -> Tensor:
-    return torch.softmax(z, 1, dtype=torch.promote_types(z.dtype, torch.float32))
+def _probabilities(z: Tensor, in_float32: bool) -> Tensor:
+    """The softmax as the loss takes it, in float32 or wider."""
+    if in_float32:
+        return torch.softmax(z, 1, dtype=_wide_dtype(z))
+    return wide(torch.log_softmax(z, 1)).exp_()
 
 
-def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
+def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float, last: _Last | None) -> Tensor:
     if not smoothing:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
         return torch.add(g, p, alpha=-TINY).argmin(1)
     if p.shape[1] == 2:  # each row has the factor at one of the two, unless the model is too sure of the wrong class
         guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
     else:
         guess = _steepest(p, g, smoothing / p.shape[1])
+    if last is not None:
+        guess = torch.maximum(guess, 4.0 * smoothing * last.slope)
     return torch.addcmul(g, p, guess, value=-0.5).argmin(1)
 
 
@@ -189,8 +257,9 @@ def _read_log_probabilities(z: Tensor, g: Tensor) -> Reading:
     rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
     apart = torch.linalg.vector_norm((least - least.sum() / num_live) * live)  # one factor for all rows
     normalized = ((torch.logsumexp(wide(z), 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
-    fits = (torch.maximum(rest, apart) <= tolerance * whole) & (whole > 0) & normalized
-    return Reading(torch.where(live & fits, y, z.shape[1]), -least.sum(), fits, fits, num_live)
+    rest = torch.maximum(rest, apart)
+    fits = (rest <= tolerance * whole) & (whole > 0) & normalized
+    return Reading(torch.where(live & fits, y, z.shape[1]), -least.sum(), fits, fits, num_live, rest)
 
 
 # ---- the first look, which chooses the form --------------------------------------------------------------------------
@@ -201,21 +270,22 @@ class Evidence(NamedTuple):
 
     Attributes:
         says: whether it tells forms apart: not all rows are certain.
-        smoothing: the label smoothing.
+        form: the form, if it is that of a cross-entropy of logits.
         is_softmax: whether the logits are probabilities.
     """
 
-    says: float
-    smoothing: float
-    is_softmax: float
+    says: bool
+    form: Form
+    is_softmax: bool
 
 
-def examine(z: Tensor, g: Tensor) -> Evidence:
-    """Look for the form of rows of one gradient. Synchronizes once."""
+def examine(z: Tensor, g: Tensor, in_float32: bool = True) -> Evidence:
+    """Look for the form of rows of one gradient, in one arithmetic. Synchronizes once."""
     num_classes = z.shape[1]
     tolerance = tolerance_of(z, g)
-    p = _probabilities(z)
-    least = MIN_HALF_SMOOTHING if is_half(z, g) else MIN_SMOOTHING
+    is_half = min(z.dtype.itemsize, g.dtype.itemsize) < 4
+    roundoff = _roundoff(g.dtype)
+    p = _probabilities(z, in_float32)
     g = g.to(p.dtype)
     # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
     top = p.topk(min(2, max(num_classes - 1, 1)), 1).values.sum(1)
@@ -224,15 +294,31 @@ def examine(z: Tensor, g: Tensor) -> Evidence:
     if num_classes == 2:
         spread = torch.where(told, top, -1.0).amax() - torch.where(told, top, 2.0).amin()
         says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
-    is_softmax = (z.amin() > 0) & sum_to_one(z, is_half(z, g))
-    found = (says, _fit_smoothing(p * told[:, None], g * told[:, None], told, least), is_softmax)
-    return Evidence(*torch.stack([value.to(p.dtype) for value in found]).tolist())
+    is_softmax = (z.amin() > 0) & sum_to_one(z, is_half)
+    fitted = _fit_smoothing(p * told[:, None], g * told[:, None], told, max(_roundoff(z.dtype), roundoff))
+    found = torch.stack([value.to(p.dtype) for value in (says, is_softmax, *fitted)])
+    says_form, of_softmax, is_needed, smoothing, error = found.tolist()
+    form = Form(0.0, in_float32)
+    least = MIN_HALF_SMOOTHING if is_half else MIN_SMOOTHING
+    if is_needed and least < smoothing < MAX_SMOOTHING:
+        form = _smoothed_form(smoothing, error, in_float32, z.dtype)
+    return Evidence(says_form > 0, form, of_softmax > 0)
 
 
-def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, least: float) -> Tensor:
-    """The label smoothing; 0 if a line without a floor fits as well, or if it is smaller than the least.
+def _smoothed_form(smoothing: float, error: float, in_float32: bool, dtype: torch.dtype) -> Form:
+    """The form of a smoothing that was fitted, up to an error: a person has written a multiple of 0.01."""
+    of_arithmetic = 0.0 if in_float32 else 3.0 * _roundoff(dtype) * smoothing
+    written = round(smoothing, WRITTEN)
+    if error <= MAX_ERROR and abs(smoothing - written) <= error + of_arithmetic:
+        return Form(written, in_float32, of_arithmetic)
+    return Form(smoothing, in_float32, min(error, MAX_ERROR) + of_arithmetic)
 
-    At all entries but the label's, g = a (p - f) is a line, with the floor f = smoothing / K.
+
+def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, roundoff: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether a label smoothing is needed, the smoothing, and how far it may be off: four standard errors.
+
+    At all entries but the label's, g = a (p - f) is a line, with the floor f = smoothing / K. It is not needed if a
+    line without a floor fits as well.
     """
     guess = _steepest(p, g)
     rows = told[:, None].to(p).expand_as(p)
@@ -243,12 +329,13 @@ def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, least: float) -> Tensor:
         mean_p = (p * others).sum() / total
         mean_g = (g * others).sum() / total
         centered = (p - mean_p) * others
-        guess = (centered * g).sum() / (centered.square().sum() + TINY)
+        spread = centered.square().sum() + TINY
+        guess = (centered * g).sum() / spread
     floor = mean_p - mean_g / (guess + TINY)
     rest = torch.linalg.vector_norm((g - guess * (p - floor)) * others)
     through_zero = (p * g * others).sum() / ((p * others).square().sum() + TINY)
     without = torch.linalg.vector_norm((g - through_zero * p) * others)
-    smoothing = floor * p.shape[1]
     is_needed = without > 2.0 * rest + 1e-5 * torch.linalg.vector_norm(g)
-    found = is_needed & (smoothing > least) & (smoothing < MAX_SMOOTHING)
-    return torch.where(found, smoothing, 0.0)
+    noise = torch.maximum(rest, roundoff * torch.linalg.vector_norm(g * others))  # few points lie on a line
+    standard_error = noise / (guess.abs() + TINY) * torch.sqrt((1.0 / total + mean_p.square() / spread) / total)
+    return is_needed, floor * p.shape[1], LEAST_ERROR + 4.0 * standard_error * p.shape[1]

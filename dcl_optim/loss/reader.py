@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim._torch import warn_once
+from dcl_optim._torch import warn, warn_once
 from dcl_optim._validation import check_state
-from dcl_optim.forecaster import Labels
 from dcl_optim.layout import to_rows
-from dcl_optim.loss.cross_entropy import LOG, Reading, examine, read
+from dcl_optim.loss.cross_entropy import LOG, Form, Reading, arithmetics, examine, read
 from dcl_optim.progress import Forward, Outcome
 from dcl_optim.pull import Scale
 
 PATIENCE = 20  # batches in a row that may tell nothing
+TRUSTED = 100  # steps after which nothing ends a run whose loss was read: that is dearer than a missing penalty
 SAMPLE = 2**20  # logits that the first look takes
 SUMS_TO_ZERO = 0.02  # of the absolute values
 TERMS = {False: "loss + optimizer.penalty(logits)", True: "loss + optimizer.penalty(logits, labels)"}
@@ -52,39 +52,38 @@ SOFTMAX_TWICE = (
 )
 
 
-class Loss(NamedTuple):
-    """What a backward pass says about the script's loss.
-
-    Attributes:
-        scale: s, what the loss was multiplied by.
-        labels: the labels, if they are needed and were read.
-        fits: whether the gradient has the form that was read, a scalar; None if none was.
-        is_finite: False if the gradient is known not to be finite.
-    """
-
-    scale: Scale
-    labels: Labels | None = None
-    fits: Tensor | None = None
-    is_finite: bool = True
-
-
 class Known(NamedTuple):
     """What the reader knows: its state.
 
     Attributes:
-        form: of the gradient, see :func:`~dcl_optim.loss.cross_entropy.read`; None before one is known.
+        smoothing, in_float32, error: those of the gradient's :class:`~dcl_optim.loss.cross_entropy.Form`; None for the
+            first before one is known.
         scale: the last s that was read.
         class_dim: the dimension of the classes, of logits with more than two.
         num_silent: how many of the last batches with a gradient, one after the other, were not read.
     """
 
-    form: float | None = None
+    smoothing: float | None = None
+    in_float32: bool = True
+    error: float = 0.0
     scale: Scale | None = None
     class_dim: int | None = None
     num_silent: int = 0
 
+    @property
+    def form(self) -> Form | None:
+        """The form of the gradient; None before one is known."""
+        return None if self.smoothing is None else Form(self.smoothing, self.in_float32, self.error)
 
-SAVED = {"form": float | None, "scale": float | None, "class_dim": int | None, "num_silent": int}
+
+SAVED = {
+    "smoothing": float | None,
+    "in_float32": bool,
+    "error": float,
+    "scale": float | None,
+    "class_dim": int | None,
+    "num_silent": int,
+}
 
 
 class _Seen(NamedTuple):
@@ -106,6 +105,14 @@ class _Seen(NamedTuple):
         return bool(self.num_live) and not self.fits
 
 
+class _Choice(NamedTuple):
+    """A form and a class dimension by which a gradient was read."""
+
+    form: Form
+    dim: int
+    reading: Reading
+
+
 class LossReader:
     """Reads one backward pass after another.
 
@@ -118,15 +125,21 @@ class LossReader:
         self.reads_labels = reads_labels
         self.term = TERMS[reads_labels]
         self.known = Known()
-        self._name = name
         self.not_found = ""  # why an output of the model showed no logits
+        self.num_skipped = 0  # batches without a penalty, of those that were counted
+        self._name = name
         self._said: set[str] = set()
-        self._num_skipped = 0
+        self._num_said = 0  # unread batches of which the last warning told
         self._not_counted: list[_Seen] = []
+
+    @property
+    def scale(self) -> Scale:
+        """The last s that was read, 1 before any was."""
+        return 1.0 if self.known.scale is None else self.known.scale
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
-        self.num_skipped()
+        self.count()
         scale = self.known.scale
         return self.known._replace(scale=None if scale is None else float(scale))._asdict()
 
@@ -148,104 +161,134 @@ class LossReader:
             )
         return dim
 
-    def read(self, forward: Forward, gradient: Tensor) -> Loss:
+    def read(self, forward: Forward, gradient: Tensor) -> Reading | None:
         """Read the gradient of the logits, and lay them out as rows.
+
+        The scale of the reading is the last one where the gradient tells none. Without labels it is 0 if the gradient
+        does not have the known form, which a device does not say before values may be read.
 
         Args:
             forward: the forward pass.
             gradient: of its logits.
+
+        Returns:
+            None for a gradient that is zero or not finite, that tells nothing, or that has no known form.
         """
         if not gradient.numel():  # a batch without rows says nothing
-            return self._loss_of(None, is_finite=True)
-        reading: Reading | None = None
-        is_finite = True
-        may_read = True  # until the form is known
-        dim = self.dim_of(gradient)
-        if self.known.form is not None and dim is not None:
-            may_read = forward.may_read
-            if dim != forward.class_dim:
-                forward.lay_out(dim)
-            reading = read(self.known.form, forward.rows, to_rows(gradient, dim), self.reads_labels)
-        if may_read and (reading is None or not bool(reading.fits)):
-            reading, total = self._choose(forward, gradient, dim)
-            is_finite = total < math.inf  # false for nan too
-            if is_finite:
-                self._note(forward, total > 0, reading is not None)
-            elif forward.outcome is Outcome.OPEN:
-                self.skip()
-        elif may_read:
+            return None
+        reading = self._read_by_known_form(forward, gradient)
+        if reading is None or (forward.may_read and not bool(reading.fits)):
+            reading = self._choose(forward, gradient)
+        if reading is None:
+            return None
+        if forward.may_read:
             self._note(forward, True, True)
-        elif reading is not None:
+        else:
             self._note(forward, reading.num_live, reading.fits)
-        return self._loss_of(reading, is_finite)
+        return self._filled(reading)
+
+    def _read_by_known_form(self, forward: Forward, gradient: Tensor) -> Reading | None:
+        dim = self.dim_of(gradient)
+        form = self.known.form
+        if form is None or dim is None:
+            return None
+        if dim != forward.class_dim:
+            forward.lay_out(dim)
+        return read(form, forward.rows, to_rows(gradient, dim), self.known.scale, self.reads_labels)
+
+    def _filled(self, reading: Reading) -> Reading:
+        last = self.scale
+        if not isinstance(last, Tensor):
+            last = torch.full_like(reading.scale, last)
+        scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
+        self.known = self.known._replace(scale=scale)
+        return reading._replace(scale=scale if self.reads_labels else scale * reading.fits)
 
     def _note(self, forward: Forward, num_live: Tensor | bool, fits: Tensor | bool) -> None:
         if forward.outcome is Outcome.OPEN:  # else these logits have their penalty from another loss
             self._not_counted.append(_Seen(forward.backward, num_live, fits))
 
-    def _loss_of(self, reading: Reading | None, is_finite: bool) -> Loss:
-        last = 1.0 if self.known.scale is None else self.known.scale
-        if reading is None:
-            return Loss(last, None, None, is_finite)
-        if not isinstance(last, Tensor):
-            last = torch.full_like(reading.scale, last)
-        scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
-        self.known = self.known._replace(scale=scale)
-        if self.reads_labels:
-            return Loss(scale, Labels(reading.labels, reading.num_live), reading.fits)
-        return Loss(scale * reading.fits, None, reading.fits)
-
-    def _choose(self, forward: Forward, gradient: Tensor, known_dim: int | None) -> tuple[Reading | None, float]:
-        """Choose form and class dimension, and read; give also the sum of the gradient's absolute values."""
+    def _choose(self, forward: Forward, gradient: Tensor) -> Reading | None:
+        """Choose form and class dimension, and read."""
         total = _total(gradient)
         if not 0 < total < math.inf:
             if total == 0 and gradient[0].numel() == 1:  # a softmax of one logit is 1
-                warn_once(self._said, f"a batch gets no penalty: {self._unreadable(forward.rows, 0, 0, False, False)}")
-            return None, total
+                message = self._unreadable(forward.rows, False, False, False, False)
+                warn_once(self._said, f"a batch gets no penalty: {message}")
+            elif total != 0 and forward.outcome is Outcome.OPEN:
+                self.skip()
+            return None
+        known_dim = self.dim_of(gradient)
         dims = range(1, max(gradient.ndim, 2)) if known_dim is None else [known_dim]
         # Along the classes the gradient of a softmax cross-entropy sums to 0.
         sums = [dim for dim in dims if _sums_to_zero(gradient, dim, total)]
-        dim = (sums or dims)[0]
-        z = to_rows(forward.logits, dim)
-        evidence = examine(*_sample(z, to_rows(gradient, dim)))
-        says = evidence.says or z.shape[1] == 1
-        if says:
-            forms = [(form, dim) for dim in sums for form in dict.fromkeys((evidence.smoothing, 0.0))]
-            forms += [(LOG, dim) for dim in dims]
-            reading = self._read_first_that_fits(forward, gradient, forms)
-            if reading is not None:
-                if evidence.is_softmax and self.known.form != LOG:
-                    warn_once(self._said, SOFTMAX_TWICE)
-                return reading, total
-        message = self._unreadable(z, evidence.is_softmax, says, bool(sums), forward.is_one_of_several)
-        self._refuse(forward, message, says > 0)
-        return None, total
+        z, g = _sample(*(to_rows(tensor, (sums or dims)[0]) for tensor in (forward.logits, gradient)))
+        evidence = {in_float32: examine(z, g, in_float32) for in_float32 in arithmetics(z)}
+        is_softmax = evidence[True].is_softmax
+        says = evidence[True].says or z.shape[1] == 1
+        fitting = []
+        for in_float32, (_, form, _) in evidence.items():
+            forms: list[tuple[Form, int]] = []
+            if says:
+                forms += [(one, dim) for dim in sums for one in dict.fromkeys((form, Form(0.0, in_float32)))]
+                forms += [(Form(LOG), dim) for dim in dims]
+            elif self.known.form is not None:  # whose arithmetic may show once the model fits
+                forms += [(self.known.form._replace(in_float32=in_float32), dim) for dim in sums]
+            fitting += self._first_that_fits(forward, gradient, forms)
+        if not fitting:
+            message = self._unreadable(z, is_softmax, says, bool(sums), forward.is_one_of_several)
+            self._refuse(forward, message, says)
+            return None
+        choice = min(fitting, key=lambda one: float(one.reading.rest))
+        if is_softmax and choice.form.smoothing != LOG:
+            warn_once(self._said, SOFTMAX_TWICE)
+        return self._keep(choice, forward)
 
-    def _read_first_that_fits(
-        self, forward: Forward, gradient: Tensor, forms: list[tuple[float, int]]
-    ) -> Reading | None:
-        """Try forms and class dimensions; keep the first pair that fits."""
+    def _keep(self, choice: _Choice, forward: Forward) -> Reading:
+        """Read the next batches in this way too."""
+        form, dim, reading = choice
+        class_dim = dim if len(forward.shape) > 2 else None
+        self.known = self.known._replace(**form._asdict(), class_dim=class_dim)
+        if dim != forward.class_dim:
+            forward.lay_out(dim)
+        return reading
+
+    def _first_that_fits(self, forward: Forward, gradient: Tensor, forms: list[tuple[Form, int]]) -> list[_Choice]:
+        """The first pair of a form and a class dimension by which the gradient is read, or none."""
         for form, dim in forms:
-            reading = read(form, to_rows(forward.logits, dim), to_rows(gradient, dim), self.reads_labels)
+            rows = to_rows(forward.logits, dim)
+            reading = read(form, rows, to_rows(gradient, dim), self.known.scale, self.reads_labels)
             if bool(reading.fits):
-                self.known = Known(form, self.known.scale, dim if gradient.ndim > 2 else None)
-                if dim != forward.class_dim:
-                    forward.lay_out(dim)
-                return reading
-        return None
+                return [_Choice(form, dim, reading)]
+        return []
 
     def _refuse(self, forward: Forward, message: str, says: bool) -> None:
         """A gradient has no known form: an error if none was known before, or of many in a row; else a warning."""
         is_known = self.known.form is not None
+        is_long = is_known and forward.step_number > TRUSTED
         if says and not is_known:
             raise RuntimeError(message)
-        if (says or not is_known) and self._num_silent() + 1 >= PATIENCE:  # a model may be certain for good
-            raise RuntimeError(IN_A_ROW.format(PATIENCE) + message if is_known else message)
+        if (says or not is_known) and not is_long:  # a model may be certain for good
+            num_silent = self._num_silent(_on_host(self._not_counted))
+            if num_silent + 1 >= PATIENCE:
+                raise RuntimeError(IN_A_ROW.format(PATIENCE) + message if is_known else message)
+        self._note(forward, True, False)
         # Else the batch may say nothing by chance, or these logits have their penalty from another loss.
         if forward.outcome is Outcome.OPEN and (is_known or forward.is_one_of_several):
-            warn_once(self._said, f"a batch gets no penalty: {message}", "a batch")
+            self._warn(message, again=is_long)
 
-    def _unreadable(self, z: Tensor, is_softmax: float, says: float, sums: bool, several: bool) -> str:
+    def _warn(self, message: str, again: bool) -> None:
+        """Tell of unread batches, once, and in a long run again each time that their number has doubled."""
+        number = self.num_skipped + sum(one.is_missed for one in self._not_counted)
+        if not self._num_said:
+            warn(f"a batch gets no penalty: {message}")
+        elif again and number >= 2 * self._num_said:
+            warn(f"{number} batches got no penalty so far: {message}")
+        else:
+            return
+        self._num_said = number
+
+    def _unreadable(self, z: Tensor, is_softmax: bool, says: bool, sums: bool, several: bool) -> str:
         """The message about a gradient that cannot be read."""
         fix = f"add the penalty to the loss, {self.term}"
         if self.reads_labels:
@@ -270,23 +313,24 @@ class LossReader:
         return UNREADABLE.format(name=self._name, what=what, seen=seen, fix=fix)
 
     def skip(self) -> None:
-        """Count a batch that got no penalty."""
-        self._num_skipped += 1
+        """Note a batch that got no penalty."""
+        self.num_skipped += 1
 
-    def num_skipped(self) -> int:
-        """Count the batches that got no penalty, and in whose backward pass no other loss was read. Synchronizes."""
-        seen = self._not_counted = _on_host(self._not_counted)
+    def count(self) -> None:
+        """Count the batches without a penalty of those that were noted. Synchronizes.
+
+        A batch in whose backward pass another loss was read has its penalty from that one.
+        """
+        seen = _on_host(self._not_counted)
         read_in = {one.backward for one in seen if one.fits and one.backward != -1}  # -1: compiled autograd
-        self._num_skipped += sum(one.is_missed and one.backward not in read_in for one in seen)
-        self.known = self.known._replace(num_silent=self._num_silent())
+        self.num_skipped += sum(one.is_missed and one.backward not in read_in for one in seen)
+        self.known = self.known._replace(num_silent=self._num_silent(seen))
         self._not_counted = []
-        return self._num_skipped
 
-    def _num_silent(self) -> int:
-        """Count the batches that were not read since the last one that was. Synchronizes."""
+    def _num_silent(self, seen: list[_Seen]) -> int:
+        """The number of batches since the last one that was read, with those that are not counted yet."""
         number = self.known.num_silent
-        self._not_counted = _on_host(self._not_counted)
-        for one in self._not_counted:
+        for one in seen:
             if one.fits:
                 number = 0
             number += one.is_missed
@@ -300,7 +344,7 @@ def _on_host(seen: list[_Seen]) -> list[_Seen]:
     if not fits:
         return seen
     device = fits[-1].device
-    columns = [torch.stack([value.to(device) for value in column]).double() for column in (num_live, fits)]
+    columns = [torch.stack([value.to(device) for value in column]).float() for column in (num_live, fits)]
     numbers = iter(torch.stack(columns, 1).tolist())
     return [_Seen(one.backward, *next(numbers)) if isinstance(one.fits, Tensor) else one for one in seen]
 
@@ -318,7 +362,7 @@ def _sample(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 def _total(gradient: Tensor) -> float:
     """The sum of absolute values, which synchronizes."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(gradient, ord=1, dtype=dtype))
+    return float(gradient.abs().sum(dtype=dtype))  # a CPU's 1-norm in float32 adds up in one number, off by half
 
 
 def _sums_to_zero(gradient: Tensor, dim: int, total: float) -> bool:

@@ -191,7 +191,7 @@ class Small(nn.Sequential):
 def settled(optimizer: Any) -> Any:
     """The form of the loss is chosen by values, which is not for every step."""
     state = optimizer.state_dict()
-    state[f"dcl_optim.{type(optimizer).__name__}"]["loss"]["form"] = 0.0
+    state[f"dcl_optim.{type(optimizer).__name__}"]["loss"]["smoothing"] = 0.0
     optimizer.load_state_dict(state)
     return optimizer
 

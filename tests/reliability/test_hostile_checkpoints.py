@@ -15,9 +15,10 @@ from tests.reliability.hostile import ABSENT, JUNK, VARIANTS, Training, places, 
 FLIPS = 200
 # What junk may be in its place: an optimizer without a state, a loss of which nothing is known yet, numbers of the same
 # type, whose values are not looked at.
-RIGHT = {("state", "empty"), ("loss", "form", "none"), ("loss", "class_dim", "none"), ("loss", "scale", "none")}
-RIGHT |= {("loss", "form", "nan"), ("loss", "scale", "nan")}
-RIGHT |= {("loss", "class_dim", "minus one"), ("loss", "num_silent", "minus one"), ("steps", "minus one")}
+RIGHT = {("state", "empty"), ("steps", "minus one")}
+RIGHT |= {("loss", name, "none") for name in ("smoothing", "class_dim", "scale")}
+RIGHT |= {("loss", name, "nan") for name in ("smoothing", "error", "scale")}
+RIGHT |= {("loss", name, "minus one") for name in ("class_dim", "num_silent")}
 
 
 @pytest.fixture(params=VARIANTS)
