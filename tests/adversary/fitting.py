@@ -2,7 +2,8 @@
 
 A small network learns random labels by heart. After each backward pass the labels and the loss scale that the
 forecaster observes are compared with those of the script. A loss that is no plain cross-entropy may be refused or left
-unread; it is read wrongly if a cross-entropy with the labels and the scale that were read has another gradient.
+unread; it is read wrongly if a label is another one, or if the scale is neither the script's nor the one with which a
+plain cross-entropy of these labels has the same gradient.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class Reader:
         if self.script.case.loss == PLAIN:
             self._compare_plain(*read, z, g, meant, factor)
         else:
-            self._compare_other(*read, batch, z, g)
+            self._compare_other(*read, batch, z, g, factor)
 
     def check_skipped(self) -> None:
         """Check that ``skipped`` counts what was not observed."""
@@ -247,7 +248,9 @@ class Reader:
             self.counts["scales"] += 1
             self.counts["off"] += not (1 - SCALE_TOLERANCE) * least <= scale <= (1 + SCALE_TOLERANCE) * most
 
-    def _compare_other(self, labels: Tensor | None, scale: float, batch: Any, z: Tensor, g: Tensor) -> None:
+    def _compare_other(
+        self, labels: Tensor | None, scale: float, batch: Any, z: Tensor, g: Tensor, factor: float
+    ) -> None:
         live = g.any(1)
         if labels is None:
             number, candidates = live.sum(), (batch.y, batch.other)
@@ -263,7 +266,9 @@ class Reader:
             apart = torch.stack([(g.double() - one).square().sum(1) for one in plain])
             rests.append(float(apart.amin(0).sum().sqrt()))
         self.counts["scales"] += 1
-        self.counts["off"] += not min(rests) <= GRADIENT_TOLERANCE * float(g.double().norm())
+        is_plain = min(rests) <= GRADIENT_TOLERANCE * float(g.double().norm())
+        is_factor = abs(scale - factor) <= SCALE_TOLERANCE * factor  # that of the script, which the term would have
+        self.counts["off"] += not (is_plain or is_factor)
 
     def _plain(self, labels: Tensor, smoothing: float, z: Tensor) -> Tensor:
         """The gradient of each row's plain cross-entropy, as the script would compute it."""
@@ -279,7 +284,7 @@ def train(case: Case) -> Counter[str]:
     ``ended`` is a training that an error refused; ``fitted`` one whose last batch was predicted right. ``unread`` are
     the ``batches`` with a gradient that got no penalty. Of the ``rows`` with a gradient in those that were read,
     ``wrong`` have another label, and ``left out`` none. Of the ``scales`` that a gradient tells, ``off`` are those by
-    more than 2 %; of another loss, those with which a plain cross-entropy has not this gradient.
+    more than 2 %; of another loss, those with which a plain cross-entropy has not this gradient either.
     """
     counts = Counter(dict.fromkeys(COUNTS, 0), cases=1)
     answer = _sync.may_sync if case.reads else lambda step, tensor: _sync.is_sync_step(step)
