@@ -245,8 +245,9 @@ class Reader:
             least *= 1 - smoothing
         told = float((g.double() * plain).sum() / plain.square().sum())
         if abs(told - of_row) <= TOLD * of_row:
+            is_told = (1 - SCALE_TOLERANCE) * least <= scale <= (1 + SCALE_TOLERANCE) * most
             self.counts["scales"] += 1
-            self.counts["off"] += not (1 - SCALE_TOLERANCE) * least <= scale <= (1 + SCALE_TOLERANCE) * most
+            self.counts["off"] += not (is_told or self._is_factor(scale, factor))
 
     def _compare_other(
         self, labels: Tensor | None, scale: float, batch: Any, z: Tensor, g: Tensor, factor: float
@@ -267,8 +268,11 @@ class Reader:
             rests.append(float(apart.amin(0).sum().sqrt()))
         self.counts["scales"] += 1
         is_plain = min(rests) <= GRADIENT_TOLERANCE * float(g.double().norm())
-        is_factor = abs(scale - factor) <= SCALE_TOLERANCE * factor  # that of the script, which the term would have
-        self.counts["off"] += not (is_plain or is_factor)
+        self.counts["off"] += not (is_plain or self._is_factor(scale, factor))
+
+    def _is_factor(self, scale: float, factor: float) -> bool:
+        """Whether a scale is the script's, which the penalty term would have."""
+        return abs(scale - factor) <= SCALE_TOLERANCE * factor
 
     def _plain(self, labels: Tensor, smoothing: float, z: Tensor) -> Tensor:
         """The gradient of each row's plain cross-entropy, as the script would compute it."""
