@@ -37,7 +37,7 @@ FRACTION = "DCL, line, companion_fraction"
 # right. Lower a figure when a step gets cheaper; python -m benchmarks kernels prints what it takes.
 BUDGETS = {
     ("hard labels", "float32"): (24, 75, 68, 69, 65),
-    ("hard labels", "bfloat16"): (24, 83, 73, 75, 68),
+    ("hard labels", "bfloat16"): (24, 85, 75, 75, 68),  # DCL: two for the companion's weights of float32
     ("label smoothing 0.1", "float32"): (42, 97, 86, 91, 83),
     ("4 micro-batches", "float32"): (110, 317, 289, 263, 247),
 }
