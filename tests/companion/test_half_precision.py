@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, through_a_file, train, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, through_a_file, train, two_processes, wrap
 
 HALF = torch.bfloat16
 
@@ -49,6 +50,7 @@ def assert_same_state(first: DCLOptimizer, second: DCLOptimizer) -> None:
 # ---- it learns as in float32 -----------------------------------------------------------------------------------------
 
 
+@cache
 def companions_way(dtype: torch.dtype, lr: float) -> float:
     """How far the companion is from its start when the model has fitted 512 rows of ten classes."""
     torch.manual_seed(0)
@@ -127,6 +129,18 @@ def test_a_batch_that_was_given_up_teaches_nothing() -> None:
             train(optimizer.model, optimizer, [batch])
         runs.append(optimizer)
     assert_same_state(*runs)
+
+
+def test_weights_of_frozen_layers_stay_also_where_ranks_fill_gradients() -> None:
+    """With the momentum of earlier steps."""
+    with two_processes():
+        optimizer = narrow(process_group=dist.group.WORLD)
+        train(optimizer.model, optimizer, half_batches(4))
+        optimizer.model[0].requires_grad_(False)
+        before = copy.deepcopy(weights_of(optimizer))
+        train(optimizer.model, optimizer, half_batches(4, seed=9))
+        changed = [not torch.equal(weight, then) for weight, then in zip(weights_of(optimizer), before, strict=True)]
+        assert changed == [False, False, True, True]
 
 
 # ---- what else changes the weights -----------------------------------------------------------------------------------

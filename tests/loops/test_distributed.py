@@ -264,29 +264,30 @@ def test_what_is_no_process_group_is_refused_before_anything_changes(variant, gi
 
 
 def resuming_worker(rank: int, folder: Path) -> None:
-    for variant in ("dcl", "dcp"):
-        resume_on_rank(rank, folder / f"{variant}.pt", variant)
+    for variant, dtype in (("dcl", torch.float64), ("dcl", torch.bfloat16), ("dcp", torch.float64)):
+        resume_on_rank(rank, folder / f"{variant} {dtype}.pt", variant, dtype)
 
 
-def resume_on_rank(rank: int, file: Path, variant: str) -> None:
+def resume_on_rank(rank: int, file: Path, variant: str, dtype: torch.dtype) -> None:
     def build():
-        model = mlp(seed=rank)
+        model = mlp(seed=rank, dtype=dtype)
         parallel = DistributedDataParallel(model)
         return model, parallel, wrap(variant, parallel)
 
+    further = list(batches(3, seed=5, dtype=dtype))
     model, parallel, optimizer = build()
-    train_rank(rank, parallel, optimizer, batches(3))
+    train_rank(rank, parallel, optimizer, batches(3, dtype=dtype))
     if rank == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     dist.barrier()
-    train_rank(rank, parallel, optimizer, batches(3, seed=5))
+    train_rank(rank, parallel, optimizer, further)
     expected = snapshot(model, optimizer)
 
     model, parallel, optimizer = build()
     checkpoint = torch.load(file, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    train_rank(rank, parallel, optimizer, batches(3, seed=5))
+    train_rank(rank, parallel, optimizer, further)
     assert_same(snapshot(model, optimizer), expected)
 
 
