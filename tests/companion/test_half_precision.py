@@ -200,18 +200,19 @@ def step(optimizer: DCLOptimizer) -> DCLOptimizer:
 
 
 def resume(optimizer: DCLOptimizer) -> DCLOptimizer:
-    again = narrow()
+    again = narrow(companion=mlp(3, dtype=HALF))
     again.load_state_dict(through_a_file(optimizer.state_dict()))
     return again
 
 
+@pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("after", [step, resume, copy.deepcopy])
 @pytest.mark.parametrize("write", [load, write_in_place, assign])
 def test_what_a_script_writes_into_the_network_stays(
-    write: Callable[[nn.Module, nn.Module], None], after: Callable[[DCLOptimizer], DCLOptimizer]
+    write: Callable[[nn.Module, nn.Module], None], after: Callable[[DCLOptimizer], DCLOptimizer], steps: int
 ) -> None:
-    optimizer, other = narrow(), mlp(7, dtype=HALF)
-    train(optimizer.model, optimizer, half_batches(3))
+    optimizer, other = narrow(companion=mlp(3, dtype=HALF)), mlp(7, dtype=HALF)
+    train(optimizer.model, optimizer, half_batches(steps))
     write(optimizer.companion, other)
     found = after(optimizer)
     assert_same(list(found.companion.parameters()), list(other.parameters()))

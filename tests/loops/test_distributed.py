@@ -268,18 +268,29 @@ def resuming_worker(rank: int, folder: Path) -> None:
         resume_on_rank(rank, folder / f"{variant} {dtype}.pt", variant, dtype)
 
 
+def from_rank_0(rank: int, file: Path, state: Any) -> Any:
+    if rank == 0:
+        torch.save(state, file)
+    dist.barrier()
+    return torch.load(file, weights_only=True)
+
+
 def resume_on_rank(rank: int, file: Path, variant: str, dtype: torch.dtype) -> None:
     def build():
         model = mlp(seed=rank, dtype=dtype)
         parallel = DistributedDataParallel(model)
-        return model, parallel, wrap(variant, parallel)
+        options = {"companion": mlp(seed=10 + rank, dtype=dtype)} if variant == "dcl" else {}
+        return model, parallel, wrap(variant, parallel, **options)
 
     further = list(batches(3, seed=5, dtype=dtype))
     model, parallel, optimizer = build()
+    parallel(further[0][0])
+    if variant == "dcl":
+        assert_same(learned(optimizer), from_rank_0(rank, file.with_suffix(".first"), learned(optimizer)))
     train_rank(rank, parallel, optimizer, batches(3, dtype=dtype))
-    if rank == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    dist.barrier()
+    before = snapshot(model, optimizer)
+    assert_same(before, from_rank_0(rank, file.with_suffix(".same"), before))
+    from_rank_0(rank, file, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     train_rank(rank, parallel, optimizer, further)
     expected = snapshot(model, optimizer)
 
