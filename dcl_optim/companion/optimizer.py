@@ -4,7 +4,7 @@ What a schedule changes in the base's groups reaches the companion's. What an op
 (Schedule-Free's averages, Prodigy's estimates) stays each one's own.
 
 A network in half precision has weights of float32 behind it. With alpha = 0.99 most of its steps are below the rounding
-of its own weights, and would be lost.
+of half precision, and would be lost.
 """
 
 from __future__ import annotations
