@@ -48,9 +48,10 @@ class DCLOptimizer(ForecastOptimizer):
         process_group: the ``torch.distributed.ProcessGroup`` over which the companion's gradients are averaged;
             ``"auto"`` (default) for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
         companion: None (default) for a copy of the model, which shares the parameters that the base optimizer does not
-            train; or a module with the same output shape, which stays on its device and in its dtype.
+            train; or a module with the same output shape, which stays on its device and in its dtype. In half
+            precision it has weights of float32 behind its parameters.
         companion_optimizer: None (default) for a second optimizer of the base's class, whose options follow the base;
-            or a callable that builds one from the companion's parameters, whose options you schedule.
+            or a callable that builds one from the companion's weights, whose options you schedule.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1, and 1 with
             ``companion_optimizer``.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
@@ -205,7 +206,8 @@ class DCLOptimizer(ForecastOptimizer):
         r"""The companion :math:`\omega`, a module; made now if not before.
 
         Evaluate it after ``optimizer.companion.eval()``; it takes the model's mode in the next training forward pass.
-        It is not compiled with the model: call ``optimizer.companion.compile()``.
+        It is not compiled with the model: call ``optimizer.companion.compile()``. Write to it by ``load_state_dict`` or
+        in ``torch.no_grad()``: in half precision, writes to ``.data`` in place are lost at the next step.
         """
         return self.forecaster.module
 
@@ -218,5 +220,5 @@ class DCLOptimizer(ForecastOptimizer):
 
     @property
     def companion_optimizer(self) -> Optimizer:
-        """The companion's optimizer."""
+        """The companion's optimizer. For parameters in half precision it steps others, of float32."""
         return self.forecaster.optimizer

@@ -35,6 +35,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return sharding is not None and isinstance(tensor, sharding.DTensor)
 
 
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors as they are, and of sharded ones this rank's part."""
+    found: list[Any] = list(tensors)
+    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in found] if _any_sharded(found) else found
+
+
 def refuse_flat_shards(model: nn.Module) -> None:
     """Raise ValueError for a model whose parameters FullyShardedDataParallel keeps in flat shards."""
     if any(isinstance(module, _fully_sharded()) for module in model.modules()):

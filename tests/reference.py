@@ -143,6 +143,25 @@ def dcl_step(
     return loss.detach()
 
 
+class Rounded(nn.Module):
+    """A network that computes in half precision, with the rounding of weights that are float32.
+
+    As DCL's companion does whose model is in half precision. The gradient of a weight is that of its rounding.
+    """
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.network = network.to(dtype)
+        self.dtype = dtype
+        for parameter in network.parameters():
+            parameter.data = parameter.data.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = {name: parameter.to(self.dtype) for name, parameter in self.network.named_parameters()}
+        logits: Tensor = torch.func.functional_call(self.network, rounded, (x.to(self.dtype),))
+        return logits
+
+
 def dcp_step(
     model: nn.Module,
     prototypes: dict[int, Tensor],

@@ -233,7 +233,7 @@ class Companion(Forecaster):
         if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
-            for gradient in (*gradients_of(self.optimizer), *(gradient for _, gradient in self._pending)):
+            for gradient in (*self._made().optimizer.gradients(), *(gradient for _, gradient in self._pending)):
                 gradient.mul_(share)
             self._total_scale = self._total_scale * share
         self._half_factor = factor
@@ -271,14 +271,16 @@ class Companion(Forecaster):
             return
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
-        learns = self._has_observed
-        if self._group.size > 1 and self._has_predicted:  # every rank must bring the same tensors to the reduction
-            learns = True
-            network.optimizer.fill_gradients()
-        if learns:  # also where the scales are zeros on a device, of batches that were not read
-            self._average(list(gradients_of(network.optimizer.optimizer)))
-            network.optimizer.step()
-            network.optimizer.optimizer.zero_grad()
+        optimizer = network.optimizer
+        has_ranks = self._group.size > 1 and self._has_predicted
+        if self._has_observed or has_ranks:  # also with scales of zero on a device, of batches that were not read
+            if optimizer.wide:
+                optimizer.widen_gradients()
+            if has_ranks:  # every rank must bring the same tensors to the reduction
+                optimizer.fill_gradients()
+            self._average(list(gradients_of(optimizer.optimizer)))
+            optimizer.step()
+            optimizer.optimizer.zero_grad()
         self._start()
 
     def _average(self, gradients: list[Tensor]) -> None:
@@ -306,7 +308,7 @@ class Companion(Forecaster):
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.optimizer.optimizer.zero_grad()
+            self._network.optimizer.zero_grad()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 

@@ -116,8 +116,11 @@ class Network:
         """Bring the companion to where the model is."""
         if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
             self._num_ranks = self._group.size
-            self._group.broadcast(p.data for p in self.module.parameters() if p.requires_grad)
+            wide = self.optimizer.wide
+            self.optimizer.read_network()
+            self._group.broadcast(wide.get(p, p).data for p in self.module.parameters() if p.requires_grad)
             self._group.broadcast(self.module.buffers())
+            self.optimizer.write_network()
         if vars(self._model).get("forward") is not self._forward and self._is_copy:
             self._follow_forward()
         for theirs, ours in self._modules:
@@ -137,13 +140,21 @@ class Network:
     def state_dict(self) -> dict[str, Any]:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
         self.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
+        self.optimizer.read_network()
         return {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
 
     def _own_tensors(self) -> dict[str, Tensor]:
         shared = {id(ours) for _, ours in self._shared}
         named = self.module.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in named if id(parameter) in shared}
-        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in names}
+        own = {name: tensor for name, tensor in self.module.state_dict().items() if name not in names}
+        return own | self._wide_tensors()
+
+    def _wide_tensors(self) -> dict[str, Tensor]:
+        """The weights of float32 that are behind parameters in half precision, by the names of these."""
+        wide = self.optimizer.wide
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: wide[parameter].detach() for name, parameter in named if parameter in wide}
 
     def check_tensors(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless the companion's tensors are of its names and shapes."""
@@ -158,6 +169,9 @@ class Network:
         with all_or_nothing(self.optimizer.optimizer):
             self.optimizer.load_state_dict(state["optimizer"])
             self.module.load_state_dict(state["model"], strict=False)
+            for name, weight in self._wide_tensors().items():
+                weight.copy_(state["model"][name])
+            self.optimizer.write_network()
         self.has_predicted = False
         self.is_loaded = True
         self.loaded_since = False

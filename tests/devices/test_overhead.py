@@ -134,6 +134,7 @@ SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
     "DCP, accumulation, frozen layers": (lambda layers: dcp(frozen(layers)), accumulated),
 }
 LINES = 4  # of Python for a parameter, in a step; torch's own zero_grad has more
+MOST_LINES = {"DCL, float16": 7}  # the companion's gradients are moved to those of its float32 weights
 
 
 def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
@@ -146,16 +147,16 @@ def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
     return work.places
 
 
-def assert_nearly_flat(make: Callable[[int], Any], step: Step) -> None:
+def assert_nearly_flat(make: Callable[[int], Any], step: Step, lines: int = LINES) -> None:
     few, many = (work_of_a_step(make(layers), step) for layers in (2, 20))
     assert few.total() > 30
     growing = {place: (few[place], many[place]) for place in sorted(few | many) if few[place] != many[place]}
-    assert many.total() - few.total() <= LINES * 2 * 18, f"lines for few and for many layers, by place: {growing}"
+    assert many.total() - few.total() <= lines * 2 * 18, f"lines for few and for many layers, by place: {growing}"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_step_does_little_python_for_more_layers(scenario):
-    assert_nearly_flat(*SCENARIOS[scenario])
+    assert_nearly_flat(*SCENARIOS[scenario], MOST_LINES.get(scenario, LINES))
 
 
 def test_a_step_of_several_processes_does_little_python_for_more_layers():

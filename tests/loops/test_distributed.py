@@ -264,29 +264,41 @@ def test_what_is_no_process_group_is_refused_before_anything_changes(variant, gi
 
 
 def resuming_worker(rank: int, folder: Path) -> None:
-    for variant in ("dcl", "dcp"):
-        resume_on_rank(rank, folder / f"{variant}.pt", variant)
+    for variant, dtype in (("dcl", torch.float64), ("dcl", torch.bfloat16), ("dcp", torch.float64)):
+        resume_on_rank(rank, folder / f"{variant} {dtype}.pt", variant, dtype)
 
 
-def resume_on_rank(rank: int, file: Path, variant: str) -> None:
-    def build():
-        model = mlp(seed=rank)
-        parallel = DistributedDataParallel(model)
-        return model, parallel, wrap(variant, parallel)
-
-    model, parallel, optimizer = build()
-    train_rank(rank, parallel, optimizer, batches(3))
+def from_rank_0(rank: int, file: Path, state: Any) -> Any:
     if rank == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        torch.save(state, file)
     dist.barrier()
-    train_rank(rank, parallel, optimizer, batches(3, seed=5))
+    return torch.load(file, weights_only=True)
+
+
+def resume_on_rank(rank: int, file: Path, variant: str, dtype: torch.dtype) -> None:
+    def build():
+        model = mlp(seed=rank, dtype=dtype)
+        parallel = DistributedDataParallel(model)
+        options = {"companion": mlp(seed=10 + rank, dtype=dtype)} if variant == "dcl" else {}
+        return model, parallel, wrap(variant, parallel, **options)
+
+    further = list(batches(3, seed=5, dtype=dtype))
+    model, parallel, optimizer = build()
+    parallel(further[0][0])
+    if variant == "dcl":
+        assert_same(learned(optimizer), from_rank_0(rank, file.with_suffix(".first"), learned(optimizer)))
+    train_rank(rank, parallel, optimizer, batches(3, dtype=dtype))
+    before = snapshot(model, optimizer)
+    assert_same(before, from_rank_0(rank, file.with_suffix(".same"), before))
+    from_rank_0(rank, file, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train_rank(rank, parallel, optimizer, further)
     expected = snapshot(model, optimizer)
 
     model, parallel, optimizer = build()
     checkpoint = torch.load(file, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    train_rank(rank, parallel, optimizer, batches(3, seed=5))
+    train_rank(rank, parallel, optimizer, further)
     assert_same(snapshot(model, optimizer), expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ pytestmark = [
 STEPS = 5
 
 
-def sharded(seed: int = 0) -> nn.Module:
-    model = mlp(seed)
+def sharded(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = mlp(seed, dtype=dtype)
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -114,6 +115,40 @@ def test_accumulation_without_communication_learns_from_all_micro_batches(tmp_pa
     on_two_ranks(accumulating_worker, tmp_path)
 
 
+def bfloat16_worker(rank: int, folder: Path) -> None:
+    """The companion's weights are float32, sharded as those that they are rounded into."""
+
+    def build(make: Any) -> Any:
+        model, companion = make(0, dtype=torch.bfloat16), make(7, dtype=torch.bfloat16)
+        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, DCLOptimizer(base, model, companion=companion, weight=1.0)
+
+    def weights_of(optimizer: Any) -> list[torch.Tensor]:
+        (group,) = optimizer.companion_optimizer.param_groups
+        return [full({"": weight.detach()})[""] for weight in group["params"]]
+
+    data = list(batches(20, dtype=torch.bfloat16))
+    model, optimizer = build(sharded)
+    whole, one_process = build(mlp)
+    start = weights_of(optimizer)
+    train_rank(rank, model, optimizer, data)
+    train(whole, one_process, data)
+    for found, expected, before in zip(*map(weights_of, (optimizer, one_process)), start, strict=True):
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < 0.1 * (expected - before).norm()
+    for weight, half in zip(weights_of(optimizer), full(optimizer.companion.state_dict()).values(), strict=True):
+        assert torch.equal(weight.bfloat16(), half)
+    for way in (resumed_by_files, resumed_by_full_states):
+        again, second = way(rank, folder, lambda: build(sharded), model, optimizer)
+        for pair in ((model, optimizer), (again, second)):
+            train_rank(rank, *pair, batches(3, seed=5, dtype=torch.bfloat16))
+        assert_same(weights_of(second), weights_of(optimizer))
+
+
+def test_a_sharded_companion_in_bfloat16_has_sharded_weights_of_float32(tmp_path: Path):
+    on_two_ranks(bfloat16_worker, tmp_path)
+
+
 def refusal_worker(rank: int, folder: Path) -> None:
     model = sharded()
     optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
@@ -127,24 +162,22 @@ def test_a_sharded_model_cannot_be_copied_and_the_error_says_what_to_do(tmp_path
     on_two_ranks(refusal_worker, tmp_path)
 
 
-def resumed_by_files(rank, folder, variant, model, optimizer):
+def resumed_by_files(rank, folder, build, model, optimizer):
     """As torch's tutorial has it: saved and loaded shard by shard."""
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=folder / "checkpoint")
-    model = sharded(seed=3)
-    optimizer = wrap(variant, model, CLASSES)
+    model, optimizer = build()
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(states, checkpoint_id=folder / "checkpoint")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     return model, optimizer
 
 
-def resumed_by_full_states(rank, folder, variant, model, optimizer):
+def resumed_by_full_states(rank, folder, build, model, optimizer):
     options = StateDictOptions(full_state_dict=True)
     states = copy.deepcopy(get_state_dict(model, optimizer, options=options))  # torch hands out its own tensors
     assert not any(isinstance(tensor, DTensor) for tensor in states[0].values())
-    model = sharded(seed=3)
-    optimizer = wrap(variant, model, CLASSES)
+    model, optimizer = build()
     set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
     return model, optimizer
 
@@ -159,10 +192,13 @@ def resuming_worker(rank: int, folder: Path) -> None:
 
 
 def resume_sharded(rank: int, folder: Path, variant: str, way: str) -> None:
-    model = sharded()
-    optimizer = wrap(variant, model, CLASSES)
+    def build(seed: int = 3):
+        model = sharded(seed)
+        return model, wrap(variant, model, CLASSES)
+
+    model, optimizer = build(seed=0)
     train_rank(rank, model, optimizer, batches(3))
-    again, second = RESUMED[way](rank, folder, variant, model, optimizer)
+    again, second = RESUMED[way](rank, folder, build, model, optimizer)
     assert second.logs()["step"] == 3
     for pair in ((model, optimizer), (again, second)):
         train_rank(rank, *pair, batches(3, seed=5))

@@ -177,7 +177,7 @@ FAULTS = [
     Fault("RNG not replayed", "companion.replay:replayed", drop("restore_rng(state)"), "companion extending"),
     Fault("RNG not restored", "companion.replay:replayed", drop("restore_rng(now)"), "companion zero_weight"),
     Fault("companion's gradients pile up", "companion.companion:Companion.learn",
-          drop("network.optimizer.optimizer.zero_grad()"), "reference"),
+          drop("optimizer.optimizer.zero_grad()"), "reference"),
     Fault("mean over all instead of drawn rows", "companion.companion:Companion._of_drawn_rows",
           result("result._replace(number=arguments[1].number)"), "companion/"),
     Fault("companion_every off by one", "companion.companion:Companion.predict",
