@@ -87,7 +87,7 @@ class Reading(NamedTuple):
         fits: whether the gradient has the form; if not, the labels and s mean nothing.
         tells_scale: whether s can be trusted too; not if rounding is all that is left of r.
         num_live: how many rows have a gradient.
-        rest: the length of what the form leaves unexplained, in units of r.
+        rest: the length of what the form leaves unexplained.
     """
 
     labels: Tensor
@@ -122,7 +122,7 @@ def read(
     size = g.amax(1)  # not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole
     live = size != 0
     num_live = torch.linalg.vector_norm(size, 0, dtype=_wide_dtype(z))  # counts in one kernel
-    rounding = ROUNDING + form.error
+    rounding = ROUNDING + form.error  # of r in a row
     last = None
     if form.smoothing and last_scale is not None:
         last = _Last(last_scale / num_live, rounding)
@@ -131,12 +131,15 @@ def read(
         read_rows = _read_block(form, z, g, live, last)
     else:
         read_rows = _together([_read_block(form, z[part], g[part], live[part], last) for part in parts], last)
-    labels, length, _, slope, rest = read_rows
-    excess = torch.sub(rest, length, alpha=tolerance_of(z, g))
-    fits = excess <= rounding * math.sqrt(len(z))  # all rows may be certain, so that only rounding is left
+    labels, _, whole, slope, rest = read_rows
+    excess = torch.sub(rest, whole, alpha=tolerance_of(z, g))
+    # All rows may be certain, so that only rounding is left of r. With another a it could explain any gradient.
+    scale = slope * num_live
+    known_scale = scale if last_scale is None else torch.as_tensor(last_scale).to(scale)
+    fits = torch.addcdiv(excess, known_scale, num_live, value=-rounding * math.sqrt(len(z))) <= 0
     if wants_labels:
         labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
-    return Reading(labels, slope * num_live, fits, excess <= 0, num_live, rest)
+    return Reading(labels, scale, fits, excess <= 0, num_live, rest)
 
 
 def tolerance_of(z: Tensor, g: Tensor) -> float:
@@ -176,7 +179,7 @@ class _Block(NamedTuple):
     length: Tensor  # of r
     whole: Tensor  # of g
     slope: Tensor  # a
-    rest: Tensor  # of r - g/a, with the a of this block
+    rest: Tensor  # of g - a r, with the a of this block
 
 
 def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | None) -> _Block:
@@ -189,7 +192,7 @@ def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | No
     length = _norm(r.mul_(live[:, None]))
     whole = _norm(g)
     a = _slope(whole, length, len(z), last)
-    rest = _norm(torch.addcmul(g, r, a, value=-1.0)) / a  # nan if no row is live
+    rest = _norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
     return _Block(y, length, whole, a, rest)
 
 
@@ -217,7 +220,7 @@ def _together(found: list[_Block], last: _Last | None) -> _Block:
     whole = torch.linalg.vector_norm(wholes)
     labels = torch.cat(rows)
     slope = _slope(whole, length, len(labels), last)
-    apart = (wholes / slope - lengths).abs()
+    apart = (wholes - slope * lengths).abs()
     rests = torch.where((lengths == 0) & (wholes == 0), 0.0, rests)  # a block without a live row
     rest = torch.linalg.vector_norm(rests + apart)
     return _Block(labels, length, whole, slope, rest)
