@@ -264,7 +264,13 @@ class Reader:
             shares = batch.q.double().gather(1, labels.where(is_read, 0)[:, None])[:, 0]
             self.counts["rows"] += int(live.sum())
             self.counts["wrong"] += int((is_read & (shares < LEAST_SHARE)).sum())
-        factor_of_row = scale / int(number)
+        # A margin may bring the gradient of another arithmetic than the script's, once the model fits.
+        is_plain = any(self._is_plain(candidates, scale / int(number), one, g) for one in (z, z.float()))
+        self.counts["scales"] += 1
+        self.counts["off"] += not (is_plain or self._is_factor(scale, factor))
+
+    def _is_plain(self, candidates: tuple[Tensor, ...], factor_of_row: float, z: Tensor, g: Tensor) -> bool:
+        """Whether a gradient is that of a plain cross-entropy of these labels with this factor."""
         plain = [factor_of_row * self._plain(one, 0.0, z) for one in candidates]
         nearest = torch.stack([(g.double() - one).square().sum(1) for one in plain]).argmin(0)
         hard = torch.stack(plain)[nearest, torch.arange(len(g))]
@@ -273,9 +279,7 @@ class Reader:
         slope = factor_of_row * self._plain(labels, 1.0, z) - hard
         smoothing = ((g.double() - hard) * slope).sum() / slope.square().sum()
         rest = g.double() - hard - smoothing.clamp(0.0, MAX_SMOOTHING) * slope
-        self.counts["scales"] += 1
-        is_plain = bool(rest.norm() <= GRADIENT_TOLERANCE * g.double().norm())
-        self.counts["off"] += not (is_plain or self._is_factor(scale, factor))
+        return bool(rest.norm() <= GRADIENT_TOLERANCE * g.double().norm())
 
     def _is_factor(self, scale: float, factor: float) -> bool:
         """Whether a scale is the script's, which the penalty term would have."""
