@@ -12,9 +12,10 @@ from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_integer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.distributed import DataParallelGroup
+from dcl_optim.labels import labels_of
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.progress import Forward
-from dcl_optim.prototypes import UPDATES, Prototypes, labels_of
+from dcl_optim.prototypes import UPDATES, Prototypes
 from dcl_optim.pull import nothing
 from dcl_optim.schedules import Schedule
 from dcl_optim.weights import Weight
@@ -176,8 +177,8 @@ class DCPOptimizer(ForecastOptimizer):
             forward = Forward(logits, progress.number)
             progress.add(forward)
         checked = labels_of(labels, logits, forward.may_read, ignore_index)
-        if self.forecaster.may_be_probabilities:
-            self.forecaster.check_logits(logits, forward.may_read)
+        if self.forecaster.first_look.may_be_probabilities:
+            self.forecaster.first_look.check_logits(logits, forward.may_read)
         return self._algorithm.term(logits, forward, checked)
 
     @property

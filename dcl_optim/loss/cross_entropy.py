@@ -54,9 +54,9 @@ ROUNDING = 1e-6  # of r in a row, in units of 1, where p is close to 1
 MIN_SMOOTHING = 2e-3  # a smaller one is rounding
 MIN_HALF_SMOOTHING = 5e-3
 MAX_SMOOTHING = 0.5
-WRITTEN = 2  # digits of a smoothing that a person writes
+STEP = 0.01  # from one smoothing that a person writes to the next
 LEAST_ERROR = 1e-4  # of a smoothing that was fitted
-MAX_ERROR = 5e-3  # half of the way from one that a person writes to the next
+MAX_ERROR = 5e-3  # more would let other losses pass
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
@@ -311,8 +311,8 @@ def examine(z: Tensor, g: Tensor, in_float32: bool = True) -> Evidence:
 def _smoothed_form(smoothing: float, error: float, in_float32: bool, dtype: torch.dtype) -> Form:
     """The form of a smoothing that was fitted, up to an error: a person has written a multiple of 0.01."""
     of_arithmetic = 0.0 if in_float32 else 3.0 * _roundoff(dtype) * smoothing
-    written = round(smoothing, WRITTEN)
-    if error <= MAX_ERROR and abs(smoothing - written) <= error + of_arithmetic:
+    written = round(round(smoothing / STEP) * STEP, 2)
+    if error <= STEP and abs(smoothing - written) <= error + of_arithmetic:
         return Form(written, in_float32, of_arithmetic)
     return Form(smoothing, in_float32, min(error, MAX_ERROR) + of_arithmetic)
 

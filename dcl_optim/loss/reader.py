@@ -283,7 +283,7 @@ class LossReader:
         if not self._num_said:
             warn(f"a batch gets no penalty: {message}")
         elif again and number >= 2 * self._num_said:
-            warn(f"{number} batches got no penalty so far: {message}")
+            warn(f"a batch gets no penalty, {number} so far: {message}")
         else:
             return
         self._num_said = number

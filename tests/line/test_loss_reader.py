@@ -462,7 +462,7 @@ def test_after_100_steps_nothing_ends_the_run(variant, resumes):
         train(model, optimizer, vectors(70), weighted)
     assert [str(warning.message).split(":")[0] for warning in caught] == [
         "a batch gets no penalty",
-        *(f"{number} batches got no penalty so far" for number in (2, 4, 8, 16, 32, 64)),
+        *(f"a batch gets no penalty, {number} so far" for number in (2, 4, 8, 16, 32, 64)),
     ]
     assert all(
         f"optimizer.penalty({'logits, labels' if variant == 'dcp' else 'logits'})" in str(w.message) for w in caught

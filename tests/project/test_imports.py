@@ -16,7 +16,7 @@ FILES = {name.removesuffix(".__init__"): path for name, path in sorted(PATHS.ite
 # From the top. A file or package imports from lower layers and from itself; _ stands for all files that begin with it.
 ORDER = """
     __main__ | demo | trial | plots | metrics dcl_optim | dcl dcp | optimizer | algorithm | companion prototypes
-    | weights | loss | forecaster | pull progress | distances distributed outputs schedules | layout | _
+    | labels weights | loss | forecaster | pull progress | distances distributed outputs schedules | layout tally | _
 """
 LAYER = {unit: depth for depth, units in enumerate(ORDER.split("|")) for unit in units.split()}
 PRIVATE = re.compile(

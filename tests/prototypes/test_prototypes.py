@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCPOptimizer, _sync, distances
-from dcl_optim.prototypes import labels_of
+from dcl_optim.labels import labels_of
 from tests.helpers import assert_same, live_tensors, train
 from tests.reference import dcp_step
 

@@ -1,0 +1,134 @@
+"""What a script passes as logits and labels, checked where values may be read. Not in prototypes.py, which learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcl_optim._torch import constant
+from dcl_optim.forecaster import Labels
+from dcl_optim.layout import sum_to_one, to_rows, wide
+
+FEWEST_ROWS = 8  # fewer lie in the order of their labels, or sum to 1, by chance
+SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
+RESHAPING = ("ToCopy", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Slice", "IndexBackward")
+IN_BATCH = (
+    "the labels of this batch are its rows' places, 0, 1, 2, ... up to its last logit: scores against the rows of a "
+    "batch (in-batch negatives, CLIP) have no classes.\n"
+    "  Fix: use DCLOptimizer (no gain was measured for such losses). If these are classes, pass num_classes={}"
+)
+
+KINDS = (
+    "pass class indices in an integer dtype, (N,) or (N, d1, ...), or soft or one-hot labels in floating point, "
+    "labels.float(), in the shape of the logits, (N, K) or (N, K, d1, ...)"
+)
+PROBABILITIES = (
+    "logits has rows that are probabilities, whose distances are so small that the penalty has hardly any effect.\n"
+    "  Fix: pass the logits themselves, before softmax or sigmoid, or their log_softmax. See docs/troubleshooting.md"
+)
+
+
+class FirstLook:
+    """What is asked of the first batches alone: whether the labels are the rows' places, and logits probabilities.
+
+    Args:
+        num_classes: K as the script gave it, or None; with a number the labels are classes.
+    """
+
+    def __init__(self, num_classes: int | None) -> None:
+        self.may_be_in_batch = num_classes is None
+        self.may_be_probabilities = True
+        self._num_like_probabilities = 0  # rows that it has looked at
+
+    def refuse_in_batch(self, labels: Tensor, num_classes: int) -> None:
+        """Raise ValueError if the labels of a batch, (N,) or (N, K), are its rows' places, as of in-batch negatives."""
+        self.may_be_in_batch = False
+        number = len(labels)
+        if number != num_classes or number < FEWEST_ROWS:
+            return
+        classes = classes_of(labels)
+        is_in_place = classes == torch.arange(number, device=classes.device)
+        if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
+            raise ValueError(IN_BATCH.format(number))
+
+    def check_logits(self, logits: Tensor, may_read: bool) -> None:
+        """Raise ValueError for probabilities: a sigmoid's, or if all the first rows that the term got sum to 1."""
+        if _is_of_sigmoid(logits.grad_fn):
+            raise ValueError(PROBABILITIES)
+        if not may_read or not logits.numel():
+            return
+        self.may_be_probabilities = _are_probabilities(logits.detach())
+        self._num_like_probabilities += logits.numel() // logits.shape[1]
+        if self.may_be_probabilities and self._num_like_probabilities >= FEWEST_ROWS:
+            raise ValueError(PROBABILITIES)
+
+
+def classes_of(labels: Tensor) -> Tensor:
+    """The class of each row (N,), K for none; of soft labels (N, K) that of the largest share."""
+    if labels.ndim == 1:
+        return labels
+    return torch.where(labels.sum(1) > 0.5, labels.argmax(1), labels.shape[1])
+
+
+def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) -> Labels:
+    """Check labels that the penalty term got, and lay them out as rows: class indices, or soft labels.
+
+    Values are checked where they may be read.
+    """
+    shape = tuple(logits.shape)
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, got {type(labels).__name__}; pass torch.as_tensor(labels)")
+    if logits.ndim < 2 or logits.shape[1] == 1:
+        raise ValueError(
+            f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...) with K of at least 2, or use "
+            "DCLOptimizer (no gain was measured)"
+        )
+    if labels.dtype == torch.bool or labels.is_complex():
+        raise TypeError(f"labels has {labels.dtype}; of two classes pass labels.long(), else {KINDS}")
+    is_soft = labels.is_floating_point()
+    if labels.shape != (shape if is_soft else (*shape[:1], *shape[2:])):
+        raise ValueError(
+            f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)} do not fit logits of shape {shape}; "
+            f"{KINDS}. For (batch, time, classes) pass logits.flatten(0, 1), labels.flatten()"
+        )
+    # The script may write to its own labels before the step, so both are copied.
+    if is_soft:
+        shares = wide(to_rows(labels.detach())).clone()
+        if may_read and len(shares):
+            _check_shares(shares)
+        return Labels(shares, len(shares))
+    classes = labels.detach().flatten().long()
+    has_label = classes != ignore_index
+    if may_read:
+        wrong = classes[has_label & ((classes < 0) | (classes >= shape[1]))]
+        if len(wrong):
+            raise ValueError(
+                f"labels has {int(wrong[0])}; labels must lie in 0..{shape[1] - 1} or equal ignore_index={ignore_index}"
+            )
+    classes = classes.where(has_label, constant(shape[1], classes.device))
+    return Labels(classes, has_label.sum(dtype=torch.float32))
+
+
+def _is_of_sigmoid(node: Any) -> bool:
+    """Whether an autograd node is a sigmoid's, or gives its output in another shape or dtype."""
+    while node is not None and node.name().startswith(RESHAPING):
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "SigmoidBackward0"
+
+
+def _are_probabilities(logits: Tensor) -> bool:
+    return bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4))
+
+
+def _check_shares(shares: Tensor) -> None:
+    sums = shares.sum(1)
+    least, lowest, highest = torch.stack((shares.min(), sums.min(), sums.max())).tolist()
+    if not min(least, lowest - 1.0, 1.0 - highest) >= -SHARE_TOLERANCE:
+        raise ValueError(
+            f"labels has soft labels that are not distributions over {shares.shape[1]} classes (the least share is "
+            f"{least:g}, rows sum to {lowest:g} up to {highest:g}).\n"
+            "  Fix: with sigmoid outputs (binary, multi-label) and regression use DCLOptimizer (no gain was "
+            "measured)"
+        )

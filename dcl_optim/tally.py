@@ -1,0 +1,150 @@
+r"""What prototypes hold, what batches show, and how the one moves toward the other (Equation 6).
+
+A step that is skipped drops the tally. Only :func:`learn_` writes to the state, in place: it has K² numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcl_optim._torch import constant
+
+TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
+NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
+MASKED = -1e4  # a logit at or below is that of a masked class
+UNSEEN = -math.inf  # an entry of a prototype that no row has shown: a difference from it counts for nothing
+DECAY = 0.98  # of the running mean of the training accuracy, a step
+
+
+class State(NamedTuple):
+    """What a checkpoint holds, and a row for the rows without a label, which no step gives a number above 0.
+
+    Attributes:
+        values: the prototypes, (K + 1, K); with masks minus infinity where no row has shown a value.
+        numbers: n, (K + 1,).
+        fit: decayed numbers of the rows that were predicted right, and of those with a label, (2,).
+    """
+
+    values: Tensor
+    numbers: Tensor
+    fit: Tensor
+
+    def known(self, has_masks: bool) -> Tensor:
+        """The prototypes, zero where no row has shown a value."""
+        return self.values.masked_fill(self.values == UNSEEN, 0.0) if has_masks else self.values
+
+    def saved(self) -> State:
+        """Views of what a resumed run has to know."""
+        return State(self.values[:-1], self.numbers[:-1], self.fit)
+
+
+def new_state(num_classes: int, dtype: torch.dtype, device: torch.device) -> State:
+    """The state before the first step."""
+    values = torch.zeros(num_classes + 1, num_classes, dtype=dtype, device=device)
+    return State(values, values.new_zeros(num_classes + 1), values.new_tensor([0.0, TINY]))
+
+
+class Tally:
+    """What batches since the last step show: sums, so that micro-batches and ranks add up.
+
+    Args:
+        no_rows: the counts of no batch, which are copied.
+
+    Attributes:
+        counts: the rows of each class, those without a label, and those that were predicted right, (K + 2,).
+        parts: classes and differences z - p of rows, as long as there are no more rows than classes.
+        sums: the differences by class, (K + 1, K); None as long as there are parts alone.
+        shown: the rows that show each entry, (K + 1, K); None without masks.
+        has_rows: whether a batch was learned from; if not, all were skipped.
+    """
+
+    def __init__(self, no_rows: Tensor) -> None:
+        self.counts = no_rows.clone()
+        self.parts: list[tuple[Tensor, Tensor]] = []
+        self.sums: Tensor | None = None
+        self.shown: Tensor | None = None
+        self.has_rows = False
+
+    def add_rows(self, classes: Tensor, apart: Tensor, one: Tensor) -> None:
+        """Add rows of one class each, with their differences z - p; ``one`` is 1 in the dtype of the counts."""
+        self.counts.index_add_(0, classes, one.expand(len(classes)))
+        self.parts.append((classes, apart))
+        if sum(len(rows) for rows, _ in self.parts) > len(self.counts) - 2:
+            self.sum_by_class()  # which takes less memory than the rows
+
+    def sum_by_class(self) -> Tensor:
+        """Add the differences up by class, (K + 1, K)."""
+        if self.sums is None:
+            self.sums = self.counts.new_zeros(len(self.counts) - 1, len(self.counts) - 2)
+        for classes, apart in self.parts:
+            self.sums.index_add_(0, classes, apart)
+        self.parts = []
+        return self.sums
+
+    def entries_shown(self) -> Tensor:
+        """The rows that show each entry, (K + 1, K): all those of before masks were found."""
+        if self.shown is None:
+            numbers = self.counts[:-1]
+            self.shown = numbers[:, None].expand(len(numbers), len(numbers) - 1).clone()
+        return self.shown
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Follow the state to another device, and to a wider dtype."""
+        self.counts = self.counts.to(device, dtype)
+        self.parts = [(classes.to(device), apart.to(device, dtype)) for classes, apart in self.parts]
+        self.sums = None if self.sums is None else self.sums.to(device, dtype)
+        self.shown = None if self.shown is None else self.shown.to(device, dtype)
+
+
+def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
+    r"""Move the prototypes, in place.
+
+    Args:
+        state: what moves.
+        tally: what the batches of the step show.
+        alpha: the share of what was learned before, in [0, 1].
+        counts_rows: whether each row counts alike,
+            :math:`n_k \leftarrow \alpha n_k + m_k,\; p^k \leftarrow p^k + \frac{1}{n_k}\sum (z_i - p^k)`; else each
+            batch, which is Equation 6, where the first mean becomes the prototype.
+    """
+    counts = tally.counts[:-1]
+    is_here = counts > 0
+    ages = is_here >= is_here.any()  # the classes that are here, or all if none is
+    if counts_rows:
+        numbers = torch.add(counts, state.numbers, alpha=alpha)
+        divisors = numbers
+    else:
+        numbers = torch.maximum(alpha * state.numbers, is_here.to(counts))
+        divisors = counts / (1.0 - alpha * state.numbers.clamp(0.0, 1.0))
+    torch.where(ages, numbers, state.numbers, out=state.numbers)
+    divisors = torch.where(is_here, divisors, constant(math.inf, counts.device))[:, None]
+    if tally.shown is not None:
+        divisors = _begin_entries(state, tally.shown, divisors)
+    if tally.sums is not None:
+        state.values.addcdiv_(tally.sums, divisors)
+    for classes, apart in tally.parts:
+        state.values.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)))
+
+
+def _begin_entries(state: State, shown: Tensor, divisors: Tensor) -> Tensor:
+    """Prepare entries that are shown for the first time; return what each entry's sum is divided by, (K + 1, K)."""
+    is_first = (state.values == UNSEEN) & (shown > 0)
+    is_first[-1] = False  # of rows without a label
+    state.values.masked_fill_(is_first, 0.0)
+    return torch.where(is_first, shown, divisors)
+
+
+def learn_fit_(state: State, tally: Tally) -> None:
+    """Add to the numbers of rows that were predicted right and that have a label, in place."""
+    fit = torch.stack((tally.counts[-1], tally.counts[:-2].sum()))
+    torch.add(fit, state.fit, alpha=DECAY, out=state.fit)
+
+
+def begin_masks_(state: State) -> None:
+    """From now on each entry of a prototype is learned from the rows that show it, in place."""
+    is_unseen = (state.numbers <= 0)[:, None] | (state.values <= MASKED)  # of masks that were found late
+    state.values.masked_fill_(is_unseen, UNSEEN)
