@@ -82,16 +82,16 @@ class Snapshot(Method):
 
     Args:
         setting: what to train with; its own schedule is not used.
-        estimators: how many states, at least 1 and at most one an epoch. Default 2.
+        estimators: how many states, at least 1; in fewer epochs than that one an epoch. Default 2.
 
     Raises:
         ValueError: an option out of range.
     """
 
     def __init__(self, setting: Setting, *, estimators: int = 2) -> None:
-        check_count("estimators", estimators, 1, setting.epochs)
+        check_count("estimators", estimators, 1)
         super().__init__(setting, model=Trained(setting))
-        self._cycle = setting.epochs // estimators
+        self._cycle = max(1, setting.epochs // estimators)
         self.main.scheduler = CosineAnnealingWarmRestarts(self.main.optimizer, self._cycle)
         copies = [copy.deepcopy(self.main.network).requires_grad_(False) for _ in range(estimators)]
         self._states = self.kept["snapshots"] = nn.ModuleList(copies)

@@ -1,0 +1,53 @@
+"""A few steps of each row on the user's data: what would fail at size fails here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from examples.research.paper.checks import problems
+from examples.research.paper.images import load
+from examples.research.paper.rows import Row, Work, works
+from examples.research.paper.session import Session
+from examples.research.paper.training import Training
+
+STEPS = 2
+
+
+def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
+    """Train and measure a little of each training; say how it went, and give the exit status."""
+    names: dict[str, list[str]] = {}
+    for table, rows in chosen.items():
+        for row in rows:
+            names.setdefault(row.work.key(0), []).append(f"{table} {row.name}")
+    begin, all_works = time.perf_counter(), works(row for rows in chosen.values() for row in rows)
+    missing = problems(all_works, session)
+    print(*(f"a whole run would be refused: {line}" for line in missing), sep="\n", end="\n" if missing else "")
+    failed = 0
+    for work in all_works:
+        label = ", ".join(names.get(work.key(0), ["what others need"]))
+        clock = time.perf_counter()
+        try:
+            said = "ok    " + _tried(work, replace(session, random_needs=True))
+        except Exception as error:  # whatever it is, the other rows are tried
+            failed, said = failed + 1, f"FAILED {type(error).__name__}: {error}"
+        print(f"{label}: {said}, {time.perf_counter() - clock:.1f} s", flush=True)
+    seconds = time.perf_counter() - begin
+    print(f"{len(all_works)} trainings behind {sum(map(len, names.values()))} rows, {failed} failed, {seconds:.0f} s")
+    return int(bool(failed))
+
+
+def _tried(work: Work, session: Session) -> str:
+    training = Training(work, 0, session, load(work, session, 0))
+    steps = training.steps()
+    count = sum(1 for _ in islice(steps, STEPS))
+    steps.close()  # type: ignore[attr-defined]
+    x, _ = next(iter(training.data.fixed("test", 2)))
+    shapes = {name: tuple(predict(training._moved(x)).shape) for name, predict in training.predictors().items()}
+    loss = float(training.total / training.images)
+    if loss != loss:
+        raise ValueError("the loss is not finite")
+    predicted = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return f"{count} steps, loss {loss:.3f}, {predicted or 'no classes'}"
