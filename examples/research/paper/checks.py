@@ -24,12 +24,12 @@ TIMED = 64  # images whose loading is timed
 _SECONDS: dict[tuple[str | None, ...], float] = {}  # for one, by what it depends on
 
 
-def problems(works: Sequence[Work], session: Session, whole: bool = True) -> list[str]:
-    """What is missing, each with the line that brings it; with ``whole`` also data sets of another size."""
+def problems(works: Sequence[Work], session: Session, space: bool = True) -> list[str]:
+    """What is missing, each with the line that brings it; ``space`` on disk and device takes timed steps to know."""
     found = [*_packages(works), *_networks(works), *_processes(works, session)]
     if not any("torchvision" in line for line in found):
-        found += [*_data(works, session, whole), *_weights(works, session)]
-    return found if found else list(_space(works, session))
+        found += [*_data(works, session), *_weights(works, session)]
+    return list(_space(works, session)) if space and not found else found
 
 
 def _packages(works: Sequence[Work]) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _processes(works: Sequence[Work], session: Session) -> Iterator[str]:
             yield f"batches of {size} do not divide among {session.processes} processes: choose --batch-size"
 
 
-def _data(works: Sequence[Work], session: Session, whole: bool) -> Iterator[str]:
+def _data(works: Sequence[Work], session: Session) -> Iterator[str]:
     by_name = {work.configuration.data: work for work in works}
     for name, work in sorted(by_name.items()):
         place = folder(name, session.data)
@@ -83,7 +83,7 @@ def _data(works: Sequence[Work], session: Session, whole: bool) -> Iterator[str]
             yield f"{error}; it comes by: {FETCH[name].replace('ROOT', str(session.data))}"
             continue
         found = data.sizes()
-        if whole and found != SIZES[name]:
+        if found != SIZES[name]:
             yield f"{name} in {place} has {_sizes(found)}, but the whole data set has {_sizes(SIZES[name])}"
         if tuple(x.shape[1:]) != Blank(name).shape:
             yield f"{name} in {place} has images of {tuple(x.shape[1:])}, not of {Blank(name).shape}"

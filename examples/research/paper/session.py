@@ -67,8 +67,7 @@ class Session:
             return network
         if self.device.type == "cuda":
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-        # The first process alone measures, so its forward passes must not wait for the others' buffers.
-        return DistributedDataParallel(network, broadcast_buffers=False)
+        return DistributedDataParallel(network)
 
 
 def alone(network: nn.Module) -> nn.Module:

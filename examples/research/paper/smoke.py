@@ -23,7 +23,7 @@ def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
         for row in rows:
             names.setdefault(row.work.key(0), []).append(f"{table} {row.name}")
     begin, all_works = time.perf_counter(), works(row for rows in chosen.values() for row in rows)
-    missing = problems(all_works, session)
+    missing = problems(all_works, session, space=False)
     print(*(f"a whole run would be refused: {line}" for line in missing), sep="\n", end="\n" if missing else "")
     failed = 0
     for work in all_works:

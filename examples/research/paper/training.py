@@ -15,7 +15,7 @@ from dcl_optim import DCLOptimizer
 from examples.research import methods, networks, non_targets
 from examples.research.applications.adapters import renew_head
 from examples.research.checkpoint import save_atomically
-from examples.research.methods.base import Method
+from examples.research.methods.base import Method, Predictor
 from examples.research.networks.weights import load
 from examples.research.paper.rows import Work
 from examples.research.paper.session import Session, alone
@@ -116,6 +116,14 @@ class Training(Run):
     def epochs(self) -> int:
         """How many epochs are over."""
         return len(self.losses)
+
+    def predictors(self) -> dict[str, Predictor]:
+        """See :meth:`Run.predictors`; the first process predicts alone, so it must not wait for the others' buffers."""
+        main = self.method.main
+        shared, main.network = main.network, alone(main.network)
+        found = super().predictors()
+        main.network = shared
+        return found
 
     def measure(self) -> None:
         """Note the test accuracy of what is deployed, and the logits of a few images."""
