@@ -21,13 +21,14 @@ def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
     names: dict[str, list[str]] = {}
     for table, rows in chosen.items():
         for row in rows:
-            names.setdefault(row.work.key(0), []).append(f"{table} {row.name}")
-    begin, all_works = time.perf_counter(), works(row for rows in chosen.values() for row in rows)
+            names.setdefault(_like(row.work), []).append(f"{table} {row.name}")
+    begin = time.perf_counter()
+    all_works = list({_like(work): work for work in works(row for rows in chosen.values() for row in rows)}.values())
     missing = problems(all_works, session, space=False)
     print(*(f"a whole run would be refused: {line}" for line in missing), sep="\n", end="\n" if missing else "")
     failed = 0
     for work in all_works:
-        label = ", ".join(names.get(work.key(0), ["what others need"]))
+        label = ", ".join(names.get(_like(work), ["what others need"]))
         clock = time.perf_counter()
         try:
             said = "ok    " + _tried(work, replace(session, random_needs=True))
@@ -37,6 +38,11 @@ def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
     seconds = time.perf_counter() - begin
     print(f"{len(all_works)} trainings behind {sum(map(len, names.values()))} rows, {failed} failed, {seconds:.0f} s")
     return int(bool(failed))
+
+
+def _like(work: Work) -> str:
+    """A name for what is tried: the training that another begins with is left out, as random weights stand for it."""
+    return replace(work, needs=None).key(0)
 
 
 def _tried(work: Work, session: Session) -> str:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import torchvision
 
 from examples.research import records
 from examples.research.applications import semi_supervised
