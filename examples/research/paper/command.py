@@ -60,14 +60,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = tables.build(recipe)
     try:
         chosen = {name: select(table, options.row) for name, table in known.items() if options.table in (None, name)}
-        if options.list:
-            print(rows_of(known, chosen, session))
-        elif options.smoke:
+        if options.smoke:
             sys.exit(smoke.run(chosen, session))
-        else:
-            runs.run(known[options.table], chosen[options.table], options.seeds, session)
+        elif not options.list:
+            runs.run(known[options.table], chosen[options.table], options.seeds, session, recipe.changes())
+        elif session.first:
+            print(rows_of(known, chosen, session))
     except (ValueError, ImportError) as error:
-        made.error(str(error))
+        if session.first:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("interrupted before the first step")
+    finally:
+        session.leave()
 
 
 def _workers(options: argparse.Namespace) -> int:

@@ -58,6 +58,8 @@ def train(training: Training, checkpoint: Path, signals: Signals, say: Callable[
 
     def stop_if_asked() -> None:
         if session.any(bool(signals.number)):
+            # The others' losses are not in the first one's checkpoint.
+            training.total.fill_(session.mean(float(training.total)))
             save()
             session.wait()
             raise Stopped(signals.number or signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from examples.research import configuration
@@ -44,6 +44,14 @@ class Recipe:
     epochs: int | None = None
     batch_size: int | None = None
     precision: str = "float32"
+
+    def changes(self) -> str:
+        """How the settings differ from the paper's, in a line; empty where they do not."""
+        given = [f"{field.name} = {getattr(self, field.name)}" for field in fields(self)]
+        changed = [
+            one for one, field in zip(given, fields(self), strict=True) if getattr(self, field.name) != field.default
+        ]
+        return f"Not the paper's settings: {', '.join(changed)}." if changed else ""
 
     def options(self, method: str, **more: Any) -> dict[str, Any]:
         """The options of DCL or DCP; of another method only ``more``."""

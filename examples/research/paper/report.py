@@ -18,7 +18,7 @@ LEGEND = (
 
 
 def table(shown: Table, records: Records) -> str:
-    """The table with the accuracies of the model, and where there are some those of the companion; empty without."""
+    """The lines and columns that have results, of the model and, where it has some, of the companion."""
     parts = [_grid(shown.rows, records, _deployed), _grid(shown.rows, records, _companion), _others(shown, records)]
     if not parts[0]:
         return ""
@@ -38,11 +38,12 @@ def _companion(row: Row, record: Mapping[str, Any]) -> float | None:
 
 def _grid(rows: Sequence[Row], records: Records, value: Any) -> str:
     cells = {(row.line, row.column): _cell(row, records, value) for row in rows}
-    if not any(cells.values()):
+    cells = {place: text for place, text in cells.items() if text}
+    if not cells:
         return ""
-    columns = list(dict.fromkeys(row.column for row in rows))
+    columns = [column for column in dict.fromkeys(row.column for row in rows) if column in {c for _, c in cells}]
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
-    for line in dict.fromkeys(row.line for row in rows):
+    for line in dict.fromkeys(line for line, _ in cells):
         found = (cells.get((line, column), "") for column in columns)
         lines += [f"| {line} | {' | '.join(found)} |"]
     return "\n".join(lines)

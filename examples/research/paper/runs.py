@@ -24,8 +24,15 @@ from examples.research.records import Record
 RESULTS = "runs.jsonl"
 
 
-def run(table: Table, rows: Sequence[Row], seeds: int, session: Session) -> None:
+def run(table: Table, rows: Sequence[Row], seeds: int, session: Session, changed: str = "") -> None:
     """Make the runs that have no result, then print the table.
+
+    Args:
+        table: what is printed.
+        rows: of it, what is trained.
+        seeds: of each row.
+        session: where.
+        changed: how the settings differ from the paper's, which is printed beside the table.
 
     Raises:
         ValueError: something is missing; the message has all of it.
@@ -45,8 +52,8 @@ def run(table: Table, rows: Sequence[Row], seeds: int, session: Session) -> None
             sys.exit(128 + stopped.number)
     if session.first:
         made = results(path)
-        print(report.table(table, made))
-        print(*figures.draw(rows, made, session.out / "figures"), sep="\n")
+        drawn = figures.draw(rows, made, session.out / "figures")
+        print(*(part for part in (report.table(table, made), changed, *drawn) if part), sep="\n")
 
 
 def pending(rows: Sequence[Row], seeds: int, path: Path) -> list[tuple[Work, int]]:

@@ -56,10 +56,23 @@ class Session:
         dist.all_reduce(wishes, dist.ReduceOp.MAX, group=self.control)
         return bool(wishes)
 
+    def mean(self, value: float) -> float:
+        """The mean of what the processes have."""
+        if self.control is None:
+            return value
+        values = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(values, group=self.control)
+        return float(values) / self.processes
+
     def wait(self) -> None:
         """Wait for the other processes."""
         if self.control is not None:
             dist.barrier(group=self.control)
+
+    def leave(self) -> None:
+        """Part from the other processes."""
+        if self.control is not None:
+            dist.destroy_process_group()
 
     def parallel(self, network: nn.Module) -> nn.Module:
         """Let the processes train a network together; batch norm sees the whole batch where torch can do that."""

@@ -25,7 +25,9 @@ def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
     begin = time.perf_counter()
     all_works = list({_like(work): work for work in works(row for rows in chosen.values() for row in rows)}.values())
     missing = problems(all_works, session, space=False)
-    print(*(f"a whole run would be refused: {line}" for line in missing), sep="\n", end="\n" if missing else "")
+    say = print if session.first else _silent
+    for line in missing:
+        say(f"a whole run would be refused: {line}")
     failed = 0
     for work in all_works:
         label = ", ".join(names.get(_like(work), ["what others need"]))
@@ -34,10 +36,14 @@ def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
             said = "ok    " + _tried(work, replace(session, random_needs=True))
         except Exception as error:  # whatever it is, the other rows are tried
             failed, said = failed + 1, f"FAILED {type(error).__name__}: {error}"
-        print(f"{label}: {said}, {time.perf_counter() - clock:.1f} s", flush=True)
+        say(f"{label}: {said}, {time.perf_counter() - clock:.1f} s", flush=True)
     seconds = time.perf_counter() - begin
-    print(f"{len(all_works)} trainings behind {sum(map(len, names.values()))} rows, {failed} failed, {seconds:.0f} s")
+    say(f"{len(all_works)} trainings behind {sum(map(len, names.values()))} rows, {failed} failed, {seconds:.0f} s")
     return int(bool(failed))
+
+
+def _silent(*given: object, **options: object) -> None:
+    """Stand for print in the processes that do not report."""
 
 
 def _like(work: Work) -> str:

@@ -111,6 +111,7 @@ class Training(Run):
         else:
             self.generator.set_state(self._begun)
         yield from super().steps()
+        self.losses[-1] = self.session.mean(self.losses[-1])
 
     @property
     def epochs(self) -> int:

@@ -40,7 +40,11 @@ def trained(session: Session) -> dict[str, Any]:
         one = Training(work(method), 0, session, load(work(method), session, 0))
         with Signals() as signals:
             train(one, session.out / f"{method}.pt", signals, lambda text: None)
-        found[method] = {"weights": alone(one.method.main.network).state_dict(), "history": one.history}
+        found[method] = {
+            "weights": alone(one.method.main.network).state_dict(),
+            "history": one.history,
+            "losses": one.losses,
+        }
     return found
 
 
