@@ -12,7 +12,7 @@ import torch
 
 from examples.research.datasets.listings import SIZES
 from examples.research.paper import estimate
-from examples.research.paper.images import FETCH, Blank, folder, load
+from examples.research.paper.images import FETCH, PLACES, Blank, folder, load
 from examples.research.paper.rows import Work
 from examples.research.paper.session import Session
 from examples.research.paper.training import fits, weights_file
@@ -27,7 +27,9 @@ _SECONDS: dict[tuple[str | None, ...], float] = {}  # for one, by what it depend
 def problems(works: Sequence[Work], session: Session, space: bool = True) -> list[str]:
     """What is missing, each with the line that brings it; ``space`` on disk and device takes timed steps to know."""
     found = [*_packages(works), *_networks(works), *_processes(works, session)]
-    if not any("torchvision" in line for line in found):
+    if importlib.util.find_spec("torchvision") is None:  # which reads the files
+        found += _folders(works, session)
+    else:
         found += [*_data(works, session), *_weights(works, session)]
     return list(_space(works, session)) if space and not found else found
 
@@ -44,6 +46,8 @@ def _packages(works: Sequence[Work]) -> Iterator[str]:
             wanted.add("pytorch_optimizer")
         if chosen.data == "cars":
             wanted.add("scipy")
+        if chosen.data == "cifar100":
+            wanted |= {"matplotlib", "sklearn"}  # for the figures
     missing = sorted(name for name in wanted if importlib.util.find_spec(name) is None)
     if missing:
         yield f"packages {', '.join(missing)} are not installed: {INSTALL}"
@@ -80,13 +84,20 @@ def _data(works: Sequence[Work], session: Session) -> Iterator[str]:
             data = load(work, session, 0)
             x, _ = next(iter(data.fixed("test", 1)))
         except (ValueError, ImportError, OSError) as error:
-            yield f"{error}; it comes by: {FETCH[name].replace('ROOT', str(session.data))}"
+            yield f"{error}; to get it: {FETCH[name].replace('ROOT', str(session.data))}"
             continue
         found = data.sizes()
         if found != SIZES[name]:
             yield f"{name} in {place} has {_sizes(found)}, but the whole data set has {_sizes(SIZES[name])}"
         if tuple(x.shape[1:]) != Blank(name).shape:
             yield f"{name} in {place} has images of {tuple(x.shape[1:])}, not of {Blank(name).shape}"
+
+
+def _folders(works: Sequence[Work], session: Session) -> Iterator[str]:
+    for name in sorted({work.configuration.data for work in works}):
+        place = session.data / PLACES[name]
+        if not place.exists():
+            yield f"{name} is not in {place}; to get it: {FETCH[name].replace('ROOT', str(session.data))}"
 
 
 def _sizes(sizes: tuple[int, int, int]) -> str:

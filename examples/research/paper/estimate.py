@@ -15,6 +15,7 @@ from examples.research.configuration import Configuration
 from examples.research.datasets.base import steps_per_epoch
 from examples.research.datasets.listings import SIZES
 from examples.research.methods import METHODS
+from examples.research.networks.vision import LARGE
 from examples.research.paper.images import Blank
 from examples.research.paper.rows import Work
 from examples.research.paper.session import Session, alone
@@ -23,7 +24,7 @@ from examples.research.records import fingerprint
 
 STEPS = 10  # that are timed,
 SECONDS = 1.0  # or as many as take so long
-ON_GPU, ON_CPU = 128, 4  # images of a timed batch; others are counted in proportion
+ON_GPU, LARGE_ON_GPU, ON_CPU = 128, 32, 4  # images of a timed batch; others are counted in proportion
 LIKE = {32: "cifar100", 64: "tiny-imagenet", 224: "imagenet"}  # data of the same size, as the classes hardly matter
 
 
@@ -113,14 +114,15 @@ def _plain(work: Work) -> Work:
 
 def _measured(plain: Work, session: Session) -> Price:
     chosen: Configuration = plain.configuration
-    batch = ON_GPU if session.device.type == "cuda" else ON_CPU
+    on_gpu = LARGE_ON_GPU if Blank(chosen.data).shape[1] >= LARGE else ON_GPU
+    batch = on_gpu if session.device.type == "cuda" else ON_CPU
     blank = Blank(chosen.data)
     lonely = replace(session, rank=0, processes=1, control=None, random_weights=True, random_needs=True)
     training = Training(replace(plain, configuration=replace(chosen, batch_size=batch)), 0, lonely, blank)
     method, network = training.method, training.method.main.network
     network.train()
     x, y, index = _batch(plain, blank, batch)
-    x, y = x.to(session.device), y.to(session.device)
+    x, y = training._moved(x), y.to(session.device)
     kept: list[int] = []
     weights = {p.data_ptr() for p in network.parameters()}
 

@@ -33,6 +33,17 @@ FETCH = {
     "cars": "by hand, as torchvision's StanfordCars describes; its makers' page is gone",
 }
 FETCH["cifar100-224"] = FETCH["cifar100"]
+PLACES = {
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "cifar100-224": "cifar-100-python",
+    "tiny-imagenet": "tiny-imagenet-200",
+    "imagenet": "imagenet",
+    "cub200": "CUB_200_2011",
+    "pets": "oxford-iiit-pet",
+    "food101": "food-101",
+    "cars": "stanford_cars",
+}
 
 
 def folder(name: str, root: Path) -> Path:

@@ -74,11 +74,8 @@ def train(training: Training, checkpoint: Path, signals: Signals, say: Callable[
         save()
         session.wait()
         measured = time.perf_counter() - begin - seconds
-        whole = (
-            seconds
-            if first == 0
-            else seconds * training.steps_in_all() / epochs / max(1, training.steps_in_all() / epochs - first)
-        )
+        steps = training.steps_in_all() // epochs
+        whole = seconds * steps / max(1, steps - first)  # of an epoch that goes on in its middle
         left = (whole + measured) * (epochs - training.epochs)
         shown = f"test accuracy {100 * training.history[-1]:.2f} %, " if training.history else ""
         say(

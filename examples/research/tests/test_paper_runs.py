@@ -160,9 +160,9 @@ def priced(monkeypatch):
 
 
 def test_all_that_is_missing_is_in_one_message(tmp_path, capsys, monkeypatch):
-    """An empty folder, and an installation without two packages."""
+    """An empty folder, and an installation without two packages, then without torchvision too."""
     known = importlib.util.find_spec
-    hidden = ("timm", "pytorch_optimizer")
+    hidden = ["timm", "pytorch_optimizer"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else known(name))
     for arguments, wanted in (
         (["main"], ("timm", "cifar100 ", "tiny-imagenet", "imagenet ", "resnet18", "shufflenetv2", "curl")),
@@ -174,6 +174,12 @@ def test_all_that_is_missing_is_in_one_message(tmp_path, capsys, monkeypatch):
         said = capsys.readouterr().err
         assert "nothing was started, for:" in said
         assert [word for word in wanted if word not in said] == []
+    hidden.append("torchvision")
+    with pytest.raises(SystemExit):
+        main(["main", f"--data-root={tmp_path / 'none'}", f"--out={tmp_path / 'out'}", "--device=cpu"])
+    said = capsys.readouterr().err
+    assert "packages timm, torchvision are not installed" in said
+    assert "imagenet is not in" in said
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
