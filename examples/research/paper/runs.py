@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -44,8 +45,9 @@ def run(table: Table, rows: Sequence[Row], seeds: int, session: Session, changed
         print(announcement(wanted, session), flush=True)
     with Signals() as signals:
         try:
-            for work, seed in wanted:
-                one(work, seed, session, signals, name_of(work, rows))
+            for number, (work, seed) in enumerate(wanted, 1):
+                one(work, seed, session, signals, f"{number}/{len(wanted)} {name_of(work, rows)}")
+                gc.collect()  # the hooks of a network refer to it, and hold its memory on the device
         except Stopped as stopped:
             if session.first:
                 print(f"{stopped}: the checkpoint is written; the same command goes on from here", flush=True)
@@ -109,9 +111,10 @@ def one(work: Work, seed: int, session: Session, signals: Signals, label: str) -
 
     train(training, checkpoint, signals, say)
     if session.first:
-        training.save_weights() if seed == 0 and keeps(work) else None
+        if seed == 0 and keeps(work):
+            training.save_weights()
         record = {"key": work.key(0), "label": label, "seed": seed, "work": work.as_dict()} | training.figures()
-        record |= {"images": training.data.train_size(), "class_names": list(training.data.class_names)[:1000]}
+        record |= {"images": training.data.train_size(), "class_names": list(training.data.class_names)}
         if training.draws():
             save_atomically(training.drawings(), figures.file(session.out / "figures", work.key(0), seed))
         record |= records.circumstances(str(session.device), torch.get_num_threads())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +37,9 @@ def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
         try:
             said = "ok    " + _tried(work, replace(session, random_needs=True))
         except Exception as error:  # whatever it is, the other rows are tried
-            failed, said = failed + 1, f"FAILED {type(error).__name__}: {error}"
+            said = f"FAILED {type(error).__name__}: {error}"
+            failed += 1
+        gc.collect()  # the hooks of a network refer to it
         say(f"{label}: {said}, {time.perf_counter() - clock:.1f} s", flush=True)
     seconds = time.perf_counter() - begin
     say(f"{len(all_works)} trainings behind {sum(map(len, names.values()))} rows, {failed} failed, {seconds:.0f} s")
@@ -59,7 +63,7 @@ def _tried(work: Work, session: Session) -> str:
     x, _ = next(iter(training.data.fixed("test", 2)))
     shapes = {name: tuple(predict(training._moved(x)).shape) for name, predict in training.predictors().items()}
     loss = float(training.total / training.images)
-    if loss != loss:
+    if not math.isfinite(loss):
         raise ValueError("the loss is not finite")
     predicted = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     return f"{count} steps, loss {loss:.3f}, {predicted or 'no classes'}"

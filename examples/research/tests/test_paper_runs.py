@@ -210,7 +210,9 @@ def test_a_small_run_ends_with_the_table_and_is_not_made_again(files, tmp_path, 
     first = capsys.readouterr().out
     assert "2 runs on" in first
     assert re.search(
-        r"accuracy/resnet10-xs, seed 1: epoch 1/1: test accuracy \d+\.\d\d %, loss .*waiting for images", first
+        r"^2/2 accuracy/resnet10-xs, seed 1: epoch 1/1: test accuracy \d+\.\d\d %, loss .*waiting for images",
+        first,
+        re.M,
     )
     assert re.search(r"\| Accuracy \| \d+\.\d\d ± \d+\.\d\d \(80\.2 ± 0\.26\)", first)
     found = [json.loads(line) for line in (tmp_path / runs.RESULTS).read_text().splitlines()]
@@ -235,9 +237,9 @@ def test_what_others_need_is_trained_once_before_them(files, tmp_path, capsys, p
     main([*command, f"--data-root={files}", f"--out={tmp_path}", "--device=cpu"])
     shown = capsys.readouterr().out
     assert re.findall(r"^(\S.*), seed (\d): epoch", shown, re.M) == [
-        ("before: reconstruct", "0"),
-        ("mae/oxford-pet", "0"),
-        ("mae/oxford-pet", "1"),
+        ("1/3 before: reconstruct", "0"),
+        ("2/3 mae/oxford-pet", "0"),
+        ("3/3 mae/oxford-pet", "1"),
     ]
     (weights,) = (tmp_path / "weights").iterdir()
     record = json.loads((tmp_path / runs.RESULTS).read_text().splitlines()[0])
