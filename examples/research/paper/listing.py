@@ -56,7 +56,7 @@ def rows_of(known: Mapping[str, Table], chosen: Mapping[str, Sequence[Row]], ses
 def _paper(row: Row) -> str:
     if row.paper is None:
         return "figure"
-    return f"{row.paper:g}" + (f" ± {row.error:g}" if row.error else "")
+    return f"{row.paper}" + (f" ± {row.error}" if row.error else "")
 
 
 def settings(work: Work) -> str:

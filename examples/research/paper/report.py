@@ -58,7 +58,7 @@ def _cell(row: Row, records: Records, value: Any) -> str:
     paper, of_paper = (row.companion, None) if value is _companion else (row.paper, row.error)
     text = plus_minus(mean, error)
     if paper is not None:
-        text += f" ({paper:g}{f' ± {of_paper:g}' if of_paper else ''}){_mark(mean - paper, error, of_paper)}"
+        text += f" ({paper}{f' ± {of_paper}' if of_paper else ''}){_mark(mean - paper, error, of_paper)}"
     return text
 
 

@@ -103,10 +103,10 @@ def test_the_list_has_each_row_with_its_number_and_its_hours(tmp_path, capsys, m
         for row in table.rows:
             line = re.search(rf"^  {re.escape(row.name)} +(.*)$", part, re.M)
             assert line is not None, row.name
-            assert line[1].startswith("figure" if row.paper is None else f"{row.paper:g}"), row.name
+            assert line[1].startswith("figure" if row.paper is None else str(row.paper)), row.name
     assert re.search(r"cifar-100-resnet18/ce +78.3 ± 0.26 +0.3 h ", shown)
     assert re.search(r"cifar-100-resnet18/dcl +82.4 ± 0.26 +0.6 h ", shown)
-    assert re.search(r"n-10/voting +81 ± 0.26 +2.8 h ", shown)
+    assert re.search(r"n-10/voting +81\.0 ± 0\.26 +2\.8 h ", shown)
     assert "the run of main cifar-100-resnet18/dcl" in shown
 
 
