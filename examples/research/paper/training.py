@@ -20,7 +20,7 @@ from examples.research.networks.weights import load
 from examples.research.paper.rows import Work
 from examples.research.paper.session import Session, alone
 from examples.research.paper.tasks import TASKS
-from examples.research.trainer import Run, in_precision
+from examples.research.trainer import Run
 
 WATCHED = 50  # test images whose logits are kept after each epoch: as many as the paper's figure shows
 
@@ -203,8 +203,8 @@ class Training(Run):
         """Write the trained weights for the trainings that need them."""
         network = alone(self.method.main.network)
         network = network.model if self.work.task == "distill" else network
-        path = self.session.out / "weights" / f"{self.work.key(self.seed)}.pt"
-        save_atomically({name: tensor.cpu() for name, tensor in network.state_dict().items()}, path)
+        state = {name: tensor.cpu() for name, tensor in network.state_dict().items()}
+        save_atomically(state, self.kept_weights(self.work))
 
 
 def fits(work: Work, classes: int, shape: tuple[int, int, int]) -> None:
@@ -215,4 +215,4 @@ def fits(work: Work, classes: int, shape: tuple[int, int, int]) -> None:
     """
     if work.configuration.network in networks.NAMES:
         with torch.device("meta"):
-            in_precision(networks.build(work.configuration.network, classes, shape), work.configuration.precision)
+            networks.build(work.configuration.network, classes, shape)

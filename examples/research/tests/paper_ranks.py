@@ -20,12 +20,18 @@ from examples.research.paper.rows import Work
 from examples.research.paper.session import Session, alone, connected
 from examples.research.paper.training import Training
 
-METHODS = ("plain", "dcl", "dcp")
+OURS = SETTINGS["package"]
+METHODS = {
+    "CE": ("plain", {}),
+    "SAM": ("plain", {"rho": 0.05}),
+    "DCL": ("dcl", OURS["dcl"]),
+    "DCP": ("dcp", OURS["dcp"]),
+}
 
 
-def work(method: str) -> Work:
+def work(label: str) -> Work:
     """A training without batch norm, which sees the images of one process alone on a CPU."""
-    options = SETTINGS["package"].get(method, {})
+    method, options = METHODS[label]
     return Work(
         Configuration(
             "tiny-imagenet", "cnn-without-norm", method, 2, options, batch_size=8, lr=0.05, augmentation="basic"
