@@ -36,6 +36,7 @@ def draw(rows: Sequence[Row], made: Runs, folder: Path) -> list[Path]:
         "perplexity": lambda axes: _perplexity(axes, loaded, names),
         "non-targets": lambda axes: _non_targets(axes, loaded, names),
         "variation": lambda axes: _variation(axes, loaded),
+        "trajectory": lambda axes: _trajectory(axes, of_network, made),
         "clusters": lambda axes: _clusters(axes, loaded),
     }
     paths = []
@@ -88,11 +89,20 @@ def _non_targets(axes: Any, loaded: Mapping[str, Any], names: Sequence[str]) -> 
 
 
 def _variation(axes: Any, loaded: Mapping[str, Any]) -> None:
-    """The mean distance of test logits between neighboring epochs (Figure 5)."""
+    """The mean distance of test logits between neighboring epochs (Figure 5, left)."""
     for label, run in loaded.items():
         distances = (run["watched"][1:] - run["watched"][:-1]).norm(dim=2).mean(1)
         axes.plot(range(2, 2 + len(distances)), distances.tolist(), label=label)
     axes.set(xlabel="epoch", ylabel="distance of logits to the epoch before")
+    axes.legend()
+
+
+def _trajectory(axes: Any, of_network: Mapping[str, Row], made: Runs) -> None:
+    """The test accuracy by epoch (Figure 5, right)."""
+    for label, row in of_network.items():
+        history = [100 * value for value in made[row.work.key(0)][0]["history"]]
+        axes.plot(range(1, 1 + len(history)), history, label=label)
+    axes.set(xlabel="epoch", ylabel="test accuracy, %")
     axes.legend()
 
 

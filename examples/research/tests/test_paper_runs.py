@@ -254,4 +254,4 @@ def test_the_figures_are_drawn(files, tmp_path, capsys, priced):
     shown = capsys.readouterr().out
     assert re.search(r"^\| ShuffleNetV2, DCL \| \d\.\d\d \| \d\.\d\d \|$", shown, re.M)
     drawn = {path.stem for path in Path(tmp_path / "figures").glob("*.png")}
-    assert drawn == {"consistency", "perplexity", "non-targets", "variation", "clusters"}
+    assert drawn == {"consistency", "perplexity", "non-targets", "variation", "trajectory", "clusters"}
