@@ -2,7 +2,8 @@
 
 ``none``; ``crop``: random crop; ``basic``: crop and mirror, what the paper's appendix names; ``authors``: what its
 published code does instead, crop with grey borders, mirror, AutoAugment's CIFAR-10 policy (Cubuk et al. 2019) and
-Cutout (DeVries and Taylor 2017); ``trivial``: crop, mirror and TrivialAugment (Müller and Hutter 2021).
+Cutout (DeVries and Taylor 2017); ``trivial``: crop, mirror and TrivialAugment (Müller and Hutter 2021); ``rand``: crop,
+mirror and RandAugment (Cubuk et al. 2020) with two operations of strength 9.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NAMES = ("none", "crop", "basic", "authors", "trivial")
+NAMES = ("none", "crop", "basic", "authors", "trivial", "rand")
 CROPS = ("padded", "cut", "resized")
 PADDING = 4
 GREY = 128
@@ -34,6 +35,7 @@ class View:
         crop: ``padded`` for images of the right size: crops of them with a border of 4. ``cut`` resizes the shorter
             side to 8/7 of the input's and crops that. ``resized`` crops 8 to 100 % of the area and resizes that.
         border: the color of the border of ``padded``; ``authors`` has a grey one.
+        scaled: height and width that the input is scaled to at the end; None: it stays as it is.
     """
 
     size: tuple[int, int]
@@ -41,6 +43,7 @@ class View:
     std: tuple[float, ...]
     crop: str = "padded"
     border: int = 0
+    scaled: tuple[int, int] | None = None
 
 
 def check(name: str) -> str:
@@ -83,6 +86,8 @@ def training(name: str, view: View) -> Callable[[Any], Tensor]:
         steps.append(v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10))
     if name == "trivial":
         steps.append(v2.TrivialAugmentWide())
+    if name == "rand":
+        steps.append(v2.RandAugment())
     steps += _normalisation(view)
     return v2.Compose([*steps, Cutout()] if name == "authors" else steps)
 
@@ -134,7 +139,8 @@ def _enlarged(view: View) -> int:
 def _normalisation(view: View) -> list[Any]:
     v2 = _transforms()
     to_floats = v2.ToDtype(torch.float32, scale=True)
-    return [v2.ToImage(), to_floats, v2.Normalize(list(view.mean), list(view.std)), v2.ToPureTensor()]
+    scaling = [v2.Resize(view.scaled, antialias=True)] if view.scaled else []
+    return [*scaling, v2.ToImage(), to_floats, v2.Normalize(list(view.mean), list(view.std)), v2.ToPureTensor()]
 
 
 def _transforms() -> Any:

@@ -12,7 +12,6 @@ from examples.research.rivals import experiments as rivals
 
 FASHION = Configuration("fashion-mnist", "small-cnn", "plain", epochs=50, train_size=5_000)
 SCRIPTS = Configuration("noto-scripts", "small-cnn", "plain", epochs=40, train_size=8_000)
-CIFAR = Configuration("cifar100", "resnet18", "plain", epochs=200, augmentation="authors")
 
 LONG = {"digits": DIGITS, "fashion": FASHION, "scripts": SCRIPTS}
 SHORT = {
@@ -84,9 +83,6 @@ def _defaults(kind: str, seeds: int, settings: dict[str, Configuration]) -> dict
 EXPERIMENTS: dict[str, Experiment] = {
     **_defaults("short", 5, SHORT),
     **_defaults("long", 3, LONG),
-    "main-cifar100": Experiment(
-        "CE, DCL and DCP as in the paper's Table 1; wants a GPU", "test", 3, "CE", _main(CIFAR)
-    ),
     "alpha": _ablation("α (Table 11)", ALPHAS),
     "distance": _ablation("the distance (Table 6)", DISTANCES),
     "rate": _ablation("the companion's learning rate", RATES),

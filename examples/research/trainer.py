@@ -89,7 +89,7 @@ class Run:
         self.data = data or load_data(configuration, seed)
         self.generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
-        self.method = methods.make(configuration.method, self._setting(), **self._options())
+        self.method = self._method()
         network = self.method.main.network
         self.averages = nn.ModuleDict(
             {
@@ -98,14 +98,18 @@ class Run:
             }
         )
         self.losses: list[float] = []
-        self.seconds = 0.0
+        self.seconds = self.waited = 0.0
+        self.batches, self.images, self.total = 0, 0, torch.zeros((), device=device)  # of the epoch that is not over
 
     def _build(self, name: str) -> nn.Module:
-        weights = lites() if self.configuration.pretrained else None
-        network = networks.build(name, self.data.classes, self.data.shape, weights)
+        network = networks.build(name, self.data.classes, self.data.shape, self._weights(name))
         model = in_precision(network, self.configuration.precision).to(self.device)
         # Convolutions over few channels are faster so, on a CPU too.
         return model.to(memory_format=torch.channels_last)
+
+    def _weights(self, name: str) -> Path | None:
+        """The file of the weights that a network starts from; None: random ones."""
+        return lites() if self.configuration.pretrained else None
 
     def _setting(self) -> methods.Setting:
         chosen = self.configuration
@@ -124,6 +128,9 @@ class Run:
             partners=lambda labels: self._moved(self.data.same_class(labels.cpu(), torch.default_generator)),
         )
 
+    def _method(self) -> methods.Method:
+        return methods.make(self.configuration.method, self._setting(), **self._options())
+
     def _steps_per_epoch(self) -> int:
         return steps_per_epoch(self.data.train_size(), self.configuration.batch_size)
 
@@ -140,18 +147,27 @@ class Run:
 
     def train_epoch(self) -> None:
         """Train on every image once."""
-        begin, total, count = time.perf_counter(), torch.zeros((), device=self.device), 0
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[None]:
+        """Train on the images of an epoch that are left, a batch between two results."""
         for network in self.method.networks().values():
             network.train()
-        first = len(self.losses) * self._steps_per_epoch()
-        for number, (x, y, index) in enumerate(self.data.epoch(self.configuration.batch_size, self.generator), first):
+        first, clock = len(self.losses) * self._steps_per_epoch(), time.perf_counter()
+        for x, y, index in self.data.epoch(self.configuration.batch_size, self.generator, self.batches):
+            self.waited += time.perf_counter() - clock
             loss = self.method.step(self._moved(x), y.to(self.device), index)
-            for average in self.averages.values() if number % AVERAGED_EVERY == 0 else ():
+            for average in self.averages.values() if (first + self.batches) % AVERAGED_EVERY == 0 else ():
                 average.update_parameters(self.method.main.network)
-            total, count = total + loss * len(y), count + len(y)
+            self.total, self.images, self.batches = self.total + loss * len(y), self.images + len(y), self.batches + 1
+            self.seconds += time.perf_counter() - clock
+            yield
+            clock = time.perf_counter()
         self.method.end_epoch()
-        self.losses.append(float(total / count))
-        self.seconds += time.perf_counter() - begin
+        self.losses.append(float(self.total / self.images))
+        self.seconds += time.perf_counter() - clock
+        self.batches, self.images, self.total = 0, 0, torch.zeros_like(self.total)
 
     def _moved(self, x: Tensor) -> Tensor:
         return x.to(self.device).to(memory_format=torch.channels_last)

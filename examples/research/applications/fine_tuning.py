@@ -3,14 +3,8 @@
     python -m examples.research.applications.fine_tuning
 
 By default a small network is pretrained on 90 of the 100 Noto scripts, once, and fine-tuned on the other ten with a few
-images of each. The paper (Section 4.3, Table 3) fine-tunes all of an EfficientNet-B0 that torchvision pretrained on
-ImageNet; with its data in runs/data:
-
-    python -m examples.research.applications.fine_tuning --data pets --network efficientnet-b0 --batch-size 128 \
-        --weight 1 --only full "full, DCL" --workers 8
-
-or cub200, food101, cars. Offline pass torchvision's file as --weights. The paper gives neither the epochs nor the
-learning rate of its fine-tuning. A tenth of the training images is held out for choices (--part validation).
+images of each. The paper's Table 3 is ``python -m examples.paper fine-tuning``. Of data in image files a tenth of the
+training images is held out for choices (--part validation).
 
 A network that ImageNet pretrained, on icons (:mod:`examples.research.datasets.icons`), without a GPU:
 

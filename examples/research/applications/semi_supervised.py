@@ -4,21 +4,15 @@ The companion needs no labels, so the penalty covers every row of the batch: lab
 is called on all three together. The loss is a mean over the labelled rows plus one over the unlabelled, from whose
 gradient no common factor can be read, so the penalty is a term of it: ``loss + optimizer.penalty(z)``.
 
-Data at hand: 3,000 images of Fashion-MNIST, 40 of them with a label. The paper's setting (its Figure 4, with
-FixMatch's own hyperparameters):
-
-    python -m examples.research.applications.semi_supervised --data cifar10 --network wrn-28-2 --train-size 0 \
-        --labels 40 --batch-size 64 --steps 1048576 --average 0.999 --together 1
-
-with 40, 250 and 4000 labels. Differences: a tenth of CIFAR-10's training images is held out for validation, and the
-border of a crop is black, where FixMatch's mirrors the image. Choose hyperparameters with ``--part validation``.
+Data at hand: 3,000 images of Fashion-MNIST, 40 of them with a label. The paper's Figure 4, on CIFAR-10, is
+``python -m examples.paper semi-supervised``. The border of a crop is black, where FixMatch's mirrors the image. Choose
+hyperparameters with ``--part validation``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +26,8 @@ from examples.research.applications.classification import accuracy, moved, place
 from examples.research.applications.comparison import Application, Row, main
 from examples.research.applications.fixmatch import Views, batches, cosine, fixmatch_loss
 from examples.research.applications.optimizers import penalty
-from examples.research.datasets import AUGMENTATIONS, FOLDER, Data, load
-from examples.research.datasets.base import InMemory
-from examples.research.datasets.splits import PARTS, check_part, stratified, train_and_validation
+from examples.research.datasets import AUGMENTATIONS, Data, load
+from examples.research.datasets.splits import check_part, stratified
 from examples.research.methods.averages import moving_average
 from examples.research.methods.base import check_count, check_range
 
@@ -46,7 +39,7 @@ class Settings:
     """What the command line can change; B, μ, τ and λ_u are FixMatch's names.
 
     Attributes:
-        data: a data set of examples.research that fits into memory, or cifar10.
+        data: a data set of examples.research that fits into memory.
         folder: of its files; None: where examples.research looks for them.
         train_size: training images without a label, those with one among them; 0: all.
         labels: how many of them have a label.
@@ -95,7 +88,7 @@ def train(
 ) -> float:
     """Train one network; give its accuracy in per cent. ``weight`` is DCL's λ, None to go without DCL."""
     chosen = Settings(**settings)
-    data = load_data(chosen.data, chosen.folder, chosen.train_size or None, seed)
+    data = load(chosen.data, folder=chosen.folder, train_size=chosen.train_size or None, seed=seed)
     stream = training_batches(chosen, data, seed)
     torch.manual_seed(seed)
     model = placed(networks.build(chosen.network, data.classes, data.shape), device)
@@ -124,31 +117,6 @@ def training_batches(chosen: Settings, data: Data, seed: int) -> Iterator[tuple[
     views = Views(data, mirror=AUGMENTATIONS.get(chosen.data, "basic") == "basic", together=chosen.together)
     numbers = labelled(views.labels, chosen.labels, seed)
     return batches(views, numbers, chosen.batch_size, chosen.ratio, torch.Generator().manual_seed(seed))
-
-
-def load_data(name: str, folder: str | None, train_size: int | None, seed: int) -> Data:
-    """A data set of examples.research, or CIFAR-10 in torchvision's layout with a tenth of it held out for validation.
-
-    Raises:
-        ValueError: the name is unknown, the files are missing, or there are fewer training images.
-        ImportError: torchvision is missing.
-    """
-    if name != "cifar10":
-        return load(name, folder=folder, train_size=train_size, seed=seed)
-    try:
-        from torchvision.datasets import CIFAR10
-
-        found = [CIFAR10(str(folder or FOLDER), train=train) for train in (True, False)]
-    except ImportError as error:
-        raise ImportError("cifar10 is read by torchvision: pip install torchvision") from error
-    except RuntimeError as error:
-        root = str(Path(folder or FOLDER))
-        mend = f"fetch it with torchvision.datasets.CIFAR10({root!r}, download=True)"
-        raise ValueError(f"folder={root} has no cifar10 ({error}); {mend}") from error
-    (x, y), test = ((torch.from_numpy(one.data).permute(0, 3, 1, 2), torch.tensor(one.targets)) for one in found)
-    kept, held_out = train_and_validation(y, len(y) // 10, train_size, seed)
-    parts = ((x[kept], y[kept]), (x[held_out], y[held_out]), test)
-    return InMemory("cifar10", found[0].classes, dict(zip(PARTS, parts, strict=True)))
 
 
 def labelled(y: Tensor, count: int, seed: int) -> Tensor:

@@ -8,7 +8,7 @@ from examples.research.augmentations import check
 from examples.research.datasets import small
 from examples.research.datasets.archive import MODULES
 from examples.research.datasets.base import Data
-from examples.research.datasets.folders import SOURCES, Folders
+from examples.research.datasets.folders import SOURCES, VALIDATION, Folders
 
 AUGMENTATIONS = {
     "digits": "none",
@@ -31,6 +31,8 @@ def load(
     augmentation: str | None = None,
     workers: int = 0,
     seed: int = 0,
+    validation: float = VALIDATION,
+    process: tuple[int, int] = (0, 1),
 ) -> Data:
     """Load a data set.
 
@@ -43,6 +45,8 @@ def load(
             debian-sections and ``crop`` for noto-scripts, kanji-fonts and icons.
         workers: processes that read image files; the data sets in memory need none.
         seed: of the validation split; digits and the data sets that are built have a fixed one.
+        validation: the share of the training images of :data:`SOURCES` that is held out. Default a tenth.
+        process: which of how many processes shares the batches of :data:`SOURCES`. Default the only one.
 
     Raises:
         ValueError: an argument is unknown or out of range, or the files are missing.
@@ -60,4 +64,4 @@ def load(
         return small.built(name, path, train_size, augmentation)
     if name == "fashion-mnist":
         return small.fashion_mnist(path, download, train_size, augmentation, seed)
-    return Folders(name, path or FOLDER, download, train_size, augmentation, workers, seed)
+    return Folders(name, path or FOLDER, download, train_size, augmentation, workers, seed, validation, process)

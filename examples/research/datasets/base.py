@@ -29,10 +29,13 @@ class Data(Protocol):
     def train_size(self) -> int:
         """The number of training samples."""
 
-    def epoch(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def epoch(
+        self, batch_size: int, generator: torch.Generator, skip: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """One shuffled, augmented pass over the training part: batches of inputs, labels and sample numbers.
 
-        All randomness is the generator's. A last batch of one is dropped: batch normalisation could not take it.
+        All randomness is the generator's. A last batch of one is dropped: batch normalisation could not take it. With
+        ``skip`` the first batches are left out, and the others are what they are without.
         """
 
     def same_class(self, labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -138,11 +141,15 @@ class InMemory:
         """The number of training samples."""
         return len(self._parts["train"][1])
 
-    def epoch(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def epoch(
+        self, batch_size: int, generator: torch.Generator, skip: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """See :meth:`Data.epoch`."""
         images, labels = self._parts["train"]
-        for index in batches(len(labels), batch_size, generator):
-            yield self._augmented(images[index], generator), labels[index], index
+        for number, index in enumerate(batches(len(labels), batch_size, generator)):
+            x = self._augmented(images[index], generator)
+            if number >= skip:
+                yield x, labels[index], index
 
     def same_class(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         """See :meth:`Data.same_class`."""

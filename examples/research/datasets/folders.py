@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 FINE = View(LARGE, *IMAGENET, crop="cut")
 
 SOURCES: dict[str, tuple[Callable[[Path, bool], tuple[Listing, Listing]], View]] = {
+    "cifar10": (listings.cifar10, View((32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))),
     "cifar100": (listings.cifar100, View((32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))),
+    "cifar100-224": (listings.cifar100, View((32, 32), *IMAGENET, scaled=LARGE)),  # for networks from ImageNet
     "tiny-imagenet": (listings.tiny_imagenet, View((64, 64), (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))),
     "imagenet": (listings.imagenet, View(LARGE, *IMAGENET, crop="resized")),
     "cub200": (listings.cub200, FINE),
@@ -47,7 +50,7 @@ class Transformed(Dataset[Batch]):
 
 
 class Folders:
-    """A data set of :data:`SOURCES`, a tenth of its training images, of each class, held out for validation.
+    """A data set of :data:`SOURCES`, a share of its training images, of each class, held out for validation.
 
     Args:
         name: a key of :data:`SOURCES`.
@@ -57,6 +60,8 @@ class Folders:
         augmentation: one of :data:`examples.research.augmentations.NAMES`.
         workers: processes that read images; the batches do not depend on how many.
         seed: of the validation split.
+        validation: the share that is held out. Default a tenth.
+        process: which of how many processes this is; each has its share of every batch.
 
     Raises:
         ImportError: torchvision is not installed.
@@ -72,20 +77,22 @@ class Folders:
         augmentation: str = "basic",
         workers: int = 0,
         seed: int = 0,
+        validation: float = VALIDATION,
+        process: tuple[int, int] = (0, 1),
     ) -> None:
         source, view = SOURCES[name]
         train, test = _found(name, source, folder, download)
         self.name, self.class_names, self.corruptions = name, tuple(train.names), ()
-        self.classes, self.shape = len(self.class_names), (len(view.mean), *view.size)
-        self._workers = workers
+        self.classes, self.shape = len(self.class_names), (len(view.mean), *(view.scaled or view.size))
+        self._workers, self._process = workers, process
         self._augmented = Transformed(train, training(augmentation, view))
-        held_out = round(VALIDATION * len(train.labels))
-        numbers, validation = train_and_validation(train.labels, held_out, train_size, seed)
+        held_out = round(validation * len(train.labels))
+        numbers, kept = train_and_validation(train.labels, held_out, train_size, seed)
         self._by_class = ByClass(train.labels[numbers])
         plain = evaluation(view)
         self._fixed = {
             "train": (Transformed(train, plain), numbers),
-            "validation": (Transformed(train, plain), validation),
+            "validation": (Transformed(train, plain), kept),
             "test": (Transformed(test, plain), torch.arange(len(test.labels))),
         }
 
@@ -93,11 +100,23 @@ class Folders:
         """The number of training samples."""
         return len(self._fixed["train"][1])
 
-    def epoch(self, batch_size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """See :meth:`examples.research.datasets.base.Data.epoch`."""
-        numbers = self._fixed["train"][1]
+    def sizes(self) -> tuple[int, int, int]:
+        """The numbers of classes, training images and test images."""
+        return self.classes, self.train_size(), len(self._fixed["test"][1])
+
+    def epoch(
+        self, batch_size: int, generator: torch.Generator, skip: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """See :meth:`examples.research.datasets.base.Data.epoch`.
+
+        Of a batch that the processes cannot share evenly the last images are left out.
+        """
+        numbers, (rank, processes) = self._fixed["train"][1], self._process
         indices = batches(len(numbers), batch_size, generator)
         keys = [list(zip(numbers[i].tolist(), draw_seeds(len(i), generator), strict=True)) for i in indices]
+        shares = [slice(rank, len(index) - len(index) % processes, processes) for index in indices]
+        keys = [key[share] for key, share in zip(keys, shares, strict=True)][skip:]
+        indices = [index[share] for index, share in zip(indices, shares, strict=True)][skip:]
         for (x, y), index in zip(self._loader(self._augmented, keys, generator), indices, strict=True):
             yield x, y, index
 
@@ -118,7 +137,15 @@ class Folders:
         raise ValueError(f"corruption={corruption!r} is unknown; {self.name} has none")
 
     def _loader(self, data: Transformed, keys: list[Any], generator: torch.Generator) -> DataLoader[Batch]:
-        return DataLoader(data, batch_sampler=keys, num_workers=self._workers, generator=generator)
+        return DataLoader(
+            data, batch_sampler=keys, num_workers=self._workers, generator=generator, worker_init_fn=leave_signals
+        )
+
+
+def leave_signals(worker: int) -> None:
+    """Let the main process decide what an interruption does, as ``worker_init_fn`` of a DataLoader."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _found(name: str, source: Callable[..., Any], folder: Path, download: bool) -> tuple[Listing, Listing]:

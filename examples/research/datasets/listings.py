@@ -1,6 +1,7 @@
 """Data sets of image files in their makers' formats, as numbered images with labels.
 
 Each function takes the folder that has the data set's own folder, and returns the training and the test images.
+:data:`SIZES` has what the whole sets have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,20 @@ class Listing:
     names: Sequence[str]
 
 
+# Classes, training images and test images.
+SIZES = {
+    "cifar10": (10, 50_000, 10_000),
+    "cifar100": (100, 50_000, 10_000),
+    "cifar100-224": (100, 50_000, 10_000),
+    "tiny-imagenet": (200, 100_000, 10_000),
+    "imagenet": (1000, 1_281_167, 50_000),
+    "cub200": (200, 5_994, 5_794),
+    "pets": (37, 3_680, 3_669),
+    "food101": (101, 75_750, 25_250),
+    "cars": (196, 8_144, 8_041),
+}
+
+
 class Files:
     """Pictures by path."""
 
@@ -39,8 +54,14 @@ def cifar100(folder: Path, download: bool) -> tuple[Listing, Listing]:
     """Python version: cifar-100-python/{train,test,meta}."""
     from torchvision.datasets import CIFAR100
 
-    parts = [CIFAR100(str(folder), train=train, download=download) for train in (True, False)]
-    return _pair([(part, part.targets) for part in parts], parts[0].classes)
+    return _cifar(CIFAR100, folder, download)
+
+
+def cifar10(folder: Path, download: bool) -> tuple[Listing, Listing]:
+    """Python version: cifar-10-batches-py/{data_batch_1,...,data_batch_5,test_batch,batches.meta}."""
+    from torchvision.datasets import CIFAR10
+
+    return _cifar(CIFAR10, folder, download)
 
 
 def tiny_imagenet(folder: Path, download: bool) -> tuple[Listing, Listing]:
@@ -104,6 +125,11 @@ def cars(folder: Path, download: bool) -> tuple[Listing, Listing]:
     _refuse_download(download, "its makers' page is gone; torchvision's StanfordCars describes the layout")
     parts = [StanfordCars(str(folder), split=split) for split in ("train", "test")]
     return _pair([(part, [int(label) for _, label in part._samples]) for part in parts], parts[0].classes)
+
+
+def _cifar(kind: Any, folder: Path, download: bool) -> tuple[Listing, Listing]:
+    parts = [kind(str(folder), train=train, download=download) for train in (True, False)]
+    return _pair([(part, part.targets) for part in parts], parts[0].classes)
 
 
 def _pair(parts: Sequence[tuple[Any, Sequence[int]]], names: Sequence[str]) -> tuple[Listing, Listing]:

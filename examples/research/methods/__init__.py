@@ -7,7 +7,7 @@ from typing import Any
 from examples.research.methods.base import Method, Setting
 from examples.research.methods.class_wise import ClassWiseDistillation
 from examples.research.methods.companion import CompanionLearning, CompanionPrototype
-from examples.research.methods.ensembles import Voting
+from examples.research.methods.ensembles import Bagging, Snapshot, Voting
 from examples.research.methods.mean_teacher import MeanTeacher, MeanTeacherByLine
 from examples.research.methods.mutual import MutualLearning
 from examples.research.methods.plain import Plain
@@ -27,6 +27,8 @@ METHODS: dict[str, type[Method]] = {
     "mean-teacher": MeanTeacher,
     "mean-teacher-by-line": MeanTeacherByLine,
     "voting": Voting,
+    "bagging": Bagging,
+    "snapshot": Snapshot,
 }
 NAMES = tuple(METHODS)
 

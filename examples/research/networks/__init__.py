@@ -15,6 +15,8 @@ from examples.research.networks.weights import load
 Shape = tuple[int, int, int]
 
 SMALLEST = 4  # pixels a side, below which the cnn's pooling has nothing to pool
+# Networks whose stem keeps the size of small images; at ImageNet's size that is an order of magnitude more work.
+FOR_SMALL = (*residual.WIDTHS, "resnet10-l-strided", "wrn-28-10", "wrn-28-2")
 WIDTH = 128  # of the hidden layers of mlp, which takes inputs of any size
 
 
@@ -92,6 +94,11 @@ def build(name: str, classes: int, shape: Shape, weights: Path | None = None) ->
     if len(shape) != 3 or shape[0] < 1 or min(shape[1:]) < least:
         raise ValueError(
             f"shape is {tuple(shape)}; it must be (channels, height, width), at least (1, {least}, {least})"
+        )
+    if name in FOR_SMALL and min(shape[1:]) >= vision.LARGE:
+        raise ValueError(
+            f"name is {name!r}, whose stem is for images below {vision.LARGE} pixels; for {shape[1]}x{shape[2]} choose "
+            "resnet18, resnet34, resnet50 or shufflenetv2, which are ImageNet's own there"
         )
     model = _NETWORKS[name](classes, shape)
     if weights is not None:

@@ -23,6 +23,8 @@ def load(model: nn.Module, path: Path, *, other_classes: bool = True) -> None:
     if not isinstance(loaded, dict):
         raise ValueError(f"weights is {str(path)!r}, which holds a {type(loaded).__name__}; it must hold a state dict")
     own = model.state_dict()
+    counters = {name: value for name, value in own.items() if name.endswith("num_batches_tracked")}
+    loaded = counters | loaded  # which torchvision's older files do not have
     head = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
     entries = {f"{head}.weight", f"{head}.bias"}
     if other_classes and entries <= loaded.keys() and loaded[f"{head}.bias"].shape != own[f"{head}.bias"].shape:

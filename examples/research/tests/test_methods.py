@@ -210,7 +210,7 @@ def test_the_loss_returned_is_the_tasks(name: str) -> None:
     method = started(name, given)
     for batch in batches():
         _, _, x, y, _ = batch
-        nets = list(method.networks().values()) if name == "voting" else [method.networks()["model"]]
+        nets = list(method.networks().values()) if name in ("voting", "bagging") else [method.networks()["model"]]
         expected = sum(-F.log_softmax(copy.deepcopy(net)(x), 1)[torch.arange(BATCH), y].mean() for net in nets)
         loss = advance(method, batch)
         assert loss.shape == ()

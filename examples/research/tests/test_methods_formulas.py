@@ -83,7 +83,7 @@ DEFAULTS = {
     "ps-kd": {"alpha": 0.8},
     "mean-teacher": {"weight": 100.0, "ramp_up": 5, "decay": 0.999},
     "mean-teacher-by-line": {"weight": 10.0},
-    "voting": {"estimators": 2},
+    **{name: {"estimators": 2} for name in ("voting", "bagging", "snapshot")},
 }
 
 

@@ -461,7 +461,7 @@ def test_of_runs_that_choose_values_the_accuracies_are_published():
 
 # A part of an experiment's runs would be a choice: the repository has all of them, or none yet. Of the rivals it has
 # the first ones of their queue: examples/research/tests/test_rivals.py.
-NOT_RUN = {"main-cifar100", "size-scripts-xl"}
+NOT_RUN = {"size-scripts-xl"}
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if not name.startswith("rivals-")])

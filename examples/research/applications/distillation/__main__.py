@@ -1,13 +1,8 @@
 """Knowledge distillation (the paper's Table 5): KD, ReviewKD, SimKD and DKD, each without and with DCL.
 
 By default a CNN of 49,000 weights teaches one of 19,000 the Noto scripts. The paper has ResNet32x4 teach ResNet8x4
-CIFAR-100, in the distillation literature's usual setting:
-
-    python -m examples.research.applications.distillation --data cifar100 --folder FOLDER --train-size 0
-        --teacher resnet32x4 --student resnet8x4 --teacher-weights FILE --epochs 240 --batch-size 64 --lr 0.05
-        --schedule steps --warmup 20 --weight 1
-
-FILE holds the teacher's state dict; without ``--teacher-weights`` it is trained for ``--teacher-epochs``, once.
+CIFAR-100: ``python -m examples.paper distillation``. Without ``--teacher-weights``, a file of the teacher's state dict,
+it is trained for ``--teacher-epochs``, once.
 """
 
 from __future__ import annotations

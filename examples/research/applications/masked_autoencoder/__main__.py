@@ -9,16 +9,9 @@ The companion stays behind when the encoder moves on: fine-tuning is the same in
 
 The rows of a seed start from the same weights and see the same images with the same patches hidden; the first one is
 fine-tuned without pre-training. By default a small network and Fashion-MNIST, with labels for few of its images.
-The paper's Table 4 (ViT-B, ImageNet) comes without epochs and learning rates; with He et al.'s, and the batches of 256
-that the DCL paper takes for ImageNet:
-
-    python -m examples.research.applications.masked_autoencoder --size base --patch 16 --target normalized \
-        --device cuda --pretraining-data imagenet --pictures 0 --pretraining-epochs 800 --pretraining-batch-size 256 \
-        --pretraining-lr 1.5e-4 --data cub200 --labels 0 --epochs 100 --batch-size 256 --lr 5e-4 --layer-decay 0.65 \
-        --folder runs/data --workers 8 --checkpoints runs/masked-autoencoder --weight 1
-
-Another ``--data`` then takes the same encoders from ``--checkpoints``. He et al. also fine-tune with stochastic depth,
-mixup, CutMix and RandAugment, which are not here.
+The paper's Table 4 (ViT-B, ImageNet) is ``python -m examples.paper self-supervised``. Another ``--data`` takes the same
+encoders from ``--checkpoints``. He et al. also fine-tune with stochastic depth, mixup, CutMix and RandAugment, which
+are not here.
 """
 
 from __future__ import annotations

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import torchvision
 
 from examples.research import records
 from examples.research.applications import semi_supervised
 from examples.research.applications.comparison import main
 from examples.research.applications.fixmatch import fixmatch_loss
-from examples.research.applications.semi_supervised import APPLICATION, labelled, load_data, train
+from examples.research.applications.semi_supervised import APPLICATION, labelled, train
 from examples.research.datasets import load
 
 SMALL = dict(APPLICATION.settings) | {"data": "digits", "train_size": 120, "labels": 20, "network": "small-cnn-quarter"}
@@ -160,42 +157,7 @@ def test_too_few_or_too_many_labels_are_refused(count):
         labelled(y, count, seed=0)
 
 
-@pytest.fixture
-def cifar(monkeypatch):
-    """torchvision's CIFAR-10 with 100 training and 20 test images, each of one shade: its number."""
-
-    def pretended(root, train):
-        if root == "nowhere":
-            raise RuntimeError("Dataset not found")
-        count, first = (100, 0) if train else (20, 100)
-        data = np.zeros((count, 32, 32, 3), dtype=np.uint8)
-        data[...] = (first + np.arange(count))[:, None, None, None]
-        data[:, :, :, 1] += 1
-        targets = [i % 10 for i in range(count)]
-        return SimpleNamespace(data=data, targets=targets, classes=[f"class {i}" for i in range(10)])
-
-    monkeypatch.setattr(torchvision.datasets, "CIFAR10", pretended)
-
-
-def test_cifar10_holds_a_tenth_out_and_keeps_channels_and_parts_apart(cifar):
-    data = load_data("cifar10", "somewhere", None, seed=0)
-    assert (data.classes, data.shape, data.train_size()) == (10, (3, 32, 32), 90)
-    parts = {}
-    for part in ("train", "validation", "test"):
-        x, y = next(data.fixed(part))
-        shade = ((x * data._std + data._mean) * 255).round()
-        assert torch.equal(shade[:, 1, 5, 6], shade[:, 0, 7, 8] + 1)
-        numbers_seen = shade[:, 0, 0, 0].long()
-        assert torch.equal(y, numbers_seen % 10)
-        parts[part] = set(numbers_seen.tolist())
-    assert parts["train"] | parts["validation"] == set(range(100))
-    assert len(parts["validation"]) == 10
-    assert parts["test"] == set(range(100, 120))
-
-
-def test_errors_name_what_to_do(cifar):
-    with pytest.raises(ValueError, match=r"folder=nowhere has no cifar10 .*CIFAR10\('nowhere', download=True\)"):
-        load_data("cifar10", "nowhere", None, seed=0)
+def test_errors_name_what_to_do():
     for changed, message in (
         ({"steps": 0}, "steps=0"),
         ({"average": 1.5}, "average=1.5"),
