@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dcl_optim._torch import constant
 from dcl_optim.layout import difference, wide
 
 Distance = Callable[[Tensor, Tensor], Tensor]
@@ -167,8 +168,10 @@ def name_of(distance: Distance) -> str:
 
 def huber(norms: Tensor, radius: float) -> Tensor:
     """Half of the square up to a radius, and its tangent beyond."""
-    near = norms.clamp(max=radius)
-    return near * torch.sub(norms, near, alpha=0.5)
+    if radius == math.inf:
+        return norms.square() * 0.5
+    zero = constant(0.0, norms.device).to(norms.dtype)
+    return F.huber_loss(norms, zero.expand_as(norms), reduction="none", delta=radius)
 
 
 def companion_target(z: Tensor, c: Tensor, alpha: float) -> Tensor:

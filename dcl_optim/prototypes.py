@@ -177,7 +177,7 @@ class Prototypes(Forecaster):
         dtype = torch.promote_types(values.dtype, rows.dtype)
         if values.device != rows.device or values.dtype != dtype:
             self._convert(rows.device, dtype)
-        if not self._has_masks and forward.may_read and bool((rows <= MASKED).any()):
+        if not self._has_masks and forward.may_read and len(rows) and float(rows.amin()) <= MASKED:
             self._begin_masks()
 
     def _masked(self, rows: Tensor) -> Tensor:

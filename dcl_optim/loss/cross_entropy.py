@@ -98,15 +98,13 @@ class Reading(NamedTuple):
     rest: Tensor
 
 
-def read(
-    form: Form, z: Tensor, g: Tensor, last_scale: Tensor | float | None = None, wants_labels: bool = True
-) -> Reading:
+def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wants_labels: bool = True) -> Reading:
     """Read a gradient that has a known form.
 
     Args:
         form: its form.
         z, g: logits, rows (N, K), and the gradient of the loss with respect to them, in the dtypes of the script.
-        last_scale: s of the batch before, where one is known.
+        last_scale: s of the batch before, where one is known, in the dtype of the reading.
         wants_labels: whether the labels are needed.
 
     Examples:
@@ -135,7 +133,7 @@ def read(
     excess = torch.sub(rest, whole, alpha=tolerance_of(z, g))
     # All rows may be certain, so that only rounding is left of r. With another a it could explain any gradient.
     scale = slope * num_live
-    known_scale = scale if last_scale is None else torch.as_tensor(last_scale).to(scale)
+    known_scale = scale if last_scale is None else last_scale
     fits = torch.addcdiv(excess, known_scale, num_live, value=-rounding * math.sqrt(len(z))) <= 0
     if wants_labels:
         labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))

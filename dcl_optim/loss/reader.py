@@ -194,13 +194,21 @@ class LossReader:
             return None
         if dim != forward.class_dim:
             forward.lay_out(dim)
-        return read(form, forward.rows, to_rows(gradient, dim), self.known.scale, self.reads_labels)
+        return read(form, forward.rows, to_rows(gradient, dim), self._last_scale(forward.rows), self.reads_labels)
+
+    def _last_scale(self, rows: Tensor) -> Tensor | None:
+        """The last s that was read, as a tensor beside logits; None before any was."""
+        scale = self.known.scale
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        if isinstance(scale, Tensor) and scale.dtype == dtype and scale.device == rows.device:
+            return scale
+        return None if scale is None else torch.as_tensor(scale).to(rows.device, dtype)
 
     def _filled(self, reading: Reading) -> Reading:
-        last = self.scale
-        if not isinstance(last, Tensor):
-            last = torch.full_like(reading.scale, last)
-        scale = torch.where(reading.tells_scale, reading.scale, last.to(reading.scale))
+        last = self._last_scale(reading.scale)
+        if last is None:
+            last = torch.ones_like(reading.scale)
+        scale = torch.where(reading.tells_scale, reading.scale, last)
         self.known = self.known._replace(scale=scale)
         return reading._replace(scale=scale if self.reads_labels else scale * reading.fits)
 
@@ -257,7 +265,7 @@ class LossReader:
         """The first pair of a form and a class dimension by which the gradient is read, or none."""
         for form, dim in forms:
             rows = to_rows(forward.logits, dim)
-            reading = read(form, rows, to_rows(gradient, dim), self.known.scale, self.reads_labels)
+            reading = read(form, rows, to_rows(gradient, dim), self._last_scale(rows), self.reads_labels)
             if bool(reading.fits):
                 return [_Choice(form, dim, reading)]
         return []

@@ -163,7 +163,7 @@ def test_a_factor_that_rounding_hides_is_the_last_one(distance):
     q = 0.9 * F.one_hot(y, 10) + 0.01
     z = (q.log() + distance * z.detach()).bfloat16().requires_grad_()
     (g,) = torch.autograd.grad(512.0 * smoothed(z, y), z)
-    reading = read(Form(0.1, False, error=0.3 * 2**-8), z.detach(), g, last_scale=512.0)
+    reading = read(Form(0.1, False, error=0.3 * 2**-8), z.detach(), g, last_scale=torch.tensor(512.0))
     assert torch.equal(reading.labels, y)
     scale = torch.where(reading.tells_scale, reading.scale, 512.0)
     assert float(scale) == pytest.approx(512.0, rel=0.02)
