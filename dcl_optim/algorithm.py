@@ -297,7 +297,7 @@ class Algorithm:
         if forward.outcome is Outcome.RELEASED:
             raise RuntimeError(STALE.format(self._name))
         pull, labels, weight, alpha, _ = forward.given
-        if forward.outcome is Outcome.LEARNED:  # what has learned from the first pull may have overwritten it
+        if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
         gradient = None
         if weight is not None:

@@ -174,7 +174,7 @@ class DCPOptimizer(ForecastOptimizer):
         progress = self._algorithm.progress
         forward = progress.forward_of(logits)
         if forward is None or forward.class_dim != 1:
-            forward = Forward(logits, progress.number)
+            forward = Forward(logits, progress.number, copies=False)
             progress.add(forward)
         checked = labels_of(labels, logits, forward.may_read, ignore_index)
         if self.forecaster.first_look.may_be_probabilities:

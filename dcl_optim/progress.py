@@ -53,9 +53,10 @@ class Forward:
             to its own later does not reach the copy.
         step_number: the number of the optimizer step that the pass belongs to, from 1.
         class_dim: the dimension of the classes where it is known, else 1.
+        copies: whether they are copied; if not, they are looked at before the script gets them back.
 
     Attributes:
-        rows: the copy of z as rows (N, K), detached.
+        rows: z as rows (N, K), detached.
         shape: of the logits.
         output: a weak reference to the tensor that the script holds.
         version: how often that tensor was written to before.
@@ -69,9 +70,9 @@ class Forward:
         given: what the penalty term keeps for its backward pass.
     """
 
-    def __init__(self, logits: Tensor, step_number: int, class_dim: int = 1) -> None:
+    def __init__(self, logits: Tensor, step_number: int, class_dim: int = 1, copies: bool = True) -> None:
         self.class_dim = class_dim if class_dim < logits.ndim else 1
-        self.rows = copy_of_rows(logits.detach(), self.class_dim)
+        self.rows = (copy_of_rows if copies else to_rows)(logits.detach(), self.class_dim)
         self.shape = logits.shape
         self.step_number = step_number
         self.output = weakref.ref(logits)
@@ -226,10 +227,6 @@ class Progress:
         else:
             is_cleared = self.is_zeroed or self.trained[0].grad is None
         return is_cleared and not have_gradients(base, model, other_than_zero=self.is_zeroed)
-
-    def has_term(self) -> bool:
-        """Whether a backward pass has come through the penalty term, and on to a trained parameter."""
-        return self.term is Term.MET and self.trained is not None
 
     def forward_of(self, logits: Tensor) -> Forward | None:
         """The forward pass that returned this very tensor, unedited."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,20 @@ OTHER_WIDTH = (
     "optimizer and wrap it again after a change of the classes. For two heads add the penalty of one. Scores against "
     "the rows of a batch (in-batch negatives) have no classes"
 )
+
+
+class Lesson(NamedTuple):
+    """What a batch shows beside its labels.
+
+    Attributes:
+        values: the differences z - p of rows with one class each; of rows with soft labels the logits z. (N, K).
+        shows: whether each logit is a number, (N, K); None without masks.
+        predicted: the predicted class of each row, (N,); None if the accuracy is not measured.
+    """
+
+    values: Tensor
+    shows: Tensor | None
+    predicted: Tensor | None
 
 
 class Prototypes(Forecaster):
@@ -151,7 +165,9 @@ class Prototypes(Forecaster):
             c, weights = self._of_shares(labels.rows)
         number = labels.number
         number = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-        return pull_of(self.distance, self._masked(forward.rows), c, weights / number)
+        z = self._masked(forward.rows)
+        pull = pull_of(self.distance, z, c, weights / number)
+        return pull._replace(lesson=self._lesson(z, labels.rows, pull))
 
     def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
@@ -180,6 +196,16 @@ class Prototypes(Forecaster):
         if not self._has_masks and forward.may_read and len(rows) and float(rows.amin()) <= MASKED:
             self._begin_masks()
 
+    def _lesson(self, z: Tensor, labels: Tensor, pull: Pull) -> Lesson:
+        predicted = z.argmax(1) if self.num_classes > self._measures_from else None
+        shows = torch.isfinite(z) if self._has_masks or labels.ndim > 1 else None
+        if labels.ndim > 1:
+            return Lesson(z.to(self._one, copy=True), shows, predicted)
+        if pull.norms is not None and not self._has_masks:
+            return Lesson(pull.slope, shows, predicted)
+        known = self._state.known(self._has_masks)  # a difference from 0 where no row has shown a value
+        return Lesson(difference(z, known.index_select(0, labels)), shows, predicted)
+
     def _masked(self, rows: Tensor) -> Tensor:
         """The logits, minus infinity where they are masked."""
         return torch.threshold(rows, MASKED, -math.inf) if self._has_masks else rows
@@ -194,29 +220,22 @@ class Prototypes(Forecaster):
         assert labels is not None
         tally = self._tally_of_step()
         tally.has_rows = True
-        z = self._masked(forward.rows)
+        values, shows, predicted = pull.lesson
         if labels.rows.ndim == 1:
-            self._add_rows(tally, z, labels.rows, pull)
+            if self._has_masks:
+                shown = torch.ones_like(values) if shows is None else shows.to(values)
+                tally.entries_shown().index_add_(0, labels.rows, shown)
+            tally.add_rows(labels.rows, values, self._one)
         else:
-            self._add_shares(tally, z, labels.rows.to(self._one))
-        if self.num_classes > self._measures_from:
-            tally.counts[-1] += (z.argmax(1) == classes_of(labels.rows)).sum()
+            self._add_shares(tally, values, shows, labels.rows.to(self._one))
+        if predicted is not None:
+            tally.counts[-1] += (predicted == classes_of(labels.rows)).sum()
 
-    def _add_rows(self, tally: Tally, z: Tensor, classes: Tensor, pull: Pull) -> None:
-        if self._has_masks:
-            tally.entries_shown().index_add_(0, classes, torch.isfinite(z).to(self._one))
-        is_difference = pull.norms is not None and not self._has_masks  # from 0 where no row has shown a value
-        apart = pull.slope
-        if not is_difference:
-            apart = difference(z, self._state.known(self._has_masks).index_select(0, classes))
-        tally.add_rows(classes, apart, self._one)
-
-    def _add_shares(self, tally: Tally, z: Tensor, shares: Tensor) -> None:
+    def _add_shares(self, tally: Tally, z: Tensor, shows: Tensor, shares: Tensor) -> None:
         """A row counts for each class by its share. A class that is masked in a row (minus infinity) moves nothing."""
-        known = torch.isfinite(z)
-        z = z.to(shares.dtype).masked_fill(~known, 0.0)
+        z = z.masked_fill(~shows, 0.0)
         with torch.autocast(z.device.type, enabled=False):
-            numbers_known = shares.T @ known.to(shares)
+            numbers_known = shares.T @ shows.to(shares)
             moved = shares.T @ z - numbers_known * self._state.known(self._has_masks)[:-1]
         tally.sum_by_class()[:-1] += moved
         if self._has_masks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class Pull(NamedTuple):
         weights: (N,); None for 1.
         lengths: (N,); None for 1.
         norms: of the rows of slope, (N,), where slope is z - c; else None.
+        lesson: what the forecaster learns from, beside the labels: it may not look at the logits again.
     """
 
     value: Callable[[], Tensor]
@@ -36,6 +37,7 @@ class Pull(NamedTuple):
     weights: Tensor | None = None
     lengths: Tensor | None = None
     norms: Tensor | None = None
+    lesson: Any = None
 
     def added_to(self, gradient: Tensor, class_dim: int, *scales: Scale) -> Tensor:
         r"""Add :math:`s\,\partial\Delta/\partial z` to a gradient of the logits, s being the product of the scales."""

@@ -38,6 +38,7 @@ where there are many numbers. None but :func:`examine` reads a value.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -83,9 +84,8 @@ class Reading(NamedTuple):
 
     Attributes:
         labels: the label of each row (N,), K for none.
-        scale: s, a scalar.
-        fits: whether the gradient has the form; if not, the labels and s mean nothing.
-        tells_scale: whether s can be trusted too; not if rounding is all that is left of r.
+        scale: s, a scalar; the last one if rounding is all that is left of r, or if the gradient does not fit.
+        fits: whether the gradient has the form; if not, no row has a label.
         num_live: how many rows have a gradient.
         rest: the length of what the form leaves unexplained.
     """
@@ -93,7 +93,6 @@ class Reading(NamedTuple):
     labels: Tensor
     scale: Tensor
     fits: Tensor
-    tells_scale: Tensor
     num_live: Tensor
     rest: Tensor
 
@@ -104,7 +103,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     Args:
         form: its form.
         z, g: logits, rows (N, K), and the gradient of the loss with respect to them, in the dtypes of the script.
-        last_scale: s of the batch before, where one is known, in the dtype of the reading.
+        last_scale: s of the batch before in the dtype of the reading; None (default) if it is not known, for 1.
         wants_labels: whether the labels are needed.
 
     Examples:
@@ -116,10 +115,10 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         (tensor([0, 2]), 8.0, tensor(True))
     """
     if form.smoothing == LOG:
-        return _read_log_probabilities(z, g)
+        return _read_log_probabilities(z, g, last_scale)
     size = g.amax(1)  # not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole
     live = size != 0
-    num_live = torch.linalg.vector_norm(size, 0, dtype=_wide_dtype(z))  # counts in one kernel
+    num_live = torch.linalg.vector_norm(size, 0, dtype=_wide_dtype(z.dtype))  # counts in one kernel
     rounding = ROUNDING + form.error  # of r in a row
     last = None
     if form.smoothing and last_scale is not None:
@@ -130,19 +129,21 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     else:
         read_rows = _together([_read_block(form, z[part], g[part], live[part], last) for part in parts], last)
     labels, _, whole, slope, rest = read_rows
-    excess = torch.sub(rest, whole, alpha=tolerance_of(z, g))
+    excess = torch.sub(rest, whole, alpha=tolerance_of(z.dtype, g.dtype))
     # All rows may be certain, so that only rounding is left of r. With another a it could explain any gradient.
     scale = slope * num_live
     known_scale = scale if last_scale is None else last_scale
     fits = torch.addcdiv(excess, known_scale, num_live, value=-rounding * math.sqrt(len(z))) <= 0
+    scale = torch.where(excess <= 0, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
         labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
-    return Reading(labels, scale, fits, excess <= 0, num_live, rest)
+    return Reading(labels, scale, fits, num_live, rest)
 
 
-def tolerance_of(z: Tensor, g: Tensor) -> float:
-    """The share of a gradient that rounding may leave unexplained."""
-    return max(TOLERANCE, _roundoff(z.dtype), _roundoff(g.dtype))
+@functools.cache
+def tolerance_of(z: torch.dtype, g: torch.dtype) -> float:
+    """The share of a gradient that rounding may leave unexplained, for these dtypes of logits and gradient."""
+    return max(TOLERANCE, _roundoff(z), _roundoff(g))
 
 
 def arithmetics(z: Tensor) -> tuple[bool, ...]:
@@ -154,8 +155,9 @@ def _roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2.0
 
 
-def _wide_dtype(z: Tensor) -> torch.dtype:
-    return torch.promote_types(z.dtype, torch.float32)
+@functools.cache
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _Last(NamedTuple):
@@ -189,7 +191,7 @@ def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | No
         r.sub_(form.smoothing / z.shape[1])
     length = _norm(r.mul_(live[:, None]))
     whole = _norm(g)
-    a = _slope(whole, length, len(z), last)
+    a = whole / length if last is None else _slope(whole, length, len(z), last)
     rest = _norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
     return _Block(y, length, whole, a, rest)
 
@@ -201,11 +203,9 @@ def _norm(rows: Tensor) -> Tensor:
     return torch.nn.utils.get_total_norm(rows.split(max(PART // rows.shape[1], 1)))
 
 
-def _slope(whole: Tensor, length: Tensor, num_rows: int, last: _Last | None) -> Tensor:
+def _slope(whole: Tensor, length: Tensor, num_rows: int, last: _Last) -> Tensor:
     """The factor a; the last one if rounding is all that tells the two apart."""
     slope = whole / length
-    if last is None:
-        return slope
     apart = (whole / last.slope - length).abs()
     return torch.where(apart <= last.rounding * math.sqrt(num_rows), last.slope, slope)
 
@@ -217,7 +217,7 @@ def _together(found: list[_Block], last: _Last | None) -> _Block:
     length = torch.linalg.vector_norm(lengths)
     whole = torch.linalg.vector_norm(wholes)
     labels = torch.cat(rows)
-    slope = _slope(whole, length, len(labels), last)
+    slope = whole / length if last is None else _slope(whole, length, len(labels), last)
     apart = (wholes - slope * lengths).abs()
     rests = torch.where((lengths == 0) & (wholes == 0), 0.0, rests)  # a block without a live row
     rest = torch.linalg.vector_norm(rests + apart)
@@ -227,7 +227,7 @@ def _together(found: list[_Block], last: _Last | None) -> _Block:
 def _probabilities(z: Tensor, in_float32: bool) -> Tensor:
     """The softmax as the loss takes it, in float32 or wider."""
     if in_float32:
-        return torch.softmax(z, 1, dtype=_wide_dtype(z))
+        return torch.softmax(z, 1, dtype=_wide_dtype(z.dtype))
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
@@ -248,8 +248,8 @@ def _steepest(p: Tensor, g: Tensor, least: float = 1e-3) -> Tensor:
     return (g / p.clamp(min=least)).amax()
 
 
-def _read_log_probabilities(z: Tensor, g: Tensor) -> Reading:
-    tolerance = tolerance_of(z, g)
+def _read_log_probabilities(z: Tensor, g: Tensor, last_scale: Tensor | None) -> Reading:
+    tolerance = tolerance_of(z.dtype, g.dtype)
     g = wide(g)
     live = g.abs().amax(1) > 0
     num_live = live.sum(dtype=g.dtype)
@@ -260,7 +260,8 @@ def _read_log_probabilities(z: Tensor, g: Tensor) -> Reading:
     normalized = ((torch.logsumexp(wide(z), 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
     rest = torch.maximum(rest, apart)
     fits = (rest <= tolerance * whole) & (whole > 0) & normalized
-    return Reading(torch.where(live & fits, y, z.shape[1]), -least.sum(), fits, fits, num_live, rest)
+    scale = torch.where(fits, -least.sum(), 1.0 if last_scale is None else last_scale)
+    return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, num_live, rest)
 
 
 # ---- the first look, which chooses the form --------------------------------------------------------------------------
@@ -283,7 +284,7 @@ class Evidence(NamedTuple):
 def examine(z: Tensor, g: Tensor, in_float32: bool = True) -> Evidence:
     """Look for the form of rows of one gradient, in one arithmetic. Synchronizes once."""
     num_classes = z.shape[1]
-    tolerance = tolerance_of(z, g)
+    tolerance = tolerance_of(z.dtype, g.dtype)
     is_half = min(z.dtype.itemsize, g.dtype.itemsize) < 4
     roundoff = _roundoff(g.dtype)
     p = _probabilities(z, in_float32)

@@ -56,26 +56,19 @@ class Known(NamedTuple):
     """What the reader knows: its state.
 
     Attributes:
-        smoothing, in_float32, error: those of the gradient's :class:`~dcl_optim.loss.cross_entropy.Form`; None for the
-            first before one is known.
+        form: of the gradient; None before one is known.
         scale: the last s that was read.
         class_dim: the dimension of the classes, of logits with more than two.
         num_silent: how many of the last batches with a gradient, one after the other, were not read.
     """
 
-    smoothing: float | None = None
-    in_float32: bool = True
-    error: float = 0.0
+    form: Form | None = None
     scale: Scale | None = None
     class_dim: int | None = None
     num_silent: int = 0
 
-    @property
-    def form(self) -> Form | None:
-        """The form of the gradient; None before one is known."""
-        return None if self.smoothing is None else Form(self.smoothing, self.in_float32, self.error)
 
-
+NO_FORM = {"smoothing": None, "in_float32": True, "error": 0.0}
 SAVED = {
     "smoothing": float | None,
     "in_float32": bool,
@@ -140,8 +133,10 @@ class LossReader:
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
         self.count()
-        scale = self.known.scale
-        return self.known._replace(scale=None if scale is None else float(scale))._asdict()
+        form, scale, class_dim, num_silent = self.known
+        saved = NO_FORM if form is None else form._asdict()
+        number = None if scale is None else float(scale)
+        return saved | {"scale": number, "class_dim": class_dim, "num_silent": num_silent}
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError if a state does not fit."""
@@ -149,7 +144,8 @@ class LossReader:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        self.known = Known(**state)
+        form = None if state["smoothing"] is None else Form(*(state[name] for name in NO_FORM))
+        self.known = Known(form, state["scale"], state["class_dim"], state["num_silent"])
 
     def dim_of(self, logits: Tensor) -> int | None:
         """The dimension of the classes; None while it is not known."""
@@ -176,25 +172,27 @@ class LossReader:
         """
         if not gradient.numel():  # a batch without rows says nothing
             return None
-        reading = self._read_by_known_form(forward, gradient)
+        last_scale = self._last_scale(forward.rows)
+        reading = self._read_by_known_form(forward, gradient, last_scale)
         if reading is None or (forward.may_read and not bool(reading.fits)):
-            reading = self._choose(forward, gradient)
+            reading = self._choose(forward, gradient, last_scale)
         if reading is None:
             return None
+        self.known = self.known._replace(scale=reading.scale)
         if forward.may_read:
             self._note(forward, True, True)
-        else:
-            self._note(forward, reading.num_live, reading.fits)
-        return self._filled(reading)
+            return reading
+        self._note(forward, reading.num_live, reading.fits)
+        return reading if self.reads_labels else reading._replace(scale=reading.scale * reading.fits)
 
-    def _read_by_known_form(self, forward: Forward, gradient: Tensor) -> Reading | None:
+    def _read_by_known_form(self, forward: Forward, gradient: Tensor, last_scale: Tensor | None) -> Reading | None:
         dim = self.dim_of(gradient)
         form = self.known.form
         if form is None or dim is None:
             return None
         if dim != forward.class_dim:
             forward.lay_out(dim)
-        return read(form, forward.rows, to_rows(gradient, dim), self._last_scale(forward.rows), self.reads_labels)
+        return read(form, forward.rows, to_rows(gradient, dim), last_scale, self.reads_labels)
 
     def _last_scale(self, rows: Tensor) -> Tensor | None:
         """The last s that was read, as a tensor beside logits; None before any was."""
@@ -204,19 +202,11 @@ class LossReader:
             return scale
         return None if scale is None else torch.as_tensor(scale).to(rows.device, dtype)
 
-    def _filled(self, reading: Reading) -> Reading:
-        last = self._last_scale(reading.scale)
-        if last is None:
-            last = torch.ones_like(reading.scale)
-        scale = torch.where(reading.tells_scale, reading.scale, last)
-        self.known = self.known._replace(scale=scale)
-        return reading._replace(scale=scale if self.reads_labels else scale * reading.fits)
-
     def _note(self, forward: Forward, num_live: Tensor | bool, fits: Tensor | bool) -> None:
         if forward.outcome is Outcome.OPEN:  # else these logits have their penalty from another loss
             self._not_counted.append(_Seen(forward.backward, num_live, fits))
 
-    def _choose(self, forward: Forward, gradient: Tensor) -> Reading | None:
+    def _choose(self, forward: Forward, gradient: Tensor, last_scale: Tensor | None) -> Reading | None:
         """Choose form and class dimension, and read."""
         total = _total(gradient)
         if not 0 < total < math.inf:
@@ -242,7 +232,7 @@ class LossReader:
                 forms += [(Form(LOG), dim) for dim in dims]
             elif self.known.form is not None:  # whose arithmetic may show once the model fits
                 forms += [(self.known.form._replace(in_float32=in_float32), dim) for dim in sums]
-            fitting += self._first_that_fits(forward, gradient, forms)
+            fitting += self._first_that_fits(forward, gradient, forms, last_scale)
         if not fitting:
             message = self._unreadable(z, is_softmax, says, bool(sums), forward.is_one_of_several)
             self._refuse(forward, message, says)
@@ -256,16 +246,18 @@ class LossReader:
         """Read the next batches in this way too."""
         form, dim, reading = choice
         class_dim = dim if len(forward.shape) > 2 else None
-        self.known = self.known._replace(**form._asdict(), class_dim=class_dim)
+        self.known = self.known._replace(form=form, class_dim=class_dim)
         if dim != forward.class_dim:
             forward.lay_out(dim)
         return reading
 
-    def _first_that_fits(self, forward: Forward, gradient: Tensor, forms: list[tuple[Form, int]]) -> list[_Choice]:
+    def _first_that_fits(
+        self, forward: Forward, gradient: Tensor, forms: list[tuple[Form, int]], last_scale: Tensor | None
+    ) -> list[_Choice]:
         """The first pair of a form and a class dimension by which the gradient is read, or none."""
         for form, dim in forms:
             rows = to_rows(forward.logits, dim)
-            reading = read(form, rows, to_rows(gradient, dim), self._last_scale(rows), self.reads_labels)
+            reading = read(form, rows, to_rows(gradient, dim), last_scale, self.reads_labels)
             if bool(reading.fits):
                 return [_Choice(form, dim, reading)]
         return []

@@ -168,8 +168,7 @@ FAULTS = [
           result("result._replace(fits=result.num_live > 0)"), "loss_*"),
     Fault("blocks with other factors fit", "loss.cross_entropy:_together",
           replace("rests + apart", "rests"), "loss_cross_entropy"),
-    Fault("last scale not kept", "loss.reader:LossReader._filled",
-          replace("last.to(reading.scale)", "torch.ones_like(last)"), "loss_reader"),
+    Fault("last scale not kept", "loss.reader:LossReader._last_scale", begin("return None"), "loss_*"),
     Fault("classes always along dimension 1", "loss.reader:LossReader.dim_of", begin("return 1"), "loss_reader"),
     Fault("every step waits for the device", "_sync:may_sync", begin("return True"), "overhead kernels"),
     # the companion
