@@ -22,6 +22,8 @@ another form. No gradient tells these losses apart, nor what they were multiplie
 
 - Every entry of g is rounded once, by at most u of itself, so :math:`\lVert g - a r\rVert \le u\,\lVert g\rVert`, in
   practice about u/2: the tolerance is u, or 0.001 where that is more.
+- In float16 an entry below :math:`2^{-14}` is rounded by up to :math:`2^{-25}`. With smoothing that moves all entries
+  of a row, and the label's by K times as much. A gradient scaler keeps the entries above.
 - torch computes p from z in float32 if the loss runs under autocast or takes ``z.float()``. On logits in half precision
   it rounds :math:`\log p` to their dtype, and then :math:`p = \exp(\mathrm{round}(\log p))` is off by up to
   :math:`u\,\lvert\log p\rvert` of itself: 3 % where p is 0.001, which is most of r once the model fits. So a form
@@ -57,6 +59,7 @@ MIN_HALF_SMOOTHING = 5e-3
 MAX_SMOOTHING = 0.5
 STEP = 0.01  # from one smoothing that a person writes to the next
 LEAST_ERROR = 1e-4  # of a smoothing that was fitted
+DISTINCT = 256  # of the rounded log-probabilities of a batch; those that are equal have the same rounding of g
 MAX_ERROR = 5e-3  # more would let other losses pass
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
@@ -133,10 +136,13 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     # All rows may be certain, so that only rounding is left of r. With another a it could explain any gradient.
     scale = slope * num_live
     known_scale = scale if last_scale is None else last_scale
-    fits = torch.addcdiv(excess, known_scale, num_live, value=-rounding * math.sqrt(len(z))) <= 0
+    num_rows, num_classes = z.shape
+    least = _half_step(g.dtype) * (2.0 * num_classes if form.smoothing else math.sqrt(num_classes))
+    limit = torch.addcdiv(excess, known_scale, num_live, value=-rounding * math.sqrt(num_rows))
+    fits = limit <= least * math.sqrt(num_rows)
     scale = torch.where(excess <= 0, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
-        labels = torch.where(live & fits, labels, constant(z.shape[1], labels.device))
+        labels = torch.where(live & fits, labels, constant(num_classes, labels.device))
     return Reading(labels, scale, fits, num_live, rest)
 
 
@@ -153,6 +159,12 @@ def arithmetics(z: Tensor) -> tuple[bool, ...]:
 
 def _roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2.0
+
+
+@functools.cache
+def _half_step(dtype: torch.dtype) -> float:
+    """How far a number is rounded at least, however small it is."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2.0
 
 
 @functools.cache
@@ -297,7 +309,8 @@ def examine(z: Tensor, g: Tensor, in_float32: bool = True) -> Evidence:
         spread = torch.where(told, top, -1.0).amax() - torch.where(told, top, 2.0).amin()
         says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
     is_softmax = (z.amin() > 0) & sum_to_one(z, is_half)
-    fitted = _fit_smoothing(p * told[:, None], g * told[:, None], told, max(_roundoff(z.dtype), roundoff))
+    most = math.inf if in_float32 else DISTINCT
+    fitted = _fit_smoothing(p * told[:, None], g * told[:, None], told, max(_roundoff(z.dtype), roundoff), most)
     found = torch.stack([value.to(p.dtype) for value in (says, is_softmax, *fitted)])
     says_form, of_softmax, is_needed, smoothing, error = found.tolist()
     form = Form(0.0, in_float32)
@@ -316,11 +329,11 @@ def _smoothed_form(smoothing: float, error: float, in_float32: bool, dtype: torc
     return Form(smoothing, in_float32, min(error, MAX_ERROR) + of_arithmetic)
 
 
-def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, roundoff: float) -> tuple[Tensor, Tensor, Tensor]:
+def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, roundoff: float, most: float) -> tuple[Tensor, Tensor, Tensor]:
     """Whether a label smoothing is needed, the smoothing, and how far it may be off: four standard errors.
 
     At all entries but the label's, g = a (p - f) is a line, with the floor f = smoothing / K. It is not needed if a
-    line without a floor fits as well.
+    line without a floor fits as well. Rounding is independent in ``most`` entries at most.
     """
     guess = _steepest(p, g)
     rows = told[:, None].to(p).expand_as(p)
@@ -339,5 +352,6 @@ def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, roundoff: float) -> tuple
     without = torch.linalg.vector_norm((g - through_zero * p) * others)
     is_needed = without > 2.0 * rest + 1e-5 * torch.linalg.vector_norm(g)
     noise = torch.maximum(rest, roundoff * torch.linalg.vector_norm(g * others))  # few points lie on a line
-    standard_error = noise / (guess.abs() + TINY) * torch.sqrt((1.0 / total + mean_p.square() / spread) / total)
+    number = total.clamp(max=most)
+    standard_error = noise / (guess.abs() + TINY) * torch.sqrt((1.0 / total + mean_p.square() / spread) / number)
     return is_needed, floor * p.shape[1], LEAST_ERROR + 4.0 * standard_error * p.shape[1]
