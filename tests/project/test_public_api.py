@@ -96,7 +96,7 @@ dcl_optim.pull.Pull(value, slope, factor, weights=None, lengths=None, norms=None
     .gradient(self, shape, dtype, class_dim, *scales, overwrites=False)
 dcl_optim.pull.pull_of(distance, z, c, weights=None)
 dcl_optim.forecaster.Labels(rows, number)
-dcl_optim.progress.Forward(logits, step_number, class_dim=1)
+dcl_optim.progress.Forward(logits, step_number, class_dim=1, copies=True)
     .lay_out(self, class_dim)
     .logits
     .release(self)
