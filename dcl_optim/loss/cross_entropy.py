@@ -133,12 +133,13 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         read_rows = _together([_read_block(form, z[part], g[part], live[part], last) for part in parts], last)
     labels, _, whole, slope, rest = read_rows
     excess = torch.sub(rest, whole, alpha=tolerance_of(z.dtype, g.dtype))
-    # All rows may be certain, so that only rounding is left of r. With another a it could explain any gradient.
+    # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
+    # last one any that is much smaller than before.
     scale = slope * num_live
-    known_scale = scale if last_scale is None else last_scale
+    least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
     num_rows, num_classes = z.shape
     least = _half_step(g.dtype) * (2.0 * num_classes if form.smoothing else math.sqrt(num_classes))
-    limit = torch.addcdiv(excess, known_scale, num_live, value=-rounding * math.sqrt(num_rows))
+    limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
     fits = limit <= least * math.sqrt(num_rows)
     scale = torch.where(excess <= 0, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:

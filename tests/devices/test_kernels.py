@@ -36,10 +36,10 @@ FRACTION = "DCL, line, companion_fraction"
 # The most kernels that a step may take. Those of plain training are torch's, and exact: they say that the counting is
 # right. Lower a figure when a step gets cheaper; python -m benchmarks kernels prints what it takes.
 BUDGETS = {
-    ("hard labels", "float32"): (24, 75, 66, 69, 62),
-    ("hard labels", "bfloat16"): (24, 84, 73, 74, 65),
-    ("label smoothing 0.1", "float32"): (42, 105, 84, 99, 80),
-    ("4 micro-batches", "float32"): (110, 317, 281, 263, 235),
+    ("hard labels", "float32"): (24, 76, 66, 70, 62),
+    ("hard labels", "bfloat16"): (24, 85, 73, 75, 65),
+    ("label smoothing 0.1", "float32"): (42, 106, 84, 100, 80),
+    ("4 micro-batches", "float32"): (110, 321, 281, 267, 235),
 }
 
 

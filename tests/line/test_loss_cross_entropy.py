@@ -165,6 +165,17 @@ def test_a_gradient_in_float16_without_a_scaler_is_read_though_most_of_its_entri
     assert not read(Form(smoothing, in_float32=False), z.detach(), g * torch.linspace(1, 2, 48)[:, None].half()).fits
 
 
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+def test_what_rounding_is_allowed_explains_no_other_gradient(factor):
+    """As of a focal loss of a model that fits, which is much smaller than the cross-entropy before it."""
+    z, y = drawn(0, 3, learned=4.0, dtype=torch.float64)
+    (g,) = torch.autograd.grad(factor * focal(z, y), z)
+    certain = (30.0 * F.one_hot(y, 3)).double()  # whose p - q is rounding, while it is certain of the wrong class
+    for logits, gradient in ((z.detach(), g), (certain.roll(1, 1), certain - certain.roll(1, 1))):
+        reading = read(Form(0.0), logits, factor * gradient, last_scale=torch.ones(()).double())
+        assert (bool(reading.fits), float(reading.scale)) == (False, 1.0)
+
+
 # ---- random losses ---------------------------------------------------------------------------------------------------
 
 
