@@ -337,7 +337,7 @@ class Companion(Forecaster):
         if _is_not_made(state) and self._options.companion is None:
             check_state(state, expected | {"made": None}, "companion")
         else:
-            check_state(state, expected | {"model": dict, "optimizer": dict}, "companion")
+            check_state(state, expected | {"begun": bool, "model": dict, "optimizer": dict}, "companion")
             (self._network or self._make()).check_tensors(state["model"])
         torch.Generator().set_state(state["generator"].cpu())  # which raises for what is no state
 
