@@ -113,6 +113,7 @@ class Companion(Forecaster):
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
+        self._replay.forget()
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in a step in which it learns
         self._has_observed = False
@@ -193,7 +194,8 @@ class Companion(Forecaster):
         if copying.written(model) != before:
             raise RuntimeError(WRITES_TO_THE_MODEL)
         own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
-        copying.require_own_leaves(logits, model, own)
+        others = set(parameters_of(self._base)).difference(model.parameters())
+        copying.require_own_leaves(logits, model, own, with_tensors=bool(others))
         if self._options.companion is None and not network.is_loaded and logits.shape == z.shape:
             copying.require_equal(z, logits.detach())
         network.has_predicted = True
