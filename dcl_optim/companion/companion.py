@@ -367,8 +367,11 @@ def _is_not_made(state: Any) -> bool:
 
 
 def _is_finite(optimizer: Optimizer) -> bool:
-    """Whether the norm of all parameters that an optimizer trains is finite. Synchronizes."""
-    norm: Any = torch.nn.utils.get_total_norm(list(parameters_of(optimizer)))
+    """Whether the norm of all parameters that an optimizer trains is finite, if they have one. Synchronizes."""
+    try:
+        norm: Any = torch.nn.utils.get_total_norm(list(parameters_of(optimizer)))
+    except NotImplementedError:  # a subclass of Tensor without norms, as torchao's int8 weights
+        return True
     return math.isfinite((norm.full_tensor() if is_sharded(norm) else norm).item())
 
 
