@@ -58,6 +58,12 @@ STALE = (
     "before a state was loaded: their penalty is that of other weights.\n"
     "  Fix: call the model in each step, and penalty if the script adds it"
 )
+WEIGHTS_LOADED = (
+    "weights were loaded into the model since its last step, but what {name} learned from the weights before was kept: "
+    "if they are others, the penalty pulls the model back.\n"
+    "  Fix: wrap again, optimizer = {name}(optimizer.base, model), or load the optimizer's state of the same moment. "
+    "Ignore this for weights swapped in for an evaluation only"
+)
 
 # What a step refuses.
 SUPERSEDED = (
@@ -170,6 +176,8 @@ class Algorithm:
         self.progress = Progress(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = False
+        self._has_learned = False  # since the start, or since a state was loaded
+        self._is_loaded = False  # whether weights were loaded into the model since the last step
         self._base = base
         self._logits = logits
         self._is_strict = strict
@@ -195,6 +203,9 @@ class Algorithm:
         call.is_training = True
         if REPLICA in vars(module):
             raise RuntimeError(REPLICATED)
+        if self._is_loaded:
+            self._is_loaded = False
+            warn_once(self._said, WEIGHTS_LOADED.format(name=self._name))
         if self.progress.begin_forward() and self._is_strict:
             raise RuntimeError(CHANGED.format(name=self._name, base=type(self._base).__name__))
         if self.progress.were_cleared(self._base, self.model):
@@ -481,6 +492,7 @@ class Algorithm:
         if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch
         self.num_steps += 1
+        self._has_learned = True
         self.progress = Progress(self.num_steps + 1)
         if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
@@ -500,6 +512,7 @@ class Algorithm:
     def model_loaded(self, module: nn.Module, keys: Any) -> None:
         """Called when a state was loaded into the model."""
         self.forecaster.model_loaded()
+        self._is_loaded = self._has_learned and self.forecaster.reads_labels
 
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
@@ -511,6 +524,8 @@ class Algorithm:
         """Go on from a number of steps, as after loading a state."""
         self.reader.load_state(loss)
         self.num_steps = num_steps
+        self._has_learned = False
+        self._is_loaded = False
         self.uses_term = uses_term
         self.progress.end()
         self.progress = Progress(num_steps + 1)
