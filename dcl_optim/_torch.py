@@ -64,6 +64,13 @@ def is_recorded() -> bool:
     return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_batched() -> bool:
+    """Whether the code runs for several gradients at once (``is_grads_batched=True``), by torch's older vmap."""
+    depth = torch._C._vmapmode_increment_nesting()  # the only way to ask
+    torch._C._vmapmode_decrement_nesting()
+    return depth > 1
+
+
 REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes of its module in each forward pass
 
 

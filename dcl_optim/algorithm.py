@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
 from dcl_optim._optim import have_gradients, trains_any
-from dcl_optim._torch import REPLICA, constant, current_backward, is_recorded, warn_once
+from dcl_optim._torch import REPLICA, constant, current_backward, is_batched, is_recorded, warn_once
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.reader import TERMS, LossReader
@@ -57,6 +57,11 @@ STALE = (
     "a backward pass came through logits, or through what penalty returned, of before the last step of {}, or "
     "before a state was loaded: their penalty is that of other weights.\n"
     "  Fix: call the model in each step, and penalty if the script adds it"
+)
+BATCHED = (
+    "a backward pass takes several gradients at once through the logits of {} (is_grads_batched=True, which torchjd uses "
+    "by default), but each of them has a penalty.\n"
+    "  Fix: take one at a time, without is_grads_batched; with torchjd pass parallel_chunk_size=1"
 )
 WEIGHTS_LOADED = (
     "weights were loaded into the model since its last step, but what {name} learned from the weights before was kept: "
@@ -313,7 +318,10 @@ class Algorithm:
             return False
         if forward.outcome is not Outcome.LEARNED and self.progress.were_cleared(self._base, self.model):
             self.forget()
-        return self.progress.gradient(forward, self._base, self._end_backward)
+        is_of_training = self.progress.gradient(forward, self._base, self._end_backward)
+        if is_of_training and (is_batched() or is_recorded()):
+            raise RuntimeError(BATCHED.format(self._name))
+        return is_of_training
 
     def _end_backward(self) -> None:
         """Called when a backward pass has ended, and the model's activations are freed."""

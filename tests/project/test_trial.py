@@ -386,7 +386,9 @@ def test_accuracy_needs_class_indices() -> None:
     model, _, (x, y) = script()
     with pytest.raises(TypeError, match=r"labels must be class indices, got torch\.float32; pass labels\.argmax"):
         accuracy(model, [(x, F.one_hot(y, 3).float())])
-    with pytest.raises(TypeError, match=r"labels must be class indices of shape \(16,\), got \(16, 3\).*labels\.argmax"):
+    with pytest.raises(
+        TypeError, match=r"labels must be class indices of shape \(16,\), got \(16, 3\).*labels\.argmax"
+    ):
         accuracy(model, [(x, F.one_hot(y, 3))])
     with pytest.raises(TypeError, match=r"got \(16, 1\); .*labels\.squeeze\(1\)"):  # which torch would broadcast
         accuracy(model, [(x, y[:, None])])
