@@ -61,7 +61,9 @@ class ModuleHooks:
         _replace_other(self._own, self._listener)
         self._handles = [
             self._model.register_forward_pre_hook(Hook(self._listener, "before_forward"), with_kwargs=True),
-            self._model.register_forward_hook(Hook(self._listener, "after_forward"), with_kwargs=True),
+            self._model.register_forward_hook(
+                Hook(self._listener, "after_forward"), with_kwargs=True, always_call=True
+            ),
             self._own.register_load_state_dict_post_hook(Hook(self._listener, "model_loaded")),
         ]
 

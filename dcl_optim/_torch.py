@@ -64,6 +64,13 @@ def is_recorded() -> bool:
     return recorded or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_batched() -> bool:
+    """Whether the code runs for several gradients at once (``is_grads_batched=True``), by torch's older vmap."""
+    depth = torch._C._vmapmode_increment_nesting()  # the only way to ask
+    torch._C._vmapmode_decrement_nesting()
+    return depth > 1
+
+
 REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes of its module in each forward pass
 
 
@@ -150,6 +157,17 @@ def running_ddp() -> nn.Module | None:
 # One tensor that holds the values of many, so that one reduction does for all; and its parts, as views.
 flattened: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
 unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
+
+
+def was_constructed(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has what ``Optimizer.__init__`` makes; torch's own methods fail without the hook tables."""
+    names = ("param_groups", "state", "defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return all(hasattr(optimizer, name) for name in names)
+
+
+def count_as_step(optimizer: Optimizer) -> None:
+    """Note a step that is left out, so that a scheduler of this optimizer does not warn that it comes before a step."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 class OptimizerInternals(Optimizer):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import parameters_of
+from dcl_optim._torch import was_constructed
 
 
 def is_number(value: Any) -> bool:
@@ -61,6 +62,18 @@ def refuse_differential_privacy(base: Optimizer) -> None:
         )
 
 
+def check_base(base: Optimizer) -> None:
+    """Raise for an optimizer whose class does not call torch's constructor, so that it has no hooks or no groups."""
+    if hasattr(base, "param_groups"):
+        refuse_differential_privacy(base)
+    if not was_constructed(base):
+        name = type(base).__name__
+        raise TypeError(
+            f"base_optimizer is a {name}, whose class does not call the constructor of torch.optim.Optimizer and lacks "
+            f"what that makes.\n  Fix: wrap the optimizer that it holds, and build the {name} of the wrapper"
+        )
+
+
 def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
     """Raise unless the base optimizer trains the model by minimizing, and ``logits`` is a function or None."""
     if not isinstance(model, nn.Module):
@@ -69,7 +82,6 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
         raise ValueError("base_optimizer has maximize=True, which maximizes the penalty too; negate the loss instead")
     if not {id(p) for p in parameters_of(base)} & {id(p) for p in model.parameters()}:
         raise ValueError("model shares no parameters with base_optimizer; pass the model that this optimizer trains")
-    refuse_differential_privacy(base)
     if logits is not None and not callable(logits):
         raise TypeError(f"logits={logits!r} must be a function of the model's output, or None")
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _torch
 from dcl_optim._optim import all_or_nothing
+from dcl_optim._validation import check_base
 
 
 def _of_base(name: str, document: str) -> Any:
@@ -35,6 +36,7 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
             )
         if isinstance(base, OptimizerWrapper):
             raise TypeError(f"base_optimizer is a {type(base).__name__} itself; wrap its base, optimizer.base")
+        check_base(base)
         self.base = base
         self._set_up_hooks()
 

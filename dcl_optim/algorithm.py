@@ -6,6 +6,8 @@ Not in optimizer.py, since Lightning runs the optimizer's methods on another obj
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
 from dcl_optim._optim import have_gradients, trains_any
-from dcl_optim._torch import REPLICA, constant, current_backward, is_recorded, warn_once
+from dcl_optim._torch import REPLICA, constant, current_backward, is_batched, is_recorded, warn_once
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.reader import TERMS, LossReader
@@ -55,6 +57,17 @@ STALE = (
     "a backward pass came through logits, or through what penalty returned, of before the last step of {}, or "
     "before a state was loaded: their penalty is that of other weights.\n"
     "  Fix: call the model in each step, and penalty if the script adds it"
+)
+BATCHED = (
+    "a backward pass takes several gradients at once through the logits of {} (is_grads_batched=True, which torchjd uses "
+    "by default), but each of them has a penalty.\n"
+    "  Fix: take one at a time, without is_grads_batched; with torchjd pass parallel_chunk_size=1"
+)
+WEIGHTS_LOADED = (
+    "weights were loaded into the model since its last step, but what {name} learned from the weights before was kept: "
+    "if they are others, the penalty pulls the model back.\n"
+    "  Fix: wrap again, optimizer = {name}(optimizer.base, model), or load the optimizer's state of the same moment. "
+    "Ignore this for weights swapped in for an evaluation only"
 )
 
 # What a step refuses.
@@ -126,6 +139,19 @@ class Given(NamedTuple):
     value: Tensor
 
 
+class Call:
+    """A call of the model that runs.
+
+    Attributes:
+        is_training: whether it is a training forward pass.
+        hooks: the handles of the hooks on the logits that calls inside of it have returned, or on its own.
+    """
+
+    def __init__(self) -> None:
+        self.is_training = False
+        self.hooks: list[Any] = []
+
+
 class Algorithm:
     r"""Adds :math:`s\lambda\,\partial\Delta(z, c)/\partial z` to the gradient of the logits of each forward pass.
 
@@ -155,11 +181,14 @@ class Algorithm:
         self.progress = Progress(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
         self.superseded = False
+        self._has_learned = False  # since the start, or since a state was loaded
+        self._is_loaded = False  # whether weights were loaded into the model since the last step
         self._base = base
         self._logits = logits
         self._is_strict = strict
         self._name = name
-        self._is_training_forward = False  # of the forward pass that runs
+        self._calls: dict[int, list[Call]] = {}  # of the model, that run now: by thread, a later one inside the earlier
+        self._inner_calls_count = True  # whether logits of a call inside of another may be those of the loss
         self._said: set[str] = set()
         self.hooks = ModuleHooks(self, model, unwrapped(model))
 
@@ -167,14 +196,21 @@ class Algorithm:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model: forget a step that was skipped, and prepare the forecaster."""
-        self._is_training_forward = False
+        calls = self._calls.setdefault(threading.get_ident(), [])
+        call = Call()
+        calls.append(call)
         if not module.training or not torch.is_grad_enabled() or is_recorded() or not trains_any(self._base):
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
-        self._is_training_forward = True
+        if len(calls) > 1 and not self._inner_calls_count:
+            return
+        call.is_training = True
         if REPLICA in vars(module):
             raise RuntimeError(REPLICATED)
+        if self._is_loaded:
+            self._is_loaded = False
+            warn_once(self._said, WEIGHTS_LOADED.format(name=self._name))
         if self.progress.begin_forward() and self._is_strict:
             raise RuntimeError(CHANGED.format(name=self._name, base=type(self._base).__name__))
         if self.progress.were_cleared(self._base, self.model):
@@ -183,21 +219,45 @@ class Algorithm:
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""
-        if not self._is_training_forward:
+        thread = threading.get_ident()
+        calls = self._calls.get(thread)
+        if not calls:
             return
-        self._is_training_forward = False
-        forecaster = self.forecaster
-        if self.uses_term and not forecaster.predicts:
-            return  # the term brings the logits
+        call = calls.pop()
+        if not calls:
+            del self._calls[thread]
+        has_failed = output is None and sys.exc_info()[0] is not None
+        if call.is_training and not has_failed:
+            z = self._logits_of(output, call)
+            if z is not None and z.requires_grad:
+                self._wait_for_gradient(z, call, args, kwargs, output)
+        if calls:
+            calls[-1].hooks += call.hooks
+
+    def _logits_of(self, output: Any, call: Call) -> Tensor | None:
+        """Find the logits; None if there are none, if the term brings them, or if they are those of an inner call."""
+        predicts = self.forecaster.predicts
+        if self.uses_term and not predicts:
+            return None
         try:
             z = find_logits(output, self._logits)
-        except NoLogits as error:  # no fault if the script adds the term
-            if forecaster.predicts:
+        except NoLogits as error:  # no fault if the script adds the term, or if the model called itself for them
+            if predicts and not call.hooks:
                 raise
             self.reader.not_found = str(error)
-            return
-        if not z.requires_grad:
-            return
+            return None
+        return None if call.hooks and self.progress.forward_of(z) is not None else z
+
+    def _wait_for_gradient(
+        self, z: Tensor, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Note a forward pass, and hook its logits in place of those of the calls inside of it."""
+        forecaster = self.forecaster
+        if call.hooks:
+            self._inner_calls_count = False
+        for hook in call.hooks:
+            hook.remove()
+        call.hooks = []
         forward = Forward(z, self.progress.number, self.reader.known.class_dim or 1)
         if forecaster.predicts:
             forecaster.predict(forward, args, kwargs)
@@ -208,8 +268,9 @@ class Algorithm:
             if source is not None:  # the loss may be that of the logits before they were converted
                 node, index = source
                 forward.nodes = node.next_functions
-                node.register_prehook(functools.partial(Hook(weakref.ref(self), "_at_source"), forward, index))
-        z.register_hook(functools.partial(self.hooks.on_gradient, forward))
+                at_source = functools.partial(Hook(weakref.ref(self), "_at_source"), forward, index)
+                call.hooks.append(node.register_prehook(at_source))
+        call.hooks.append(z.register_hook(functools.partial(self.hooks.on_gradient, forward)))
 
     # ---- the line: grad z + s λ ∂Δ(z, c)/∂z --------------------------------------------------------------------------
 
@@ -257,7 +318,10 @@ class Algorithm:
             return False
         if forward.outcome is not Outcome.LEARNED and self.progress.were_cleared(self._base, self.model):
             self.forget()
-        return self.progress.gradient(forward, self._base, self._end_backward)
+        is_of_training = self.progress.gradient(forward, self._base, self._end_backward)
+        if is_of_training and (is_batched() or is_recorded()):
+            raise RuntimeError(BATCHED.format(self._name))
+        return is_of_training
 
     def _end_backward(self) -> None:
         """Called when a backward pass has ended, and the model's activations are freed."""
@@ -344,9 +408,14 @@ class Algorithm:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
+    def end_calls(self) -> None:
+        """Called where no call of the model can run in this thread: drop those that an interrupt has ended."""
+        self._calls.pop(threading.get_ident(), None)
+
     def before_step(self) -> None:
         """Raise unless the gradients are those of Equation 2, or were cleared; then the batches are forgotten."""
         progress = self.progress
+        self.end_calls()
         if progress.were_cleared(self._base, self.model):
             self.forget()
         elif progress.stage < Stage.GRADIENTS or (
@@ -431,6 +500,7 @@ class Algorithm:
         if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch
         self.num_steps += 1
+        self._has_learned = True
         self.progress = Progress(self.num_steps + 1)
         if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
@@ -450,6 +520,7 @@ class Algorithm:
     def model_loaded(self, module: nn.Module, keys: Any) -> None:
         """Called when a state was loaded into the model."""
         self.forecaster.model_loaded()
+        self._is_loaded = self._has_learned and self.forecaster.reads_labels
 
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
@@ -461,13 +532,15 @@ class Algorithm:
         """Go on from a number of steps, as after loading a state."""
         self.reader.load_state(loss)
         self.num_steps = num_steps
+        self._has_learned = False
+        self._is_loaded = False
         self.uses_term = uses_term
         self.progress.end()
         self.progress = Progress(num_steps + 1)
         self.last = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards()}
+        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards(), "_calls": {}}
 
 
 def _only_if_finite(

@@ -133,6 +133,7 @@ class ForecastOptimizer(OptimizerWrapper):
         Args:
             set_to_none: set them to None (default) instead of zero.
         """
+        self._algorithm.end_calls()
         self._algorithm.progress.is_zeroed = not set_to_none  # None is seen in the gradients themselves
         self.base.zero_grad(set_to_none)
 

@@ -139,8 +139,19 @@ def dcl_step(
         companion_optimizer.zero_grad()
         distances = distance(c, companions_target(z, c, alpha))
         (distances if rows is None else distances[rows]).mean().backward()
-        companion_optimizer.step()
+        step_once_there_is_a_gradient(companion_optimizer)
     return loss.detach()
+
+
+def step_once_there_is_a_gradient(optimizer: Optimizer) -> None:
+    """Step the companion's optimizer, but not before a gradient that is not 0: a copy of the model begins with 0."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    has_begun = getattr(optimizer, "has_begun", False) or any(bool((gradient != 0).any()) for gradient in gradients)
+    optimizer._opt_called = True  # else a scheduler of it warns that it comes before a step
+    if has_begun:
+        optimizer.has_begun = True
+        optimizer.step()
 
 
 class Rounded(nn.Module):
@@ -289,7 +300,7 @@ class HandDCL(_Hand):
     def learn(self) -> None:
         self._second.zero_grad()
         (sum(s.abs() * chase for s, chase in self.kept) / sum(s.abs() for s, _ in self.kept)).backward()
-        self._second.step()
+        step_once_there_is_a_gradient(self._second)
         self._outputs = []
 
 

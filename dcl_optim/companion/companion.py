@@ -113,6 +113,7 @@ class Companion(Forecaster):
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
+        self._replay.forget()
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in a step in which it learns
         self._has_observed = False
@@ -193,7 +194,8 @@ class Companion(Forecaster):
         if copying.written(model) != before:
             raise RuntimeError(WRITES_TO_THE_MODEL)
         own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
-        copying.require_own_leaves(logits, model, own)
+        others = set(parameters_of(self._base)).difference(model.parameters())
+        copying.require_own_leaves(logits, model, own, with_tensors=bool(others))
         if self._options.companion is None and not network.is_loaded and logits.shape == z.shape:
             copying.require_equal(z, logits.detach())
         network.has_predicted = True
@@ -337,7 +339,7 @@ class Companion(Forecaster):
         if _is_not_made(state) and self._options.companion is None:
             check_state(state, expected | {"made": None}, "companion")
         else:
-            check_state(state, expected | {"model": dict, "optimizer": dict}, "companion")
+            check_state(state, expected | {"begun": bool, "model": dict, "optimizer": dict}, "companion")
             (self._network or self._make()).check_tensors(state["model"])
         torch.Generator().set_state(state["generator"].cpu())  # which raises for what is no state
 
@@ -365,8 +367,11 @@ def _is_not_made(state: Any) -> bool:
 
 
 def _is_finite(optimizer: Optimizer) -> bool:
-    """Whether the norm of all parameters that an optimizer trains is finite. Synchronizes."""
-    norm: Any = torch.nn.utils.get_total_norm(list(parameters_of(optimizer)))
+    """Whether the norm of all parameters that an optimizer trains is finite, if they have one. Synchronizes."""
+    try:
+        norm: Any = torch.nn.utils.get_total_norm(list(parameters_of(optimizer)))
+    except NotImplementedError:  # a subclass of Tensor without norms, as torchao's int8 weights
+        return True
     return math.isfinite((norm.full_tensor() if is_sharded(norm) else norm).item())
 
 

@@ -95,20 +95,22 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor]) -> None:
+def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor], with_tensors: bool) -> None:
     """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
         model: the model, whose parameters are never the companion's own.
         own: the parameters of the companion and of its optimizer, and the leaves of the forward pass's arguments.
+        with_tensors: whether leaves that are no parameters count too, as where the base optimizer trains some that the
+            model holds in a list.
     """
     if any(map(is_sharded, own)):
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     allowed = set(map(id, own)).difference(names)
     for leaf in leaves_of([logits]):
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in allowed:
+        if (with_tensors or isinstance(leaf, nn.Parameter)) and id(leaf) not in allowed:
             what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
             raise RuntimeError(f"the companion would train {what}, which is not its own: {NOT_COPIED}")
     if not logits.requires_grad:

@@ -141,7 +141,8 @@ class Network:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
         self.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
         self.optimizer.read_network()
-        return {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
+        begun = {"begun": self.optimizer.has_begun}
+        return begun | {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
 
     def _own_tensors(self) -> dict[str, Tensor]:
         shared = {id(ours) for _, ours in self._shared}
@@ -172,6 +173,7 @@ class Network:
             for name, weight in self._wide_tensors().items():
                 weight.copy_(state["model"][name])
             self.optimizer.write_network()
+        self.optimizer.has_begun = state["begun"]
         self.has_predicted = False
         self.is_loaded = True
         self.loaded_since = False

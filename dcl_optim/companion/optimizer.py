@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
+import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -20,17 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim._optim import gradients_of, inner_of, parameters_of, without_gradient
-from dcl_optim._torch import version
+from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of, without_gradient
+from dcl_optim._torch import count_as_step, version
 from dcl_optim.companion.replay import capture_rng, replayed
-from dcl_optim.distributed import local_parts
+from dcl_optim.distributed import is_sharded, local_parts
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 HALF = (torch.float16, torch.bfloat16)
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
-DIVIDE_BY_THE_FIRST_GRADIENT = ("AdaShift", "RACS")  # of pytorch_optimizer
+ESTIMATES_FROM_THE_FIRST_GRADIENT = ("DAdaptAdan", "DAdaptSGD")  # of dadaptation and pytorch_optimizer
+STATE_FROM_THE_START = (
+    "{} cannot train the companion: its state is made in its constructor, and a copy begins without one{}.\n"
+    "  Fix: if it holds another optimizer, wrap that one, as in Lookahead(DCLOptimizer(inner, model)); else {}"
+)
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
     "  Fix: unfreeze one, or ask for optimizer.companion before a forward pass with other parameters (functional_call)"
@@ -53,6 +58,8 @@ class CompanionOptimizer:
         optimizer: the optimizer.
         wide: for the network's parameters in half precision, those of float32 that the optimizer steps. The network's
             are their rounding, unless the script has written to them since.
+        has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
+            optimizers divide later; until then no step is taken.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class CompanionOptimizer:
         trained = set(parameters_of(self.optimizer))  # a callable may have taken the network's own
         self.wide = {half: weight for half, weight in wide.items() if weight in trained}
         self._written = _written(self.wide)
+        self.has_begun = False
         if make is not None:
             self.switch("train")
         self.follow_options()
@@ -102,7 +110,14 @@ class CompanionOptimizer:
                     ours[key] = value.clone()
 
     def step(self) -> None:
-        """Step with the base's options, and random draws that the script's generators do not notice."""
+        """Step with the base's options, and random draws that the script's generators do not notice.
+
+        Nothing is done before the first gradient that is not 0. To ask synchronizes, mostly in two steps.
+        """
+        self.has_begun = self.has_begun or not _are_zero(gradients_of(self.optimizer))
+        if not self.has_begun:
+            count_as_step(self.optimizer)
+            return
         self.follow_options()
         try:
             if type(self.optimizer).__module__.startswith("torch.optim"):  # none of which draws
@@ -190,6 +205,15 @@ class CompanionOptimizer:
         self.optimizer.load_state_dict(numbers)
 
 
+def _are_zero(gradients: Iterable[Tensor]) -> bool:
+    """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    if any(gradient.is_meta for gradient in dense):
+        return False
+    norm: Any = torch.nn.utils.get_total_norm(dense, norm_type=math.inf)
+    return (norm.full_tensor() if is_sharded(norm) else norm).item() == 0
+
+
 def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
     """How often each parameter was written to, and where its values are, which ``.data =`` changes."""
     return list(zip(map(version, parameters), map(Tensor.data_ptr, parameters), strict=True))
@@ -212,13 +236,40 @@ def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str
 def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
-        copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
+        inner = inner_of(base)
+        trained = list(parameters_of(base))
+        if any(parameter in inner.state for parameter in trained):
+            _require_state_of_steps(base, inner)
+        else:
+            copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in trained})
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
 
 
+def _require_state_of_steps(base: Optimizer, inner: Optimizer) -> None:
+    """Raise ValueError if the state was made in the constructor: a copy, which begins without it, cannot step.
+
+    A base that has stepped also has a state. So a copy takes a step, on copies of the parameters without a gradient.
+    """
+    twins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().clone()) for p in parameters_of(base)}
+    copied = copy_optimizer(base, [[twins[p] for p in group["params"]] for group in base.param_groups], twins)
+    for twin in twins.values():
+        twin.grad = torch.zeros_like(twin)
+    try:
+        with replayed(capture_rng(next(iter(twins)).device)):
+            copied.step()
+    except Exception as error:
+        raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, f" ({error!r})", PASS_ANOTHER)) from error
+    for theirs, ours in twins.items():
+        before = inner.state.get(theirs, {})
+        if before and before.keys().isdisjoint(copied.state.get(ours, {})):
+            raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, "", PASS_ANOTHER))
+
+
 def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
     """Copy an optimizer for other parameters, without its state and its hooks.
+
+    Optimizers that it holds are copied with it. What shares a group with the base shares the copied one.
 
     Args:
         base: the optimizer; of one that wraps another, such as SAM, the inner one is copied.
@@ -230,18 +281,20 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     _refuse(kind)
     memo: dict[int, Any] = {id(group["params"]): own for group, own in zip(base.param_groups, groups, strict=True)}
     memo |= {id(theirs): ours for theirs, ours in twins.items()}
-    nested = [value for value in vars(inner).values() if isinstance(value, Optimizer)]
-    memo |= {id(one.state): defaultdict(dict) for one in (inner, *nested)}
-    copied: Optimizer = kind.__new__(kind)
-    memo[id(inner)] = copied
-    kept = {name: value for name, value in vars(inner).items() if name != "step" and not name.endswith("_hooks")}
+    everyone = optimizers_in(inner)
+    memo |= {id(one.state): defaultdict(dict) for one in everyone if hasattr(one, "state")}
+    memo |= {id(one): type(one).__new__(type(one)) for one in everyone}
+    copied: Optimizer = memo[id(inner)]
     try:
-        modules = [value for value in kept.values() if isinstance(value, nn.Module)]
+        modules = [value for value in vars(inner).values() if isinstance(value, nn.Module)]
         if list(chain.from_iterable(module.parameters() for module in modules)):
             raise TypeError("it holds a module with the model's parameters")
-        options = [{key: value for key, value in group.items() if key != "param_names"} for group in base.param_groups]
-        vars(copied).update(copy.deepcopy(kept | {"param_groups": options}, memo))
-        copied.__setstate__({})  # makes the tables of hooks
+        own_groups = [_copy_of_group(group, memo) for group in base.param_groups]
+        for one in (base, inner):
+            memo |= {id(theirs): ours for theirs, ours in zip(one.param_groups, own_groups, strict=True)}
+            memo[id(one.param_groups)] = own_groups
+        for one in everyone:
+            vars(memo[id(one)]).update(_copy_of_attributes(one, memo))
     except Exception as error:
         raise ValueError(
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
@@ -251,14 +304,28 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     return copied
 
 
+def _copy_of_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key != "param_names"}
+    copied: dict[str, Any] = copy.deepcopy(options, memo)
+    return copied
+
+
+def _copy_of_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
+    """Copy what an optimizer holds, with empty tables of hooks; torch's own copies keep groups and state alone."""
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    tables: dict[str, Any] = {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
+    copied: dict[str, Any] = copy.deepcopy(attributes | tables, memo)
+    return copied
+
+
 def _refuse(kind: type[Optimizer]) -> None:
     """Raise ValueError for a class of optimizers that cannot train a companion."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     reason = ""
     if closure is not None and closure.default is inspect.Parameter.empty:
         reason = "it steps with a closure only, and the companion has none"
-    if kind.__name__ in DIVIDE_BY_THE_FIRST_GRADIENT:
-        reason = "it divides by its first gradient, and that of a copy of the model is zero"
+    if kind.__name__ in ESTIMATES_FROM_THE_FIRST_GRADIENT:
+        reason = "it divides by the size of its first gradient, and that of a copy of the model is close to zero"
     if reason:
         raise ValueError(f"{kind.__name__} cannot train the companion: {reason}; {PASS_ANOTHER}")
 

@@ -33,7 +33,8 @@ class Replay:
 
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
-        self._kept: Any = None  # of the forward pass that runs
+        self._kept: list[Any] = []  # of the forward passes that run: a model may call itself
+        self._rng_state: RngState = {}
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
@@ -46,12 +47,16 @@ class Replay:
             arguments = given
         else:
             arguments = map_tensors(_detach, given)  # in containers that the model cannot change
-        self._kept = (given, arguments, tensors, list(map(version_of, tensors)), capture_rng(device))
+        self._kept.append((given, arguments, tensors, list(map(version_of, tensors)), capture_rng(device)))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        given, arguments, tensors, versions, _ = self._kept
-        if given[0] is not args or given[1] is not kwargs:
+        places = range(len(self._kept))
+        own = [place for place in places if self._kept[place][0][0] is args and self._kept[place][0][1] is kwargs]
+        place = own[-1] if own else places[-1]
+        _, arguments, tensors, versions, self._rng_state = self._kept[place]
+        del self._kept[place:]  # with those of calls inside of it that have failed
+        if not own:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
         writes = list(map(version_of, tensors)) != versions
         if writes and self._writes is False:
@@ -64,16 +69,34 @@ class Replay:
         return cast("Arguments", arguments)
 
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a network with the model's random draws, and forget what was kept."""
-        rng_state = self._kept[-1]
-        self._kept = None
+        """Call a network with the random draws of the forward pass whose arguments were asked for."""
         hooks: AbstractContextManager[Any] = nullcontext()
         if _are_saved_tensors_hooked():
             # A checkpoint's recomputation does not run this network again. Detached, a saved output does not hold the
             # graph that holds it.
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        with replayed(rng_state), hooks:
+            hooks = torch.autograd.graph.saved_tensors_hooks(_keep, _kept_unchanged)
+        with replayed(self._rng_state), hooks:
             return network(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Forget the arguments of forward passes that were not replayed."""
+        self._kept = []
+
+
+def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor.detach(), version_of(tensor)
+
+
+def _kept_unchanged(kept: tuple[Tensor, int]) -> Tensor:
+    """Give a saved tensor, with the check that torch leaves out where tensors are saved by hooks."""
+    tensor, version = kept
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the companion's backward pass needs has been modified by an "
+            "in-place operation since the forward pass.\n  Fix: write to input buffers after loss.backward(), or give "
+            "the model a copy, model(x.clone())"
+        )
+    return tensor
 
 
 def _are_saved_tensors_hooked() -> bool:

@@ -138,7 +138,7 @@ def compare(
 
     Raises:
         TypeError: ``train`` returned no number.
-        ValueError: there are less than two weights, a weight is there twice, or there are no seeds.
+        ValueError: there are less than two weights, a weight or a seed is there twice, or there are no seeds.
         KeyboardInterrupt: no seed was finished.
 
     Examples:
@@ -184,6 +184,8 @@ def _check(weights: tuple[Any, ...], seeds: tuple[int, ...]) -> None:
         raise ValueError(f"weights={weights!r} has a weight twice; pass each once")
     if not seeds:
         raise ValueError("seeds must be at least 1, got none")
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={list(seeds)} has a seed twice, which would count as another run; pass each once")
 
 
 def _of_seed(train: Callable[[Any, int], float], weights: tuple[Any, ...], seed: int, bar: Any) -> list[float]:

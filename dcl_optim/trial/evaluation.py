@@ -30,7 +30,7 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Any, Tensor]], *, ignore_
         Percent, 0 to 100.
 
     Raises:
-        TypeError: labels are no class indices.
+        TypeError: labels are no class indices, or of another shape than the logits without their classes.
         ValueError: there are no labels.
 
     Examples:
@@ -53,6 +53,11 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Any, Tensor]], *, ignore_
                 if targets.is_floating_point() or targets.is_complex():
                     raise TypeError(f"labels must be class indices, got {targets.dtype}; pass labels.argmax(1)")
                 predicted = find_logits(call(model, _moved(inputs, device))).argmax(1)
+                if targets.shape != predicted.shape:
+                    raise TypeError(
+                        f"labels must be class indices of shape {tuple(predicted.shape)}, got {tuple(targets.shape)}; "
+                        "of one-hot labels pass labels.argmax(1), of a column labels.squeeze(1)"
+                    )
                 is_labeled = targets != ignore_index
                 right += int(((predicted == targets) & is_labeled).sum())
                 count += int(is_labeled.sum())

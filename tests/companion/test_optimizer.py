@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
-from dcl_optim.distances import squared
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, train, wrap
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.distances import mse, squared
+from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, mlp, sgd, train, wrap
 from tests.reference import dcl_step
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
@@ -82,6 +82,15 @@ def test_companion_optimizer_of_its_own():
     assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
 
 
+def test_a_schedule_of_the_companions_optimizer_does_not_warn_of_the_step_that_is_left_out() -> None:
+    model = mlp()
+    optimizer = wrap(model, companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.companion_optimizer, step_size=1, gamma=0.5)
+    train(model, optimizer, batches(1))
+    scheduler.step()
+    assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.01
+
+
 def test_a_companion_optimizer_that_is_none_is_refused():
     model = mlp()
     for given in (sgd(mlp()), "SGD"):
@@ -125,6 +134,76 @@ def test_a_base_that_asserts_its_keys_under_a_scheduler_has_a_companion() -> Non
         assert [p.shape for p in mirrored["params"]] == [p.shape for p in group["params"]]
 
 
+class HoldsOthers(torch.optim.Optimizer):
+    """Gives each of its groups to an optimizer that it holds, and keeps the first groups for the schedule."""
+
+    def __init__(self, groups: Any, kept_as: str) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        inner = [torch.optim.SGD([group], momentum=0.9) for group in self.param_groups]
+        if kept_as == "list":
+            self.all = inner
+        elif kept_as == "dictionary":
+            self.all = {"of": {"matrices": inner[0], "others": (inner[1],)}}
+        else:
+            setattr(self, kept_as, inner[0])
+            self.other = inner[1]
+        self.names = ["matrices"]  # which its step needs, and torch's own copies of optimizers lose
+        self.kept_as = kept_as
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        if self.kept_as == "list":
+            return self.all
+        if self.kept_as == "dictionary":
+            return [self.all["of"][self.names[0]], *self.all["of"]["others"]]
+        return [getattr(self, self.kept_as), self.other]
+
+    def step(self, closure: Any = None) -> None:
+        for one in self._inner():
+            one.step()
+
+
+class HandsOn(torch.optim.Optimizer):
+    """Hands all but its step on to the optimizer that it holds, as those of averages of weights do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.inner = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["inner"], name)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def groups_by_shape(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    return [{"params": matrices, "lr": 0.1}, {"params": others, "lr": 0.05}]
+
+
+@pytest.mark.parametrize("kept_as", ["muon", "optim", "base_optimizer", "list", "dictionary", "handed on"])
+def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_too(kept_as: str) -> None:
+    """As one optimizer with these groups does, bit for bit."""
+    runs = []
+    for holds in (True, False):
+        model = mlp()
+        base: Any = torch.optim.SGD(groups_by_shape(model), momentum=0.9)
+        if holds:
+            base = HandsOn(base) if kept_as == "handed on" else HoldsOthers(groups_by_shape(model), kept_as)
+        optimizer = DCLOptimizer(base, model, weight=1.0, alpha=0.6)
+        assert type(optimizer.companion_optimizer) is type(base)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+        for batch in batches(10):
+            train(model, optimizer, [batch])
+            scheduler.step()
+        runs.append((model, optimizer.companion))
+    assert_same(runs[0][0], runs[1][0])
+    assert_same(runs[0][1], runs[1][1])
+
+
 class Holding(torch.optim.SGD):
     """Holds something that no copy can be made of."""
 
@@ -164,10 +243,98 @@ def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares
     optimizer = DCLOptimizer(base, model, weight=1.0)
     assert not optimizer.companion_optimizer.state
     assert_same(base.state_dict(), before)
+    assert_same(base.state_dict(), before)
     train(model, optimizer, batches(2))
     for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
         assert float(base.state[theirs]["step"]) == 5
-        assert float(optimizer.companion_optimizer.state[ours]["step"]) == 2
+        assert float(optimizer.companion_optimizer.state[ours]["step"]) == 1  # the first gradient is zero
+
+
+class StateFromTheStart(torch.optim.SGD):
+    """Makes its state in its constructor, as apollo-torch and torch_optimizer's MADGRAD do."""
+
+    def __init__(self, params: Any, reads: bool = True) -> None:
+        super().__init__(params, lr=0.1)
+        self.reads = reads
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["mean"] = torch.zeros_like(parameter)
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"] if self.reads else self.state:
+            parameter.data -= 0.1 * self.state[parameter]["mean"].lerp_(parameter.grad, 0.1)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_state_of_the_constructor_is_refused_at_wrapping(reads: bool) -> None:
+    """One that its step misses, or does not notice: of a copy it would train nothing."""
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"StateFromTheStart cannot train the companion: its state is made in its"):
+        DCLOptimizer(StateFromTheStart(model.parameters(), reads), model)
+    assert not model._forward_hooks
+    assert_same(model.state_dict(), before)
+
+
+class WithoutInit(torch.optim.Optimizer):
+    """A container that does not call torch's constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer, lacks: str = "defaults") -> None:
+        self.inner = inner
+        for name in {"param_groups", "state", "defaults"} - {lacks}:
+            setattr(self, name, getattr(inner, name))
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("lacks", ["param_groups", "state", "defaults", "hooks"])
+@pytest.mark.parametrize("wrapper", [DCPOptimizer, DCLOptimizer])
+def test_a_base_without_torchs_constructor_is_refused_and_its_class_is_left_as_it_is(wrapper: Any, lacks: str) -> None:
+    model = mlp()
+    base = WithoutInit(sgd(model), lacks)
+    step = WithoutInit.step
+    with pytest.raises(TypeError, match=r"WithoutInit.*does not call(?s:.*)wrap the optimizer that it holds"):
+        wrapper(base, model)
+    assert WithoutInit.step is step
+    assert not model._forward_hooks
+    WithoutInit(sgd(model)).step()  # a plain one still steps
+
+
+@pytest.mark.parametrize("wrapper", [DCPOptimizer, DCLOptimizer])
+def test_a_wrapper_inside_of_such_a_base_trains_as_alone(wrapper: Any) -> None:
+    model, expected = mlp(), mlp()
+    inner, alone = (wrapper(sgd(network), network, weight=1.0) for network in (model, expected))
+    outer = WithoutInit(inner)
+    for x, y in batches(4):
+        inner.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        outer.step()
+    train(expected, alone, batches(4))
+    assert_same(model, expected)
+
+
+class StepsByItself(torch.optim.Optimizer):
+    """Has tables of hooks, but not torch's constructor, as timm's Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_making_a_companions_optimizer_does_not_change_the_class_of_the_base() -> None:
+    model = mlp()
+    step = StepsByItself.step
+    optimizer = DCLOptimizer(StepsByItself(sgd(model)), model)
+    assert optimizer.companion_optimizer is not None
+    assert StepsByItself.step is step
 
 
 @pytest.mark.parametrize(
@@ -235,13 +402,70 @@ def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_s
                 ours["lr"] = 0.04
             ours["momentum"] = 0.5
         train(model, optimizer, [batch])
-        assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (steps,) * 4
+        counted = (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"]))
+        assert counted == (steps, steps - 1, steps, steps - 1)  # a copy's first gradient is zero
         assert float(theirs["lr"]) == pytest.approx(0.02 if steps >= 3 else 0.05)
         assert theirs["momentum"] == (0.5 if steps >= 3 else 0.9)
     state = optimizer.state_dict()
     optimizer.load_state_dict(state)
     train(model, optimizer, batches(1))
-    assert optimizer.companion_optimizer.param_groups[0]["count"] == optimizer.param_groups[0]["count"] == 5
+    assert (optimizer.companion_optimizer.param_groups[0]["count"], optimizer.param_groups[0]["count"]) == (4, 5)
+
+
+class DividesByTheFirst(torch.optim.SGD):
+    """Divides each gradient by the size of the first, as AdamS and ADOPT by an average of it."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                first = self.state[parameter].setdefault("first", parameter.grad.abs().max() + 1e-9)
+                parameter.data -= group["lr"] * parameter.grad / first
+
+
+@pytest.mark.parametrize("way", ["copied", "made by the script"])
+@pytest.mark.parametrize("still", [0, 3])
+def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zero(way: str, still: int) -> None:
+    """A copy of the model begins with zeros; more of them come while the learning rate is 0."""
+    model, hand = mlp(), mlp()
+    companion = copy.deepcopy(hand)
+    make: Any = partial(DividesByTheFirst, lr=0.01)
+    base = make(model.parameters())
+    optimizer = DCLOptimizer(base, model, alpha=0.6, companion_optimizer=None if way == "copied" else make)
+    optimizers = [make(hand.parameters()), make(companion.parameters())]
+    for number, (x, y) in enumerate(batches(still + 6)):
+        rate = 0.0 if number < still else 0.01
+        for one in (optimizer, *optimizers):
+            one.param_groups[0]["lr"] = rate
+        z, c = hand(x), companion(x)
+        hand.zero_grad()
+        (F.cross_entropy(z, y) + 0.1 * mse(z, c.detach()).mean()).backward()
+        optimizers[0].step()
+        companion.zero_grad()
+        mse(c, c.detach() + 0.4 * (z - c).detach()).mean().backward()
+        if number > still:
+            optimizers[1].step()
+        train(model, optimizer, [(x, y)])
+    assert_same(model, hand, atol=1e-12)
+    assert_same(optimizer.companion, companion, atol=1e-12)
+    assert (optimizer.companion[0].weight - mlp()[0].weight).abs().max() < 0.1
+
+
+def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also_when_resumed() -> None:
+    """Its weight decay goes on where alpha = 1 leaves no gradient."""
+    model, resumed = mlp(), mlp()
+    optimizer, second = (
+        DCLOptimizer(sgd(network, weight_decay=0.1, momentum=0.0), network, alpha=lambda t: 0.5 if t < 4 else 1.0)
+        for network in (model, resumed)
+    )
+    data = list(batches(7))
+    train(model, optimizer, data[:3])
+    resumed.load_state_dict(model.state_dict())
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = copy.deepcopy(optimizer.companion)
+    train(model, optimizer, data[3:])
+    train(resumed, second, data[3:])
+    assert_same_networks(optimizer, second)
+    assert not torch.equal(before[0].weight, optimizer.companion[0].weight)
 
 
 def test_a_companion_that_steps_less_often_counts_its_own_steps():

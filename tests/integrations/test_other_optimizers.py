@@ -27,16 +27,17 @@ NEED_SECOND_ORDER = {"adahessian", "sophiah"}
 NEED_A_CLOSURE = {"alig", "bsam", "lbfgs"}
 NEED_MORE_INSTALLED = {"demo", "distributedmuon"}  # einops; a process group
 HAVE_A_STATE_FROM_THE_START = {"sara", "spam"}  # by parameters, which a copy begins without
-DIVIDE_BY_THEIR_FIRST_GRADIENT = {"adashift", "racs"}  # and the companion's is zero
-DIVERGES = "dadaptsgd"  # as the companion's, begun anew in the middle of a run
+DIVIDE_BY_THEIR_FIRST_GRADIENT = {"dadaptadan", "dadaptsgd"}  # and the companion's is close to zero
 APART = NEED_A_MODULE | NEED_SECOND_ORDER | NEED_A_CLOSURE | NEED_MORE_INSTALLED | HAVE_A_STATE_FROM_THE_START
 APART |= DIVIDE_BY_THEIR_FIRST_GRADIENT
 SERVED = [name for name in pytorch_optimizer.get_supported_optimizers() if name not in APART]
 DRAWING = {"dash", "gravity", "kron", "magma"}  # steps that draw random numbers: two loops never meet the same ones
 IN_FLOAT32_ONLY = {"fadam"}
 SETS_ITS_RATE = {"asgd"}  # and the companion's optimizer follows it
-REPRODUCIBLE = [name for name in SERVED if name not in DRAWING | IN_FLOAT32_ONLY | SETS_ITS_RATE]
-STATE_OF_OTHER_TYPES = {"conda", "scalableshampoo", "scion", "scionlight"}  # not for weights_only=True
+ILL_CONDITIONED = {"soap"}  # the eigenvectors of tiny gradients: 1e-15 in a weight by hand becomes 1e-2 in ten steps
+NOT_BY_HAND = DRAWING | IN_FLOAT32_ONLY | SETS_ITS_RATE | ILL_CONDITIONED
+REPRODUCIBLE = [name for name in SERVED if name not in NOT_BY_HAND]
+STATE_OF_OTHER_TYPES = {"adashift", "conda", "scalableshampoo", "scion", "scionlight"}  # not for weights_only=True
 WITH_TWO_KINDS_OF_GROUPS = {"adago", "adamuon", "muon", "muonclip", "normuon"}
 REPRESENTATIVES = (
     "aggmo",  # momentum, several in a list
@@ -51,6 +52,8 @@ REPRESENTATIVES = (
     "fadam",  # in float32 only
     "magma",  # wraps another one in its state
 )
+
+STEPS = {"adashift": 30}  # it waits for gradients of ten steps, twice; the others 14
 
 SETTINGS: dict[str, Any] = {"weight": 0.3, "alpha": 0.6}
 TIMM = [name for name in timm.optim.list_optimizers() if not name.startswith(("bnb", "fused")) and name != "adahessian"]
@@ -106,26 +109,25 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> No
     companion = copy.deepcopy(by_hand)
     optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS))
     base, companions = (in_training_mode(build(name, network)) for network in (by_hand, companion))
-    for x, y in batches(12):
+    for x, y in batches(STEPS.get(name, 14)):
         dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, **SETTINGS)
-    train(model, optimizer, batches(12))
+    train(model, optimizer, batches(STEPS.get(name, 14)))
     assert_same(by_hand, model, atol=1e-9)
     assert_same(companion, optimizer.companion, atol=1e-9)
     assert is_moved(optimizer.companion)
 
 
-@pytest.mark.filterwarnings("ignore:the companion's weights are not finite")  # of DIVERGES
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_a_layer_that_is_frozen_at_first_joins_both_optimizers_when_it_trains(name: str) -> None:
     model = mlp(dtype=torch.float32)
     model[0].requires_grad_(False)
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS))
     train(model, optimizer, batches(3, dtype=torch.float32))
     assert optimizer.companion[0].weight is model[0].weight
     model[0].requires_grad_(True)
     with pytest.warns(UserWarning, match="the companion is copied from the model again"):
-        train(model, optimizer, batches(12, dtype=torch.float32))
-    assert name == DIVERGES or is_moved(optimizer.companion)
+        train(model, optimizer, batches(STEPS.get(name, 14), dtype=torch.float32))
+    assert is_moved(optimizer.companion)
 
 
 @pytest.mark.parametrize("way", ["line", "term"])
@@ -159,19 +161,19 @@ def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:
 
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
-    model, data = mlp(dtype=torch.float32), list(batches(8, dtype=torch.float32))
+    model, data = mlp(dtype=torch.float32), list(batches(STEPS.get(name, 14), dtype=torch.float32))
     resumed = copy.deepcopy(model)
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.3))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS))
     torch.manual_seed(7)
-    train(model, optimizer, data[:4])
+    train(model, optimizer, data[:8])
     state = torch.load(halfway(model, optimizer), weights_only=name not in STATE_OF_OTHER_TYPES)
-    train(model, optimizer, data[4:])
+    train(model, optimizer, data[8:])
 
-    second = DCLOptimizer(build(name, resumed), resumed, weight=0.3)
+    second = DCLOptimizer(build(name, resumed), resumed, **SETTINGS)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"])
-    train(resumed, second, data[4:])
+    train(resumed, second, data[8:])
     assert_same(model, resumed)
     assert_same(optimizer.companion, second.companion)
     assert is_moved(second.companion)
@@ -181,9 +183,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
 def test_a_base_that_divides_by_its_first_gradient_is_refused_and_works_beside_another_companion_optimizer(
     name: str,
 ) -> None:
-    """Its copy would leave the companion where it is, or throw it away: a copy of the model begins with a zero."""
+    """Its copy would throw the companion away: a copy of the model begins with a zero."""
     plain, model = mlp(), mlp()
-    with pytest.raises(ValueError, match=r"divides by its first gradient.*pass companion_optimizer="):
+    with pytest.raises(ValueError, match=r"divides by the size of its first gradient.*pass companion_optimizer="):
         DCLOptimizer(build(name, model), model, weight=0.0)
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
     optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=0.0)
@@ -201,15 +203,18 @@ def test_a_base_that_is_built_from_a_module_is_refused_with_the_mend(name: str) 
         DCLOptimizer(base, model, weight=1.0)
 
 
-@pytest.mark.parametrize("name", [*sorted(HAVE_A_STATE_FROM_THE_START), "Lookahead"])
-def test_a_base_with_a_state_from_the_start_is_refused_at_the_step_with_the_mend(name: str) -> None:
+@pytest.mark.parametrize("name", [*sorted(HAVE_A_STATE_FROM_THE_START), "Lookahead", "timm's adahessian"])
+def test_a_base_with_a_state_from_the_start_is_refused_at_wrapping_with_the_mend(name: str) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    base = pytorch_optimizer.Lookahead(sgd, k=1) if name == "Lookahead" else build(name, model)
-    with pytest.raises((KeyError, TypeError, RuntimeError)) as caught:
-        train(model, DCLOptimizer(base, model, weight=1.0), batches(1))
-    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
-        assert "pass companion_optimizer=" in caught.value.__notes__[0]
+    if name == "Lookahead":  # of which a copy would fail in step 5
+        base: Any = pytorch_optimizer.Lookahead(sgd)
+    elif name == "timm's adahessian":
+        base = timm.optim.create_optimizer_v2(model, "adahessian", lr=0.1)
+    else:
+        base = build(name, model)
+    with pytest.raises(ValueError, match=r"state is made in its constructor(?s:.*)pass companion_optimizer="):
+        DCLOptimizer(base, model, weight=1.0)
 
 
 def test_a_base_that_is_built_from_a_module_works_with_a_companion_of_its_own() -> None:
@@ -230,7 +235,7 @@ def test_a_base_that_needs_second_derivatives_is_refused_at_the_step(name: str) 
     model = mlp()
     timms = name.startswith("timm")
     base = timm.optim.create_optimizer_v2(model, "adahessian", lr=0.1) if timms else build(name, model)
-    optimizer = DCLOptimizer(base, model, weight=1.0)
+    optimizer = (DCPOptimizer if timms else DCLOptimizer)(base, model, weight=1.0)
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward(create_graph=True)
     with pytest.raises(RuntimeError, match="create_graph=True"):
@@ -248,6 +253,7 @@ def test_a_base_that_steps_with_a_closure_only_is_refused_and_works_beside_anoth
     refused, plain, model = mlp(), mlp(), mlp()
     base, wrapped = (pytorch_optimizer.AliG(network.parameters(), max_lr=0.1) for network in (plain, model))
     optimizer = DCLOptimizer(pytorch_optimizer.AliG(refused.parameters(), max_lr=0.1), refused, weight=1.0)
+    step_with_its_loss(refused, optimizer, *next(batches(1)))
     with pytest.raises(NoClosureError, match=r"AliG requires closure") as caught:
         step_with_its_loss(refused, optimizer, *next(batches(1)))
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on

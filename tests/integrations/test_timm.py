@@ -25,7 +25,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, cells
 from tests.integrations.timm_models import CLASSES, MODELS, TINY, VIT, adamw, create, images
-from tests.reference import dcl_step, end
+from tests.reference import companions_target, dcl_step, end, step_once_there_is_a_gradient
 
 WEIGHT = 0.3
 
@@ -222,8 +222,8 @@ def test_timms_scaler_and_clipping_act_on_loss_and_penalty_together(mode: str, c
         timm.utils.dispatch_clip_grad(by_hand.parameters(), clip, mode=mode)
         base.step()
         second.zero_grad()
-        mse(c, 0.6 * c.detach() + 0.4 * z.detach()).mean().backward()
-        second.step()
+        mse(c, companions_target(z, c, 0.6)).mean().backward()
+        step_once_there_is_a_gradient(second)
         optimizer.zero_grad()
         loss = F.cross_entropy(seeded(model, x), y)
         scaler(loss, optimizer, clip_grad=clip, clip_mode=mode, parameters=model.parameters())

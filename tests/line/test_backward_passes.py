@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -27,6 +27,7 @@ from tests.helpers import (
     dropout_net,
     mlp,
     one,
+    sgd,
     train,
     training_forwards,
 )
@@ -614,3 +615,27 @@ def test_another_loss_of_the_same_logits_in_a_backward_pass_of_its_own_adds_no_s
             optimizer.step()
         found.append((model.state_dict(), optimizer.companion.state_dict()))
     assert_same(*found, rtol=1e-12, atol=1e-14)
+
+
+# ---- several gradients at once ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", [DCPOptimizer, DCLOptimizer])
+@pytest.mark.parametrize("way", ["line", "term"])
+def test_batched_gradients_of_the_parameters_are_refused_with_the_fix_and_those_of_inputs_are_not(
+    wrapper: Any, way: str
+) -> None:
+    model = mlp()
+    optimizer = wrapper(sgd(model), model)
+    x, y = next(batches(1))
+    x.requires_grad_()
+    z = model(x)
+    losses = F.cross_entropy(z, y, reduction="none").view(4, -1).mean(1)
+    if way == "term":
+        losses = losses + (optimizer.penalty(z, y) if wrapper is DCPOptimizer else optimizer.penalty(z))
+    which = torch.eye(4, dtype=torch.float64)
+    if way == "line":
+        of_inputs = torch.autograd.grad(losses, x, which, is_grads_batched=True, retain_graph=True)[0]
+        assert of_inputs.shape == (4, *x.shape)
+    with pytest.raises(RuntimeError, match=r"takes several gradients at once(?s:.*)parallel_chunk_size=1"):
+        torch.autograd.grad(losses, list(model.parameters()), which, is_grads_batched=True)

@@ -318,6 +318,7 @@ def test_tensors_and_numpy_are_numbers() -> None:
     [
         ({"weights": (0,)}, "weights=.* has nothing to compare"),
         ({"weights": (0, 1, 0)}, "has a weight twice"),
+        ({"seeds": [0, 0, 1, 1]}, "has a seed twice"),
         ({"seeds": 0}, "seeds must be at least 1"),
     ],
 )
@@ -385,6 +386,12 @@ def test_accuracy_needs_class_indices() -> None:
     model, _, (x, y) = script()
     with pytest.raises(TypeError, match=r"labels must be class indices, got torch\.float32; pass labels\.argmax"):
         accuracy(model, [(x, F.one_hot(y, 3).float())])
+    with pytest.raises(
+        TypeError, match=r"labels must be class indices of shape \(16,\), got \(16, 3\).*labels\.argmax"
+    ):
+        accuracy(model, [(x, F.one_hot(y, 3))])
+    with pytest.raises(TypeError, match=r"got \(16, 1\); .*labels\.squeeze\(1\)"):  # which torch would broadcast
+        accuracy(model, [(x, y[:, None])])
     assert model.training
     with pytest.raises(ValueError, match="batches has no labels"):
         accuracy(model, [])

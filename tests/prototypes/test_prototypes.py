@@ -914,3 +914,53 @@ def test_prototypes_of_soft_labels_are_not_rounded_if_the_backward_pass_runs_und
         found.append(optimizer.prototypes)
     assert found[0].any()
     assert_same(*found, rtol=0, atol=0)
+
+
+# ---- weights that are loaded in the middle of a run ------------------------------------------------------------------
+
+LOADED = r"weights were loaded into the model since(?s:.*)DCPOptimizer\(optimizer\.base, model\)"
+
+
+@pytest.mark.parametrize("way", ["line", "term"])
+def test_weights_loaded_in_mid_run_are_warned_of_once(way: str) -> None:
+    model = network()
+    optimizer = wrap(model)
+    first = copy.deepcopy(model.state_dict())
+
+    def fold() -> None:
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            z = model(x)
+            (F.cross_entropy(z, y) + (optimizer.penalty(z, y) if way == "term" else 0.0)).backward()
+            optimizer.step()
+
+    model.load_state_dict(first)  # before training
+    fold()
+    model.load_state_dict(first)
+    with pytest.warns(UserWarning, match=LOADED) as caught:
+        fold()
+    model.load_state_dict(first)
+    fold()
+    assert len(caught) == 1
+    optimizer = wrap(model)  # the fix
+    fold()
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_weights_loaded_with_the_optimizers_state_or_for_an_evaluation_at_the_end_bring_no_warning(
+    model_first: bool,
+) -> None:
+    model = network()
+    optimizer = wrap(model)
+    train(model, optimizer, batches(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, batches(2))
+    for first in (model_first, not model_first):
+        if first:
+            model.load_state_dict(saved[0])
+        else:
+            optimizer.load_state_dict(saved[1])
+    train(model, optimizer, batches(2))
+    model.load_state_dict(saved[0])
+    with torch.no_grad():
+        model(next(batches(1))[0])
