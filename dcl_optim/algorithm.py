@@ -59,8 +59,8 @@ STALE = (
     "  Fix: call the model in each step, and penalty if the script adds it"
 )
 BATCHED = (
-    "a backward pass takes several gradients at once through the logits of {} (is_grads_batched=True, which torchjd uses "
-    "by default), but each of them has a penalty.\n"
+    "a backward pass takes several gradients at once through the logits of {} (is_grads_batched=True, torchjd's "
+    "default), but each of them has a penalty.\n"
     "  Fix: take one at a time, without is_grads_batched; with torchjd pass parallel_chunk_size=1"
 )
 WEIGHTS_LOADED = (

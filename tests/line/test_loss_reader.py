@@ -725,6 +725,18 @@ def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(varia
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_knows_arithmetic_and_error_of_a_smoothing_in_half_precision(variant):
+    model = mlp(dtype=torch.bfloat16)
+    optimizer = make(variant, model)
+    train(model, optimizer, [(x.bfloat16(), y) for x, y in vectors(3)], smoothed)
+    second = make(variant, model)
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    known, again = (one.state_dict()[optimizer._key]["loss"] for one in (optimizer, second))
+    assert again == known
+    assert (known["smoothing"], known["in_float32"], known["error"] > 0) == (0.1, False, True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_resumed_run_knows_how_many_batches_told_nothing(variant):
     torch.manual_seed(0)
     model, data = one_row_of_two_classes()
