@@ -116,8 +116,10 @@ def companion_by_hand(script: Script) -> Training:
     companion = setting.compile(copy.deepcopy(model))
     optimizer, companion_optimizer = sgd(model.parameters()), sgd(companion.parameters())
     steps = script.steps()
+    is_first = True
 
     def step() -> None:
+        nonlocal is_first
         optimizer.zero_grad()
         companion_optimizer.zero_grad()
         for x, y in next(steps):
@@ -128,7 +130,9 @@ def companion_by_hand(script: Script) -> Training:
             script.backward(loss)
             script.backward(learning)
         optimizer.step()
-        companion_optimizer.step()
+        if not is_first:  # the copy's gradient is zero in the first step, and weight decay alone would move it
+            companion_optimizer.step()
+        is_first = False
 
     def bytes_added() -> int:
         return tensor_bytes([companion.state_dict(), companion_optimizer.state_dict()])
