@@ -94,7 +94,10 @@ SEEN = {
         "no training forward pass of the model: step was called twice, or another method, a part or a copy of it was "
         "called, or it was compiled and called before it was wrapped"
     ),
-    Stage.FORWARD: "the gradient did not come through the logits that were found, or no backward pass ran",
+    Stage.FORWARD: (
+        "the gradient did not come through the logits that were found (others, or these detached), or no backward pass "
+        "ran"
+    ),
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
 EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
