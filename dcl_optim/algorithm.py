@@ -59,8 +59,8 @@ STALE = (
     "  Fix: call the model in each step, and penalty if the script adds it"
 )
 BATCHED = (
-    "a backward pass takes several gradients at once through the logits of {} (is_grads_batched=True, torchjd's "
-    "default), but each of them has a penalty.\n"
+    "a backward pass takes several gradients at once through the logits of {} (is_grads_batched=True, the default of "
+    "torchjd), but each of them has a penalty.\n"
     "  Fix: take one at a time, without is_grads_batched; with torchjd pass parallel_chunk_size=1"
 )
 WEIGHTS_LOADED = (
@@ -94,7 +94,10 @@ SEEN = {
         "no training forward pass of the model: step was called twice, or another method, a part or a copy of it was "
         "called, or it was compiled and called before it was wrapped"
     ),
-    Stage.FORWARD: "the gradient did not come through the logits that were found, or no backward pass ran",
+    Stage.FORWARD: (
+        "the gradient did not come through the logits that were found (others, or these detached), or no backward pass "
+        "ran"
+    ),
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
 EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
@@ -110,7 +113,7 @@ NOT_ADDED = (
     "{}.penalty was called since the last step, but what it returned took part in no backward pass that goes on to the "
     "parameters.\n"
     "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(), outside of fused losses, "
-    "which take gradients in their forward pass. To look at the value use logs()"
+    "which take gradients in their forward pass. To look at the value use logs(). strict=False allows such steps"
 )
 NOT_TRAINED = (
     "a backward pass came through what {}.penalty returned, but no parameter of the base optimizer has a gradient: was "
@@ -429,7 +432,7 @@ class Algorithm:
             raise RuntimeError(SUPERSEDED.format(self._name))
         if not self.hooks.attached:
             return
-        if progress.term is Term.CALLED:
+        if progress.term is Term.CALLED and self._is_strict:
             raise RuntimeError(NOT_ADDED.format(self._name))
         if progress.term is Term.MET:
             if self._is_strict and trains_any(self._base) and not have_gradients(self._base):

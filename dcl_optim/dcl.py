@@ -146,7 +146,9 @@ class DCLOptimizer(ForecastOptimizer):
 
     @outside_compiled_graphs
     def penalty(self, logits: Tensor, *labels: NoReturn) -> Tensor:
-        r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss.
+        r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss as returned.
+
+        The weight :math:`\lambda` is in it: to multiply it by another factor than the loss is to change the weight.
 
         Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest of the run:
         a step without a term has no penalty, and is counted in ``skipped``. The companion learns in its backward pass,

@@ -41,7 +41,8 @@ class DCPOptimizer(ForecastOptimizer):
 
     **Labels** are read from the gradient of a softmax cross-entropy of the model's logits
     (:mod:`dcl_optim.loss.cross_entropy`). For every other loss add the penalty to it: ``loss = criterion(z, y) +
-    optimizer.penalty(z, y)``. Sigmoid outputs (binary, multi-label) and regression have no classes.
+    optimizer.penalty(z, y)``, which has the weight in it. Sigmoid outputs (binary, multi-label) and regression have no
+    classes.
 
     Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``.
 
@@ -132,7 +133,9 @@ class DCPOptimizer(ForecastOptimizer):
 
     @outside_compiled_graphs
     def penalty(self, logits: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-        r"""The weighted penalty :math:`\lambda\sum_i\Delta(z_i, p^{y_i})/n`, a term to add to any loss.
+        r"""The weighted penalty :math:`\lambda\sum_i\Delta(z_i, p^{y_i})/n`, a term to add to any loss as returned.
+
+        The weight :math:`\lambda` is in it: to multiply it by another factor than the loss is to change the weight.
 
         Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest of the run:
         a step without a term has no penalty, and is counted in ``skipped``. The prototypes learn in its backward pass.

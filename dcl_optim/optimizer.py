@@ -106,9 +106,10 @@ class ForecastOptimizer(OptimizerWrapper):
             The loss of the first evaluation; without a closure, what the base optimizer returns.
 
         Raises:
-            RuntimeError: there are gradients, but no backward pass through a training forward pass of the model;
-                ``penalty`` was called, and took part in no backward pass; the base optimizer is LBFGS, and the loss in
-                the closure has no penalty term; or another optimizer has wrapped the model since.
+            RuntimeError: there are gradients, but no backward pass through a training forward pass of the model, or
+                ``penalty`` was called, and took part in no backward pass (``strict=False`` allows both); the base
+                optimizer is LBFGS, and the loss in the closure has no penalty term; or another optimizer has wrapped
+                the model since.
 
         Warns:
             UserWarning: ``penalty`` was called in other steps, and not in this one, which has none.

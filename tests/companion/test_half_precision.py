@@ -296,3 +296,18 @@ def test_a_state_of_the_networks_own_weights_loads() -> None:
         assert torch.equal(weight, half.float())
     train(again.model, again, half_batches(3))
     assert_rounded(again)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_the_state_of_the_companions_optimizer_is_not_rounded_when_it_is_loaded(kind: Any) -> None:
+    """Torch rounds that of the base, whose parameters are in half precision, to their dtype."""
+    optimizers = []
+    for seed in (0, 4):
+        model = mlp(seed=seed, dtype=torch.bfloat16)
+        optimizers.append(DCLOptimizer(kind(model.parameters(), lr=0.01), model))
+    first, second = optimizers
+    train(first.model, first, batches(5, dtype=torch.bfloat16))
+    saved = copy.deepcopy(first.state_dict())
+    second.load_state_dict(saved)
+    assert_same(first.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
+    assert_same(first.companion, second.companion)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Subset
 
@@ -37,20 +40,27 @@ def run(example: ModuleType, folder: Path, *arguments: str) -> dict:
 def by_hand(example: ModuleType, method: str, epochs: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same training without Lightning."""
     torch.manual_seed(0)
-    module = example.Digits(method, epochs)
-    net, criterion = module.net, module.criterion
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    data = example.digits()[0]
+    counts = torch.stack([label for _, label in data]).bincount()
+    weights = len(data) / (10 * counts)
+    module = example.Digits(method, epochs, weights)
+    net = module.net
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if method == "dcl":
         optimizer = DCLOptimizer(optimizer, net)
     if method == "dcp":
         optimizer = DCPOptimizer(optimizer, net)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    loader = example.training_loader(example.digits()[0])
+    loader = example.training_loader(data)
     for epoch in range(epochs):
         loader.sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
-            criterion(net(x), y).backward()
+            z = net(x)
+            loss = F.cross_entropy(z, y, weight=weights)
+            if method != "plain":
+                loss = loss + (optimizer.penalty(z, y) if method == "dcp" else optimizer.penalty(z))
+            loss.backward()
             optimizer.step()
         scheduler.step()
     return net, optimizer
@@ -61,6 +71,7 @@ def test_each_method_is_the_hand_written_loop(example, tmp_path):
     for method in ("plain", "dcl", "dcp"):
         saved = run(example, tmp_path / method, "--method", method, "--epochs", "3")
         net, optimizer = by_hand(example, method, 3)
+        saved["state_dict"].pop("criterion.weight")
         assert_same({f"net.{name}": value for name, value in net.state_dict().items()}, saved["state_dict"])
         assert_same(saved["optimizer_states"], [optimizer.state_dict()])
         weights.append(saved["state_dict"]["net.0.weight"])
@@ -89,3 +100,14 @@ def test_the_script_runs_as_a_reader_would_run_it(tmp_path, monkeypatch, capsys)
     assert name == "test accuracy"
     assert float(accuracy) > 0.9
     assert (tmp_path / "last.ckpt").exists()
+
+
+def test_the_figures_of_each_epoch_are_logged(example, tmp_path):
+    run(example, tmp_path / "run", "--method", "dcp", "--epochs", "2")
+    with (tmp_path / "run-logs" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    of_epochs = [row for row in rows if row["dcl/penalty"]]
+    assert [float(row["dcl/step"]) for row in of_epochs] == [5.0, 10.0]
+    assert all(float(row["dcl/penalty"]) > 0 for row in of_epochs)
+    assert all(float(row["dcl/skipped"]) == 0 for row in of_epochs)
+    assert any(row["test/accuracy"] for row in rows)

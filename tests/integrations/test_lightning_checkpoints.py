@@ -189,3 +189,37 @@ def test_stochastic_weight_averaging_with_batch_norm_needs_strict_off():
     watcher = Watches()
     optimizer = with_swa(Classifier("dcl", network(), strict=False), watcher)
     assert_same([*optimizer.companion.parameters()], [*watcher.companion.parameters()])
+
+
+class WithTerm(Classifier):
+    """As docs/frameworks.md says, in a function that all steps share."""
+
+    def loss_of(self, batch):
+        x, y = batch
+        z = self.net(x)
+        loss = self.criterion(z, y)
+        if self.training:
+            loss = loss + self.optimizers().penalty(z)
+        return loss
+
+    def training_step(self, batch, index):
+        return self.loss_of(batch)
+
+    def test_step(self, batch, index):
+        self.log("loss", self.loss_of(batch), batch_size=len(batch[1]))
+
+
+def test_the_term_of_the_page_survives_swa_with_batch_norm_by_strict_off_and_a_test_of_a_loaded_module():
+    watcher = Watches()
+    with pytest.raises(RuntimeError, match=r"took part in no backward pass(?s:.*)strict=False allows"):
+        with_swa(WithTerm("dcl", network()), Watches())
+    module = WithTerm("dcl", network(), strict=False)
+    with pytest.warns(UserWarning, match="a step without a penalty"):
+        optimizer = with_swa(module, watcher)
+    assert_same([*optimizer.companion.parameters()], [*watcher.companion.parameters()])
+    assert optimizer.logs()["skipped"] == 1
+    loaded = WithTerm("dcl", network(seed=3))
+    loaded.load_state_dict(module.state_dict())
+    trainer = quiet_trainer(max_epochs=1)
+    found = trainer.test(loaded, loader(), verbose=False)[0]["loss"]
+    assert found == pytest.approx(trainer.test(module, loader(), verbose=False)[0]["loss"])
