@@ -72,6 +72,7 @@ class Hand:
     def __init__(self, name: str, method: Method) -> None:
         self.model = twin(method)
         self.companion = twin(method, "companion") if "dcl" in name else None
+        self.is_first = True  # the companion's first gradient is 0 but for rounding, and then its optimizer waits
         self.prototypes: list[Tensor | None] | None = [None] * CLASSES if "dcp" in name else None
 
     def step(self, epoch: int, x: Tensor, target: Tensor, task: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -88,7 +89,9 @@ class Hand:
                     loss = loss + 0.7 / z.numel() * (row - sum(share * p for p, share in pairs)).square().sum()
         descend(self.model, loss, epoch)
         if self.companion is not None:
-            apply(self.companion, torch.autograd.grad(chase, list(self.companion.parameters())), rate(epoch))
+            if not self.is_first:
+                apply(self.companion, torch.autograd.grad(chase, list(self.companion.parameters())), rate(epoch))
+            self.is_first = False
         if self.prototypes is not None:
             for k, share in enumerate(target.T):
                 if share.sum() > 0:
@@ -416,14 +419,13 @@ def test_random_prototypes_do_not_learn() -> None:
         make("dcp", setting(), random_prototypes=1.0, alpha=0.97)
 
 
-@pytest.mark.parametrize(("options", "stays"), [({"companion_every": 10**9}, True), ({"alpha": 1.0}, False)])
-def test_a_companion_that_never_learns_is_one_whose_turn_never_comes(options: dict[str, Any], stays: bool) -> None:
-    """An alpha of 1 leaves the weight decay."""
+@pytest.mark.parametrize("options", [{"companion_every": 10**9}, {"alpha": 1.0}])
+def test_a_companion_never_learns_whose_turn_never_comes_or_whose_gradient_is_always_0(options: dict[str, Any]) -> None:
     method = started("dcl", setting(normed), **options)
     before = copy.deepcopy(method.networks()["companion"])
     train(method)
     weights = zip(before.parameters(), method.networks()["companion"].parameters(), strict=True)
-    assert all(torch.equal(ours, theirs) for ours, theirs in weights) == stays
+    assert all(torch.equal(ours, theirs) for ours, theirs in weights)
 
 
 def test_dcl_reports_the_mean_of_both_softmaxes() -> None:

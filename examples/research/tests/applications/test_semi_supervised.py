@@ -70,7 +70,8 @@ def test_training_with_dcl_is_algorithm_1_by_hand_over_all_rows(threshold, unlab
         for stepper in steppers:
             for group in stepper.param_groups:
                 group["lr"] = SMALL["lr"] * math.cos(7 * math.pi * k / (16 * SMALL["steps"]))
-            stepper.step()
+            if stepper is steppers[0] or k > 0:  # the companion's first gradient is 0 but for rounding
+                stepper.step()
             stepper.zero_grad()
     assert penalty > 1e-5
     for found, expected in zip(trained[0].state_dict().values(), theta.state_dict().values(), strict=True):
