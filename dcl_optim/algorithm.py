@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import have_gradients, trains_any
+from dcl_optim._optim import have_gradients, parameters_of, trains_any
 from dcl_optim._torch import REPLICA, constant, current_backward, is_batched, is_recorded, warn_once
-from dcl_optim.distributed import unwrapped
+from dcl_optim.distributed import is_sharded, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.reader import TERMS, LossReader
-from dcl_optim.outputs import NoLogits, conversion_source, find_logits
+from dcl_optim.outputs import NoLogits, conversion_source, find_logits, leaves_of
 from dcl_optim.progress import Forward, Outcome, Progress, Stage, Term
 from dcl_optim.pull import Pull, Scale
 from dcl_optim.schedules import Checked
@@ -68,6 +68,11 @@ WEIGHTS_LOADED = (
     "if they are others, the penalty pulls the model back.\n"
     "  Fix: wrap again, optimizer = {name}(optimizer.base, model), or load the optimizer's state of the same moment. "
     "Ignore this for weights swapped in for an evaluation only"
+)
+
+ANOTHER_NETWORK = (
+    "{}.penalty got logits that no parameter of the model has computed, as those of a teacher or of an averaged copy: "
+    "their penalty changes no weight that is trained here.\n  Fix: pass the logits that the wrapped model returned"
 )
 
 # What a step refuses.
@@ -336,6 +341,15 @@ class Algorithm:
     def why_detached(self) -> str:
         """Say why the hooks are gone, and nothing learns."""
         return (SUPERSEDED if self.superseded else DETACHED).format(self._name)
+
+    def check_network(self, z: Tensor) -> None:
+        """Warn of logits whose graph ends in parameters that are neither the model's nor the base optimizer's."""
+        trained = [leaf for leaf in leaves_of([z]) if isinstance(leaf, nn.Parameter)]
+        own = [*self.model.parameters(), *parameters_of(self._base)]
+        if any(map(is_sharded, own)):  # whose graph has the gathered ones
+            return
+        if trained and set(map(id, trained)).isdisjoint(map(id, own)):
+            warn_once(self._said, ANOTHER_NETWORK.format(self._name))
 
     def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
         """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""

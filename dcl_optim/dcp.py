@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dcl_optim import _sync
 from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_integer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
@@ -180,6 +181,8 @@ class DCPOptimizer(ForecastOptimizer):
         if forward is None or forward.class_dim != 1:
             forward = Forward(logits, progress.number, copies=False)
             progress.add(forward)
+        if _sync.is_sync_step(progress.number):
+            self._algorithm.check_network(logits)
         checked = labels_of(labels, logits, forward.may_read, ignore_index)
         if self.forecaster.first_look.may_be_probabilities:
             self.forecaster.first_look.check_logits(logits, forward.may_read)

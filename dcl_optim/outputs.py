@@ -91,3 +91,19 @@ def conversion_source(z: Tensor) -> tuple[Any, int] | None:
         node, index = node.next_functions[0]
     is_computed = node is not None and node is not z.grad_fn and not node.name().endswith("AccumulateGrad")
     return (node, index) if is_computed else None
+
+
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that a backward pass from tensors would give a gradient to."""
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves

@@ -24,7 +24,7 @@ from dcl_optim.distances import Distance
 from dcl_optim.distributed import DataParallelGroup, is_sharded, refuse_flat_shards, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import to_rows
-from dcl_optim.outputs import find_logits
+from dcl_optim.outputs import find_logits, leaves_of
 from dcl_optim.progress import Forward
 from dcl_optim.pull import Pull, Scale, pull_of, pull_towards_target
 
@@ -188,7 +188,7 @@ class Companion(Forecaster):
     def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The first prediction: check that the companion shares nothing that it trains, and a copy equals the model."""
         model = unwrapped(self._model)
-        given = copying.leaves_of(tensors_of((args, kwargs)))  # before the forward edits them
+        given = leaves_of(tensors_of((args, kwargs)))  # before the forward edits them
         before = copying.written(model)
         logits = self._call(network, args, kwargs)
         if copying.written(model) != before:

@@ -16,6 +16,7 @@ from dcl_optim._hooks import is_ours
 from dcl_optim._optim import parameters_of
 from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, tensors_of, version_of, warn
 from dcl_optim.distributed import is_sharded
+from dcl_optim.outputs import leaves_of
 from dcl_optim.progress import are_close
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
@@ -118,22 +119,6 @@ def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor], with
             "the companion's logits do not depend on its parameters: was the model's forward replaced by a function "
             f"that holds the model?\n  Fix: {PASS_A_MODULE}"
         )
-
-
-def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
-    """The leaves that a backward pass from tensors would give a gradient to."""
-    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return leaves
 
 
 def require_equal(logits: Tensor, prediction: Tensor) -> None:

@@ -215,6 +215,7 @@ def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
     assert optimizer.logs()["penalty"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:DCPOptimizer.penalty got logits that no parameter of the model")
 def test_a_term_of_a_model_that_was_built_again_is_an_error():
     optimizer, again = wrap("dcp", mlp()), mlp(seed=1)
     x, y = one()
