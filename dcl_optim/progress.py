@@ -53,7 +53,7 @@ class Forward:
             to its own later does not reach the copy.
         step_number: the number of the optimizer step that the pass belongs to, from 1.
         class_dim: the dimension of the classes where it is known, else 1.
-        copies: whether they are copied; if not, they are looked at before the script gets them back.
+        copies: whether they are copied; if not, nobody may read them once the script has them back.
 
     Attributes:
         rows: z as rows (N, K), detached.

@@ -33,7 +33,7 @@ OTHER_WIDTH = (
 
 
 class Lesson(NamedTuple):
-    """What a batch shows beside its labels.
+    """What a batch shows, without its labels.
 
     Attributes:
         values: the differences z - p of rows with one class each; of rows with soft labels the logits z. (N, K).

@@ -28,7 +28,7 @@ class Pull(NamedTuple):
         weights: (N,); None for 1.
         lengths: (N,); None for 1.
         norms: of the rows of slope, (N,), where slope is z - c; else None.
-        lesson: what the forecaster learns from, beside the labels: it may not look at the logits again.
+        lesson: what the forecaster learns from, without the labels: it may not read the logits again.
     """
 
     value: Callable[[], Tensor]

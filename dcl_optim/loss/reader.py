@@ -195,7 +195,7 @@ class LossReader:
         return read(form, forward.rows, to_rows(gradient, dim), last_scale, self.reads_labels)
 
     def _last_scale(self, rows: Tensor) -> Tensor | None:
-        """The last s that was read, as a tensor beside logits; None before any was."""
+        """The last s that was read, as a tensor on the device of logits; None before any was."""
         scale = self.known.scale
         dtype = torch.promote_types(rows.dtype, torch.float32)
         if isinstance(scale, Tensor) and scale.dtype == dtype and scale.device == rows.device:
@@ -224,15 +224,13 @@ class LossReader:
         evidence = {in_float32: examine(z, g, in_float32) for in_float32 in arithmetics(z)}
         is_softmax = evidence[True].is_softmax
         says = evidence[True].says or z.shape[1] == 1
-        fitting = []
-        for in_float32, (_, form, _) in evidence.items():
-            forms: list[tuple[Form, int]] = []
+        fitting: list[_Choice] = []
+        for _, form, _ in evidence.values():
+            smoothed = self._smoothed_forms(form, says)
+            candidates = [(one, dim) for dim in sums for one in smoothed]
             if says:
-                forms += [(one, dim) for dim in sums for one in dict.fromkeys((form, Form(0.0, in_float32)))]
-                forms += [(Form(LOG), dim) for dim in dims]
-            elif self.known.form is not None:  # whose arithmetic may show once the model fits
-                forms += [(self.known.form._replace(in_float32=in_float32), dim) for dim in sums]
-            fitting += self._first_that_fits(forward, gradient, forms, last_scale)
+                candidates += [(Form(LOG), dim) for dim in dims]
+            fitting += self._first_that_fits(forward, gradient, candidates, last_scale)
         if not fitting:
             message = self._unreadable(z, is_softmax, says, bool(sums), forward.is_one_of_several)
             self._refuse(forward, message, says)
@@ -241,6 +239,14 @@ class LossReader:
         if is_softmax and choice.form.smoothing != LOG:
             warn_once(self._said, SOFTMAX_TWICE)
         return self._keep(choice, forward)
+
+    def _smoothed_forms(self, found: Form, says: bool) -> list[Form]:
+        """The forms that a gradient may have in the arithmetic of the one that was found, in the order to try them."""
+        if says:
+            return list(dict.fromkeys((found, Form(0.0, found.in_float32))))
+        if self.known.form is None:
+            return []
+        return [self.known.form._replace(in_float32=found.in_float32)]  # whose arithmetic may show once the model fits
 
     def _keep(self, choice: _Choice, forward: Forward) -> Reading:
         """Read the next batches in this way too."""
