@@ -266,7 +266,7 @@ class Algorithm:
         for hook in call.hooks:
             hook.remove()
         call.hooks = []
-        forward = Forward(z, self.progress.number, self.reader.known.class_dim or 1)
+        forward = Forward(z, self.progress.number, self.reader.class_dim or 1)
         if forecaster.predicts:
             forecaster.predict(forward, args, kwargs)
         self.progress.add(forward)
@@ -312,7 +312,7 @@ class Algorithm:
         regularized = None
         if self.weight.constant != 0:
             regularized = pull.added_to(gradient, forward.class_dim, reading.scale, weight)
-        if self._may_learn(forward):
+        if self.progress.batch_learned(forward):
             self.forecaster.observe(forward, pull, labels, reading.scale, alpha)
         return regularized
 
@@ -327,7 +327,7 @@ class Algorithm:
         if forward.outcome is not Outcome.LEARNED and self.progress.were_cleared(self._base, self.model):
             self.forget()
         is_of_training = self.progress.gradient(forward, self._base, self._end_backward)
-        if is_of_training and (is_batched() or is_recorded()):
+        if is_of_training and is_batched():
             raise RuntimeError(BATCHED.format(self._name))
         return is_of_training
 
@@ -362,7 +362,7 @@ class Algorithm:
         weight = None if self.weight.constant == 0 else self.weight(forward.step_number)
         alpha = self.alpha(forward.step_number)
         self.uses_term = True
-        self.progress.term = max(self.progress.term, Term.CALLED)
+        self.progress.penalty_called()
         forward.outcome = Outcome.GIVEN
         value = pull.value()
         if forward.rows.numel():  # 0 times infinity is nan; masked logits are minus infinity
@@ -384,7 +384,7 @@ class Algorithm:
         if weight is not None:
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
-            self.progress.term = Term.MET
+            self.progress.penalty_met()
             self.last = {
                 "weight": 0.0 if weight is None else weight,
                 "alpha": alpha,
@@ -405,22 +405,13 @@ class Algorithm:
             elif not bool(torch.add(value, scale, alpha=0) < torch.inf):  # 0 times infinity is nan
                 self._miss(forward, is_finite=False)
                 return
-        if self._may_learn(forward):
+        if self.progress.batch_learned(forward):
             self.forecaster.observe(forward, pull, labels, scale, alpha)
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
-    def _may_learn(self, forward: Forward) -> bool:
-        """Whether the forecaster learns from a forward pass now; it does once."""
-        if forward.outcome is Outcome.LEARNED or not self.progress.learns:
-            return False
-        forward.outcome = Outcome.LEARNED
-        return True
-
     def _miss(self, forward: Forward, is_finite: bool) -> None:
-        self.progress.not_finite = self.progress.not_finite or not is_finite
-        if forward.outcome in (Outcome.OPEN, Outcome.GIVEN) and self.progress.learns:
-            forward.outcome = Outcome.MISSED
+        if self.progress.batch_missed(forward, is_finite):
             self.forecaster.skip(forward)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -472,7 +463,7 @@ class Algorithm:
 
     def is_creating_state(self) -> bool:
         """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
-        if self.progress.stage > Stage.NOTHING or not self.hooks.attached or not have_gradients(self._base):
+        if not self.hooks.attached or not have_gradients(self._base):
             return False
         return not any(float(group.get("lr", 1.0)) for group in self._base.param_groups)
 
@@ -487,18 +478,18 @@ class Algorithm:
 
         def evaluate() -> Any:
             if was_learned and not have_gradients(self._base):  # the base has moved the model and cleared them: SAM
-                self.progress.learns = False
+                self.progress.end_learning()
             losses.append(closure())
             if len(losses) == 1:
                 self._refuse_minimizer()
                 self.before_step()
-                self.progress.learns = False  # further evaluations are elsewhere
+                self.progress.end_learning()
             return losses[-1]
 
         try:
             self._base.step(evaluate)
         finally:
-            self.progress.learns = True  # if it raises, the step goes on as before
+            self.progress.end_evaluations()
         return losses[0] if losses else None
 
     def _refuse_minimizer(self) -> None:

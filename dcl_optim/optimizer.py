@@ -19,6 +19,7 @@ from dcl_optim.algorithm import Algorithm
 from dcl_optim.distances import name_of
 from dcl_optim.distributed import unwrapped
 from dcl_optim.forecaster import Forecaster
+from dcl_optim.progress import Stage
 from dcl_optim.schedules import Checked, Schedule
 from dcl_optim.weights import AutoWeight, Weight, resolve_weight
 
@@ -117,7 +118,7 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         if closure is not None:
             result = algorithm.step_base(closure)
-        elif algorithm.is_creating_state():
+        elif algorithm.progress.stage is Stage.NOTHING and algorithm.is_creating_state():
             self.forecaster.create_state()
             return self.base.step()
         else:
@@ -135,7 +136,7 @@ class ForecastOptimizer(OptimizerWrapper):
             set_to_none: set them to None (default) instead of zero.
         """
         self._algorithm.end_calls()
-        self._algorithm.progress.is_zeroed = not set_to_none  # None is seen in the gradients themselves
+        self._algorithm.progress.gradients_cleared(in_place=not set_to_none)
         self.base.zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:
