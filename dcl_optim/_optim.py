@@ -25,8 +25,17 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def trains_any(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains a parameter now."""
-    return any(any(map(requires_grad, group["params"])) for group in optimizer.param_groups)
+    """Whether an optimizer trains a parameter now, or has none, as between the steps of DeepSpeed's ZeRO 3."""
+    groups = optimizer.param_groups
+    return (
+        any(any(map(requires_grad, group["params"])) for group in groups)
+        or next(parameters_of(optimizer), None) is None
+    )
+
+
+def has_other_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether none of its parameters is one of the model's: DeepSpeed puts its copies in their place."""
+    return set(map(id, parameters_of(optimizer))).isdisjoint(map(id, model.parameters()))
 
 
 def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:

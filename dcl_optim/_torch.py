@@ -6,6 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -32,19 +33,26 @@ _fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engin
 _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> bool:
-    """Whether the backward pass that runs now brings gradients through these nodes to parameters of an optimizer.
+class Reach(IntEnum):
+    """Where a backward pass brings gradients to."""
 
-    A backward pass for the gradient of the inputs, as an adversarial attack runs it, or of the logits brings none.
-    """
+    NOTHING = 0  # it asks for the gradient of the logits
+    INPUTS = 1  # it names what it asks for, and no parameter is among them: an attack, or the gradient of activations
+    PARAMETERS = 2  # it names what it asks for, parameters among them
+    ALL = 3  # all leaves
+
+
+def reach_of_backward(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> Reach:
+    """Where the backward pass that runs now brings gradients to through these nodes; parameters are the optimizer's."""
     if nodes is None or current_backward() == -1:  # compiled autograd
-        return True
+        return Reach.ALL
     if not any(_gets_gradient(node) for node, _ in nodes):
-        return False
+        return Reach.NOTHING
     if _fills_all_leaves():
-        return True
+        return Reach.ALL
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
+    reaches_any = any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
+    return Reach.PARAMETERS if reaches_any else Reach.INPUTS
 
 
 def _gets_gradient(node: Any) -> bool:
@@ -95,7 +103,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def frames_of(module: str) -> Iterator[FrameType]:
     """The frames on the stack that run the code of a module, the innermost first.
 
-    The only way to know that torch.distributed.checkpoint is calling.
+    The only way to know that torch.distributed.checkpoint or DeepSpeed's engine is calling.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -152,6 +160,22 @@ def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
 def running_ddp() -> nn.Module | None:
     """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
+
+
+def groups_of_shards(module: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups over which fully_shard has copies and shards of a module's parameters; none of other modules.
+
+    With two, each rank is in one of either kind, and together they have all ranks of the mesh.
+    """
+    if not isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())):
+        return []
+    state: Any = cast("Any", module)._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # several since torch 2.12
+    if groups[0] is None:  # all its parameters are those of modules in it that are sharded too
+        return []
+    layout = groups[0].mesh_info
+    dimensions = (getattr(layout, "replicate_mesh_dim", None), getattr(layout, "shard_mesh_dim", None))
+    return [layout.mesh.get_group(dimension) for dimension in dimensions if dimension is not None]
 
 
 # One tensor that holds the values of many, so that one reduction does for all; and its parts, as views.

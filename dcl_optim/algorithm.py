@@ -17,9 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import _sync
+from dcl_optim._engine import Engine, calling_engine
 from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import have_gradients, parameters_of, trains_any
-from dcl_optim._torch import REPLICA, constant, current_backward, is_batched, is_recorded, warn_once
+from dcl_optim._optim import has_other_parameters, have_gradients, parameters_of, trains_any
+from dcl_optim._torch import (
+    REPLICA,
+    constant,
+    current_backward,
+    is_batched,
+    is_recorded,
+    outside_compiled_graphs,
+    warn_once,
+)
 from dcl_optim.distributed import is_sharded, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.reader import TERMS, LossReader
@@ -63,6 +72,12 @@ BATCHED = (
     "torchjd), but each of them has a penalty.\n"
     "  Fix: take one at a time, without is_grads_batched; with torchjd pass parallel_chunk_size=1"
 )
+SPLIT = (
+    "one backward pass through the logits of {} asked for the gradient of inputs or activations alone, and another one "
+    "for that of parameters alone, as zero-bubble pipelines do: only one of them would have the penalty.\n"
+    "  Fix: call loss.backward() without inputs=, in a pipeline by the schedule GPipe, 1F1B or interleaved 1F1B; or "
+    "outside of schedules add the penalty to the loss, {}"
+)
 WEIGHTS_LOADED = (
     "weights were loaded into the model since its last step, but what {name} learned from the weights before was kept: "
     "if they are others, the penalty pulls the model back.\n"
@@ -92,8 +107,9 @@ CHANGED = (
 )
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
-    "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
+    "  Seen: {}.\n  Fix: {}. {}See docs/troubleshooting.md"
 )
+ALLOWED = "strict=False allows such steps. "
 SEEN = {
     Stage.NOTHING: (
         "no training forward pass of the model: step was called twice, or another method, a part or a copy of it was "
@@ -103,6 +119,7 @@ SEEN = {
         "the gradient did not come through the logits that were found (others, or these detached), or no backward pass "
         "ran"
     ),
+    Stage.INPUTS: "a backward pass through the logits, for the gradient of inputs or activations alone",
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
 EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
@@ -112,8 +129,16 @@ FIXES = {
         "is called"
     ),
     Stage.FORWARD: "pass logits=<their function>, or add the penalty to the loss, {}",
+    Stage.INPUTS: (
+        "take the gradients of activations and parameters in one backward pass, in a pipeline by the schedule GPipe, "
+        "1F1B or interleaved 1F1B"
+    ),
     Stage.GRAPH_KEPT: "run a backward pass without it before the step",
 }
+OF_AN_ENGINE = (
+    "no training forward pass of the model, and parameters that an engine (DeepSpeed) has put in place of the model's",
+    "call the engine in training mode in each step, z = engine(x), and add the penalty to the loss, {}",
+)
 NOT_ADDED = (
     "{}.penalty was called since the last step, but what it returned took part in no backward pass that goes on to the "
     "parameters.\n"
@@ -191,6 +216,9 @@ class Algorithm:
         self.superseded = False
         self._has_learned = False  # since the start, or since a state was loaded
         self._is_loaded = False  # whether weights were loaded into the model since the last step
+        self._must_look = True  # whether the next training forward pass calls _look_around
+        self._engine: Engine | None = None  # that calls the model
+        self._stepped: set[int] = set()  # the ids of what was stepped, if backward passes left it no gradient
         self._base = base
         self._logits = logits
         self._is_strict = strict
@@ -216,14 +244,23 @@ class Algorithm:
         call.is_training = True
         if REPLICA in vars(module):
             raise RuntimeError(REPLICATED)
+        if self._must_look:
+            self._look_around()
+        if self.progress.begin_forward() and self._is_strict:
+            raise RuntimeError(CHANGED.format(name=self._name, base=type(self._base).__name__))
+        if self.progress.were_cleared(self._base, self.model) or (
+            self._engine is not None and self._engine.has_skipped()
+        ):
+            self.forget()
+        self.forecaster.before_forward(args, kwargs, self.progress.number)
+
+    def _look_around(self) -> None:
+        """Ask what need not be asked at each forward pass: at the first, and once weights or a state were loaded."""
+        self._must_look = False
+        self._engine = calling_engine()
         if self._is_loaded:
             self._is_loaded = False
             warn_once(self._said, WEIGHTS_LOADED.format(name=self._name))
-        if self.progress.begin_forward() and self._is_strict:
-            raise RuntimeError(CHANGED.format(name=self._name, base=type(self._base).__name__))
-        if self.progress.were_cleared(self._base, self.model):
-            self.forget()
-        self.forecaster.before_forward(args, kwargs, self.progress.number)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Called with the model's output: predict c, and wait for the gradient of the logits z."""
@@ -284,7 +321,12 @@ class Algorithm:
 
     def on_gradient(self, forward: Forward, gradient: Tensor | None) -> Tensor | None:
         """Called by autograd with the gradient of the logits: add that of the penalty (Equation 2)."""
-        if gradient is None or self.uses_term or not self._is_of_training(forward):
+        if gradient is None or self.uses_term:
+            return None
+        is_of_training = self._is_of_training(forward)
+        if forward.is_split:
+            raise RuntimeError(SPLIT.format(self._name, self.reader.term))
+        if not is_of_training:
             return None
         if forward.outcome is Outcome.RELEASED:
             raise RuntimeError(STALE.format(self._name))
@@ -371,6 +413,7 @@ class Algorithm:
         term: Tensor = _Term.apply(z, forward, weakref.ref(self))  # which keeps both by references
         return term
 
+    @outside_compiled_graphs
     def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
         if torch.is_grad_enabled():
@@ -381,7 +424,9 @@ class Algorithm:
         if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
         gradient = None
-        if weight is not None:
+        if weight is None and current_backward() == -1:  # compiled autograd adds what it gets, and -0.0 changes no bit
+            gradient = torch.zeros(forward.shape, dtype=dtype, device=s.device).neg_()
+        elif weight is not None:
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
             self.progress.penalty_met()
@@ -453,19 +498,41 @@ class Algorithm:
     def _not_regularized(self, stage: Stage) -> str:
         seen = SEEN[stage]
         fix = FIXES[stage].format(self.reader.term)
+        allowed = ALLOWED
         if stage is Stage.NOTHING and self.forecaster.reads_labels:
             fix += f"; or add the penalty to the loss, {self.reader.term}"
         if stage is Stage.FORWARD and self.reader.not_found:
             seen = self.reader.not_found
         if stage is Stage.NOTHING and not self.model.training:
             seen, fix = EVAL_MODE
-        return NOT_REGULARIZED.format(self._name, seen, fix)
+        elif stage is Stage.NOTHING and has_other_parameters(self._base, self.model):
+            seen, fix = OF_AN_ENGINE[0], OF_AN_ENGINE[1].format(self.reader.term)
+            allowed = ""
+        return NOT_REGULARIZED.format(self._name, seen, fix, allowed)
 
-    def is_creating_state(self) -> bool:
-        """Whether this is no training step, but how torch.distributed.checkpoint creates the state: with lr 0."""
+    def is_no_training_step(self) -> bool:
+        """Whether this call steps the base alone: it creates a state, or it is the rest of a step that was counted.
+
+        A call that steps others than the call before it, with no forward pass between them, is the rest of its step:
+        DeepSpeed's ZeRO steps each parameter group alone.
+        """
         if not self.hooks.attached or not have_gradients(self._base):
             return False
-        return not any(float(group.get("lr", 1.0)) for group in self._base.param_groups)
+        stepped = set(map(id, parameters_of(self._base)))
+        if self._stepped and self._stepped.isdisjoint(stepped):
+            self._stepped |= stepped
+            return True
+        if self._is_creating_state():
+            self.forecaster.create_state()
+            return True
+        return False
+
+    def _is_creating_state(self) -> bool:
+        """Whether torch.distributed.checkpoint creates the state, with lr 0; or DeepSpeed, with gradients of 0."""
+        if not any(float(group.get("lr", 1.0)) for group in self._base.param_groups):
+            return True
+        is_before_training = self._must_look and has_other_parameters(self._base, self.model)
+        return is_before_training and not have_gradients(self._base, other_than_zero=True)
 
     def step_base(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
@@ -507,6 +574,8 @@ class Algorithm:
             self.forecaster.check_values()
         if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch
+        if progress.trained is None:
+            self._stepped = set(map(id, parameters_of(self._base)))
         self.num_steps += 1
         self._has_learned = True
         self.progress = Progress(self.num_steps + 1)
@@ -529,6 +598,7 @@ class Algorithm:
         """Called when a state was loaded into the model."""
         self.forecaster.model_loaded()
         self._is_loaded = self._has_learned and self.forecaster.reads_labels
+        self._must_look = True
 
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
@@ -542,13 +612,15 @@ class Algorithm:
         self.num_steps = num_steps
         self._has_learned = False
         self._is_loaded = False
+        self._must_look = True
         self.uses_term = uses_term
         self.progress.end()
         self.progress = Progress(num_steps + 1)
         self.last = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"last": {}, "progress": self.progress.without_forwards(), "_calls": {}}
+        without: dict[str, Any] = {"last": {}, "_calls": {}, "_engine": None, "_must_look": True, "_stepped": set()}
+        return self.__dict__ | without | {"progress": self.progress.without_forwards()}
 
 
 def _only_if_finite(

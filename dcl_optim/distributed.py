@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,6 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcl_optim import _torch
+
+SEVERAL_RANKS = (
+    "torch.distributed has {} ranks, but the model is neither in DistributedDataParallel nor sharded by fully_shard: "
+    "each rank has prototypes or a companion of its batches alone.\n"
+    "  Fix: if the ranks train one model, as with DeepSpeed or where the script averages the gradients, pass "
+    "process_group=torch.distributed.group.WORLD; if each trains another one, process_group=None"
+)
 
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -58,7 +66,8 @@ def _fully_sharded() -> tuple[type[nn.Module], ...]:
 class DataParallelGroup:
     """The ranks that train one model; without a group every collective does nothing.
 
-    ``"auto"`` is the group of a DistributedDataParallel around the model, now or later, or all ranks if it is sharded.
+    ``"auto"`` is the group of a DistributedDataParallel around the model, now or later, or the ranks over which
+    fully_shard has its shards and copies: not those of other stages of a pipeline, nor of tensor parallelism.
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
@@ -68,36 +77,51 @@ class DataParallelGroup:
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model = model
         self._given = process_group
-        self._group: Any = process_group if is_group else None
+        self._groups: list[Any] = [process_group] if is_group else []
         self._has_looked = False
+        self._has_warned = False
         self.size = process_group.size() if is_group else 1
-        self.find()
+        self._find()
 
     def find(self) -> None:
-        """Look for the model's group, now and at each forward of the model; one that was found stays."""
-        if self._group is None and self._given is not None and dist.is_available() and dist.is_initialized():
+        """Look for the model's group at each forward pass of the model; one that was found stays.
+
+        Warns:
+            UserWarning: there are several ranks, and no group was found at the first forward pass.
+        """
+        if not self._groups and self._given is not None and dist.is_available() and dist.is_initialized():
+            self._find()
+            if not self._groups and not self._has_warned:
+                self._has_warned = True
+                if dist.get_world_size() > 1 and not _any_sharded([*self._model.parameters()]):
+                    _torch.warn(SEVERAL_RANKS.format(dist.get_world_size()))
+
+    def _find(self) -> None:
+        if not self._groups and self._given is not None and dist.is_available() and dist.is_initialized():
             # Later only for what may have come since.
-            self._group = _group_of(_torch.running_ddp()) if self._has_looked else _group_of_model(self._model)
+            self._groups = _groups_of(_torch.running_ddp()) if self._has_looked else _groups_of_model(self._model)
             self._has_looked = True
-            self.size = 1 if self._group is None else dist.get_world_size(self._group)
+            self.size = math.prod(map(dist.get_world_size, self._groups))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""
         if self.size > 1:
             for tensor in _whole(tensors):
-                dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
+                for group in reversed(self._groups):  # within the shards of each copy of the model, then over copies
+                    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._group)
+            for group in self._groups:
+                dist.all_reduce(tensor, group=group)
 
     def average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
         if self.size > 1:
             for together in _by_dtype(_whole(tensors)):
                 flat = _torch.flattened(together)  # one reduction, not one for each tensor
-                dist.all_reduce(flat, group=self._group)
+                self.all_reduce_sum(flat)
                 torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.size), together))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
@@ -106,21 +130,22 @@ class DataParallelGroup:
     def __getstate__(self) -> dict[str, Any]:
         if self._given is not None and not isinstance(self._given, str):
             raise TypeError("process_group= cannot be pickled, nor this optimizer with it; save its state_dict()")
-        return self.__dict__ | {"_group": None, "_has_looked": False, "size": 1}
+        return self.__dict__ | {"_groups": [], "_has_looked": False, "_has_warned": False, "size": 1}
 
 
-def _group_of_model(model: nn.Module) -> Any:
+def _groups_of_model(model: nn.Module) -> list[Any]:
     for module in (*layers(model), _torch.running_ddp()):
-        group = _group_of(module)
-        if group is not None:
-            return group
-    return dist.group.WORLD if _any_sharded([*model.parameters(), *model.buffers()]) else None
+        groups = _groups_of(module)
+        if groups:
+            return groups
+    return next(filter(None, map(_torch.groups_of_shards, model.modules())), [])
 
 
-def _group_of(module: nn.Module | None) -> Any:
-    """The group of a module that wraps another for data parallelism; None for any other."""
+def _groups_of(module: nn.Module | None) -> list[Any]:
+    """The group of a module that wraps another for data parallelism; none for any other."""
     is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, *_fully_sharded()))
-    return getattr(module, "process_group", None) if is_wrapper else None
+    group = getattr(module, "process_group", None) if is_wrapper else None
+    return [] if group is None else [group]
 
 
 def _any_sharded(tensors: list[Tensor]) -> bool:

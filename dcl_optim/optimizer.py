@@ -118,8 +118,7 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         if closure is not None:
             result = algorithm.step_base(closure)
-        elif algorithm.progress.stage is Stage.NOTHING and algorithm.is_creating_state():
-            self.forecaster.create_state()
+        elif algorithm.progress.stage is Stage.NOTHING and algorithm.is_no_training_step():
             return self.base.step()
         else:
             algorithm.before_step()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._optim import have_gradients, parameters_of
-from dcl_optim._torch import call_after_backward, current_backward, reaches_parameters, version
+from dcl_optim._torch import Reach, call_after_backward, current_backward, reach_of_backward, version
 from dcl_optim.layout import copy_of_rows, from_rows, to_rows
 
 
@@ -33,8 +33,9 @@ class Stage(IntEnum):
 
     NOTHING = 0
     FORWARD = 1  # a training forward pass of the model
-    GRAPH_KEPT = 2  # a backward pass through its logits with create_graph=True
-    GRADIENTS = 3  # one that brings gradients to the trained parameters
+    INPUTS = 2  # a backward pass through its logits for the gradient of inputs or activations alone
+    GRAPH_KEPT = 3  # a backward pass through its logits with create_graph=True
+    GRADIENTS = 4  # one that brings gradients to the trained parameters
 
 
 class Term(IntEnum):
@@ -64,6 +65,8 @@ class Forward:
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         backward: the backward pass that brought the last gradient, by autograd's number.
+        reach: where the last backward pass that named what it asks for brought gradients to; None before one.
+        is_split: whether such passes have brought gradients to parameters and to inputs, each without the other.
         outcome: what it has become.
         is_one_of_several: whether the model returned other tensors that may be the logits.
         prediction: what the forecaster keeps for the backward pass, which only its ``predict`` writes.
@@ -80,6 +83,8 @@ class Forward:
         self.may_read = _sync.may_sync(step_number, logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.backward = -1
+        self.reach: Reach | None = None
+        self.is_split = False
         self.outcome = Outcome.OPEN
         self.is_one_of_several = False
         self.prediction: Any = None
@@ -94,6 +99,12 @@ class Forward:
         """Lay the logits out as rows along the dimension that holds the classes."""
         self.rows = to_rows(self.logits, class_dim)
         self.class_dim = class_dim
+
+    def reached(self, reach: Reach) -> None:
+        """Note a backward pass through the logits that names what it asks for."""
+        if self.reach is not None and self.reach is not reach:
+            self.is_split = True
+        self.reach = reach
 
     def release(self) -> None:
         """Let go of all tensors: the script may keep the graph that keeps this object."""
@@ -172,8 +183,14 @@ class Progress:
         if backward not in (-1, self.backward):  # compiled autograd has no number
             call_after_backward(end)
         self.backward = backward
-        if not reaches_parameters(forward.nodes, base):  # as an attack asks for the gradient of its inputs
-            return False
+        reach = reach_of_backward(forward.nodes, base)
+        if reach is not Reach.ALL:
+            if reach is Reach.NOTHING:
+                return False
+            forward.reached(reach)
+            if reach is Reach.INPUTS:  # as an attack asks for the gradient of its inputs
+                self.stage = max(self.stage, Stage.INPUTS)
+                return False
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             self.stage = max(self.stage, Stage.GRAPH_KEPT)
             return False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import all_or_nothing, parameters_of, requires_grad
+from dcl_optim._optim import all_or_nothing, has_other_parameters, parameters_of, requires_grad
 from dcl_optim._validation import check_state
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
@@ -23,6 +23,12 @@ MOVED = (
     "the model was moved or converted, but its companion was not: what is trained was {} and is {}.\n"
     "  Fix: move the model before its first training forward pass and before a state is loaded; or call "
     "optimizer.reset_companion() after the move: the companion is then copied from the model again"
+)
+REPLACED = (
+    "companion has no parameter to train, since none of the base optimizer's is one of the model's: an engine has put "
+    "its own in their place (DeepSpeed's ZeRO, or its bfloat16 in stage 0), or this forward pass has others.\n"
+    "  Fix: with an engine use DCPOptimizer and add the penalty to the loss, loss + optimizer.penalty(logits, labels); "
+    "else ask for optimizer.companion before a forward pass with other parameters (functional_call)"
 )
 OTHERS_TRAIN = (
     "the state of the companion is of a model that trained other parameters: {}.\n"
@@ -73,6 +79,8 @@ class Network:
         self._forward = vars(model).get("forward")
         if any(map(nn.parameter.is_lazy, model.parameters())):
             raise ValueError(LAZY)
+        if has_other_parameters(base, model):
+            raise ValueError(REPLACED)
         device = next(parameters_of(base)).device
         with replayed(capture_rng(device)), torch.inference_mode(False):  # the script's generators stay as they were
             self.module = build(model, base, options.companion)
@@ -96,6 +104,7 @@ class Network:
 
         Raises:
             RuntimeError: the model has moved, and the companion is more than a copy of it.
+            ValueError: the base has none of the parameters that the companion was made for.
         """
         places = list(map(_place, self._twins))
         if self._is_copy and places != self._places:
@@ -107,6 +116,8 @@ class Network:
         if ids == self._last:
             return False
         self._last = ids
+        if self._twins and self._twins.keys().isdisjoint(parameters_of(self._base)):
+            raise ValueError(REPLACED)
         trained = _trained_by(self._base)
         for theirs, ours in self._twins.items():
             ours.requires_grad_(theirs in trained)

@@ -142,7 +142,7 @@ FAULTS = [
     Fault("forward passes in eval mode count", "algorithm:Algorithm.before_forward",
           replace("not module.training", "False"), "backward_passes not_finite"),
     Fault("an attack's backward pass counts", "progress:Progress.gradient",
-          replace("reaches_parameters(forward.nodes, base)", "True"), "backward_passes not_finite"),
+          replace("reach is Reach.INPUTS", "False"), "backward_passes not_finite"),
     Fault("learned twice", "progress:Progress.batch_learned",
           replace("forward.outcome is Outcome.LEARNED", "False"), "accumulation backward_passes"),
     Fault("not forgotten after a skipped step", "progress:Progress.were_cleared",
