@@ -209,7 +209,6 @@ class Algorithm:
         self.reader = LossReader(name, forecaster.reads_labels)
         self.weight = weight
         self.alpha = alpha
-        self.num_steps = 0  # of the optimizer so far
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self.progress = Progress(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
@@ -227,6 +226,11 @@ class Algorithm:
         self._inner_calls_count = True  # whether logits of a call inside of another may be those of the loss
         self._said: set[str] = set()
         self.hooks = ModuleHooks(self, model, unwrapped(model))
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps so far."""
+        return self.progress.number - 1
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
@@ -576,9 +580,8 @@ class Algorithm:
             self.last = {}  # those of an older batch
         if progress.trained is None:
             self._stepped = set(map(id, parameters_of(self._base)))
-        self.num_steps += 1
         self._has_learned = True
-        self.progress = Progress(self.num_steps + 1)
+        self.progress = Progress(progress.number + 1)
         if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
 
@@ -609,7 +612,6 @@ class Algorithm:
     def load_state(self, num_steps: int, uses_term: bool, loss: dict[str, Any]) -> None:
         """Go on from a number of steps, as after loading a state."""
         self.reader.load_state(loss)
-        self.num_steps = num_steps
         self._has_learned = False
         self._is_loaded = False
         self._must_look = True

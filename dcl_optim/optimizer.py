@@ -174,8 +174,7 @@ class ForecastOptimizer(OptimizerWrapper):
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale``
         (what the loss was multiplied by; with the term what the term was) of the last backward pass, nan after a step
         without one; ``skipped`` (batches since the optimizer was made that the line gave no penalty, and steps without
-        a term where others have one); with DCP ``prototype_norm`` and ``prototype_margin``; with an automatic weight
-        ``train_accuracy``.
+        a term where others have one); with an automatic weight and more than ten classes ``train_accuracy``.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.

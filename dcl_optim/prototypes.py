@@ -131,18 +131,7 @@ class Prototypes(Forecaster):
         return self._state.fit[0] / self._state.fit[1]
 
     def figures(self) -> dict[str, Any]:
-        """Mean norm, and root mean square margin: the logit of the own class less the mean of the others."""
-        rows = self.values
-        number = self.seen.sum()
-        own = rows.diagonal()
-        margins = own - (rows.sum(1) - own) / max(len(rows) - 1, 1)  # 0 for classes not seen
-        figures = {
-            "prototype_norm": rows.norm(dim=1).sum() / number,
-            "prototype_margin": (margins.square().sum() / number).sqrt(),
-        }
-        if self.num_classes > self._measures_from:
-            figures["train_accuracy"] = self.train_accuracy()
-        return figures
+        return {"train_accuracy": self.train_accuracy()} if self.num_classes > self._measures_from else {}
 
     def settings(self) -> dict[str, Any]:
         return {"num_classes": self.num_classes or "not known yet"}
