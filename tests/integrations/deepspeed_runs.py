@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from itertools import product
@@ -26,6 +27,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from examples import deepspeed_engine
 from tests.helpers import CLASSES, batches, mlp
 
 STEPS, WEIGHT, ALPHA = 6, 0.5, 0.97
@@ -232,3 +234,16 @@ def worker(rank: int, folder: Path) -> None:
     found = dict(cells(folder))
     if rank == 0:
         torch.save(found, folder / "found.pt")
+
+
+def run_scripts(rank: int, folder: Path) -> None:
+    """Run the script of docs/frameworks.md, and the example."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(# train.py\nimport deepspeed\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert script.count("\n") <= 24
+    names: dict[str, Any] = {}
+    exec(script, names)
+    accuracy = deepspeed_engine.main(["--dtype", "bfloat16", "--checkpoint", str(folder / "checkpoint")])
+    if rank == 0:
+        torch.save({"logs": names["optimizer"].logs(), "accuracy": accuracy}, folder / "found.pt")

@@ -145,3 +145,18 @@ def test_trainer(stage: int, way: str, trained: Any) -> None:
     hand, run = trained[f"{stage} hand"], trained[f"{stage} {way}"]
     assert_right(run, hand, steps=hand["steps"], **CLOSE)
     assert_same(trained[f"{stage} {way} resumed"], run)
+
+
+def script_worker(rank: int, folder: Path) -> None:
+    from tests.integrations import deepspeed_runs
+
+    deepspeed_runs.run_scripts(rank, folder)
+
+
+def test_the_script_on_the_page_and_the_example(tmp_path: Path) -> None:
+    on_ranks(2, script_worker, tmp_path)
+    logs, accuracy = (torch.load(tmp_path / "found.pt", weights_only=True)[name] for name in ("logs", "accuracy"))
+    assert (logs["step"], logs["skipped"]) == (8, 0)
+    assert logs["penalty"] > 0
+    assert accuracy > 0.85
+    assert (tmp_path / "checkpoint" / "last").is_dir()
