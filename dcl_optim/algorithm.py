@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from dcl_optim._hooks import Hook, ModuleHooks
 from dcl_optim._optim import has_other_parameters, have_gradients, parameters_of, trains_any
 from dcl_optim._torch import (
     REPLICA,
+    Reach,
     constant,
     current_backward,
     is_batched,
@@ -29,7 +30,7 @@ from dcl_optim._torch import (
     outside_compiled_graphs,
     warn_once,
 )
-from dcl_optim.distributed import is_sharded, unwrapped
+from dcl_optim.distributed import SHARDED_LOGITS, is_sharded, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.reader import TERMS, LossReader
 from dcl_optim.outputs import NoLogits, conversion_source, find_logits, leaves_of
@@ -145,6 +146,11 @@ NOT_ADDED = (
     "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(), outside of fused losses, "
     "which take gradients in their forward pass. To look at the value use logs(). strict=False allows such steps"
 )
+TERM_FOR_INPUTS = (
+    "what {}.penalty returned took part in backward passes for the gradient of inputs or activations alone, as "
+    "zero-bubble pipelines take it apart from that of parameters: nothing learns from them.\n"
+    "  Fix: in a pipeline take the schedule GPipe, 1F1B or interleaved 1F1B; else call loss.backward() without inputs="
+)
 NOT_TRAINED = (
     "a backward pass came through what {}.penalty returned, but no parameter of the base optimizer has a gradient: was "
     "the model built again after the optimizer?\n  Fix: build the base optimizer and the wrapper again too"
@@ -217,7 +223,8 @@ class Algorithm:
         self._is_loaded = False  # whether weights were loaded into the model since the last step
         self._must_look = True  # whether the next training forward pass calls _look_around
         self._engine: Engine | None = None  # that calls the model
-        self._stepped: set[int] = set()  # the ids of what was stepped, if backward passes left it no gradient
+        self._is_replaced = False  # whether an engine has put its parameters in the place of the model's
+        self._stepped: set[int] = set()  # the ids of what was stepped last, if it has
         self._base = base
         self._logits = logits
         self._is_strict = strict
@@ -262,6 +269,7 @@ class Algorithm:
         """Ask what need not be asked at each forward pass: at the first, and once weights or a state were loaded."""
         self._must_look = False
         self._engine = calling_engine()
+        self._is_replaced = has_other_parameters(self._base, self.model)
         if self._is_loaded:
             self._is_loaded = False
             warn_once(self._said, WEIGHTS_LOADED.format(name=self._name))
@@ -290,6 +298,8 @@ class Algorithm:
             return None
         try:
             z = find_logits(output, self._logits)
+            if is_sharded(z):
+                raise NoLogits(SHARDED_LOGITS.format(cast("Any", z).placements))
         except NoLogits as error:  # no fault if the script adds the term, or if the model called itself for them
             if predicts and not call.hooks:
                 raise
@@ -418,7 +428,7 @@ class Algorithm:
         return term
 
     @outside_compiled_graphs
-    def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor:
         """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
         if torch.is_grad_enabled():
             raise RuntimeError(ONCE.format(self._name))
@@ -427,10 +437,9 @@ class Algorithm:
         pull, labels, weight, alpha, _ = forward.given
         if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
-        gradient = None
-        if weight is None and current_backward() == -1:  # compiled autograd adds what it gets, and -0.0 changes no bit
-            gradient = torch.zeros(forward.shape, dtype=dtype, device=s.device).neg_()
-        elif weight is not None:
+        if weight is None:  # compiled autograd adds what it gets, so no None; and -0.0 changes no bit
+            gradient = torch.full(forward.shape, -0.0, dtype=dtype, device=s.device)
+        else:
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
             self.progress.penalty_met()
@@ -441,6 +450,8 @@ class Algorithm:
                 "penalty": pull.value,
             }
             self._learn_from_term(forward, pull, labels, s, alpha)
+        elif forward.reach is Reach.INPUTS:
+            self.progress.term = max(self.progress.term, Term.INPUTS)
         return gradient
 
     def _learn_from_term(self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float) -> None:
@@ -486,8 +497,9 @@ class Algorithm:
             raise RuntimeError(SUPERSEDED.format(self._name))
         if not self.hooks.attached:
             return
-        if progress.term is Term.CALLED and self._is_strict:
-            raise RuntimeError(NOT_ADDED.format(self._name))
+        if progress.term in (Term.CALLED, Term.INPUTS) and self._is_strict:
+            message = NOT_ADDED if progress.term is Term.CALLED else TERM_FOR_INPUTS
+            raise RuntimeError(message.format(self._name))
         if progress.term is Term.MET:
             if self._is_strict and trains_any(self._base) and not have_gradients(self._base):
                 raise RuntimeError(NOT_TRAINED.format(self._name))
@@ -511,6 +523,8 @@ class Algorithm:
             seen, fix = EVAL_MODE
         elif stage is Stage.NOTHING and has_other_parameters(self._base, self.model):
             seen, fix = OF_AN_ENGINE[0], OF_AN_ENGINE[1].format(self.reader.term)
+            allowed = ""
+        elif stage is Stage.INPUTS:
             allowed = ""
         return NOT_REGULARIZED.format(self._name, seen, fix, allowed)
 
@@ -578,7 +592,7 @@ class Algorithm:
             self.forecaster.check_values()
         if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch
-        if progress.trained is None:
+        if self._is_replaced:
             self._stepped = set(map(id, parameters_of(self._base)))
         self._has_learned = True
         self.progress = Progress(progress.number + 1)

@@ -46,7 +46,9 @@ class DCLOptimizer(ForecastOptimizer):
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
             ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first tensor with classes in a tuple.
         process_group: the ``torch.distributed.ProcessGroup`` over which the companion's gradients are averaged;
-            ``"auto"`` (default) for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
+            ``"auto"`` (default) for that of DistributedDataParallel, or of fully_shard's mesh; None for none. Where the
+            ranks of one model are neither, as where the script averages gradients, pass
+            ``torch.distributed.group.WORLD``.
         companion: None (default) for a copy of the model, which shares the parameters that the base optimizer does not
             train; or a module with the same output shape, which stays on its device and in its dtype. In half
             precision it has weights of float32 behind its parameters.

@@ -58,7 +58,8 @@ class DCPOptimizer(ForecastOptimizer):
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
             ``output.logits``, ``output["logits"]``, ``output["out"]`` or the first tensor with classes in a tuple.
         process_group: the ``torch.distributed.ProcessGroup`` over which class sums are added up; ``"auto"`` (default)
-            for that of DistributedDataParallel, or all ranks with FSDP2; None for none.
+            for that of DistributedDataParallel, or of fully_shard's mesh; None for none. Where the ranks of one model
+            are neither (DeepSpeed, gradients that the script averages) pass ``torch.distributed.group.WORLD``.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.97. The paper's value is 0.6.
         update: ``"rows"`` (default) for the formula above, or ``"batch"`` for Equation 6,
             :math:`p^k \leftarrow \alpha\,p^k + (1-\alpha)\,\mathrm{mean}_k(z)`, which can diverge in long training.
@@ -74,8 +75,8 @@ class DCPOptimizer(ForecastOptimizer):
             than memory allows; or the labels are the rows' places in the batch, and ``num_classes`` was not given.
 
     Warns:
-        UserWarning: the labels of a later batch cannot be read, and it gets no penalty; a batch is not finite; or
-            weights were loaded into the model, and no state into the optimizer.
+        UserWarning: the labels of a later batch cannot be read, and it gets no penalty; a batch is not finite; weights
+            were loaded into the model, and no state into the optimizer; or there are several ranks, and no group.
 
     Examples:
         >>> import torch

@@ -21,6 +21,13 @@ SEVERAL_RANKS = (
     "process_group=torch.distributed.group.WORLD; if each trains another one, process_group=None"
 )
 
+SHARDED_LOGITS = (
+    "the logits are a DTensor with {}, of which a rank has a part or a view only.\n"
+    "  Fix: have the last layer give them whole, output_layouts=Replicate() with use_local_output=True, and leave out "
+    "loss_parallel; or with DCPOptimizer add their penalty to the loss, loss.full_tensor() + "
+    "optimizer.penalty(logits.full_tensor(), labels)"
+)
+
 
 def layers(model: nn.Module) -> Iterator[nn.Module]:
     """A model and what it wraps, from the outside in: DistributedDataParallel, DataParallel, compiled modules."""
@@ -47,6 +54,31 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Tensors as they are, and of sharded ones this rank's part."""
     found: list[Any] = list(tensors)
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in found] if _any_sharded(found) else found
+
+
+def divide_(tensors: list[Tensor], divisor: float | Tensor) -> None:
+    """Divide tensors of one device in place."""
+    for together in _by_mesh(tensors):
+        torch._foreach_div_(together, divisor)
+
+
+def sum_of_norms(tensors: list[Tensor], norm_type: float = 2.0) -> float:
+    """The sum of a norm of all whole tensors and of those of each mesh, the same on all ranks. Synchronizes."""
+    total = 0.0
+    for together in _by_mesh(tensors):
+        norm: Any = torch.nn.utils.get_total_norm(together, norm_type)
+        total += (norm.full_tensor() if is_sharded(norm) else norm).item()
+    return total
+
+
+def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Tensors that torch takes in one call: not sharded ones beside others, nor those of two meshes."""
+    if not _any_sharded(tensors):
+        return [tensors]
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(found.values())
 
 
 def refuse_flat_shards(model: nn.Module) -> None:

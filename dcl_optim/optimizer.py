@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from dcl_optim._validation import check_arguments, check_flag, check_state
 from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.algorithm import Algorithm
 from dcl_optim.distances import name_of
-from dcl_optim.distributed import unwrapped
+from dcl_optim.distributed import SHARDED_LOGITS, is_sharded, unwrapped
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.progress import Stage
 from dcl_optim.schedules import Checked, Schedule
@@ -89,6 +89,8 @@ class ForecastOptimizer(OptimizerWrapper):
             )
         if not logits.is_floating_point():
             raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
+        if is_sharded(logits):
+            raise TypeError(SHARDED_LOGITS.format(cast("Any", logits).placements))
         is_for_training = torch.is_grad_enabled() and logits.requires_grad
         if is_for_training and not self._algorithm.hooks.attached:
             raise RuntimeError(self._algorithm.why_detached())

@@ -43,7 +43,8 @@ class Term(IntEnum):
 
     NONE = 0
     CALLED = 1
-    MET = 2  # a backward pass has come through it
+    INPUTS = 2  # a backward pass has come through it, for the gradient of inputs or activations alone
+    MET = 3  # one that brings gradients to the trained parameters has
 
 
 class Forward:

@@ -198,18 +198,26 @@ multiprocessing.set_forkserver_preload(["tests.helpers", "torch._dynamo"])
 
 def on_two_ranks(function: Callable[..., None], folder: Path, *args: Any) -> None:
     """Call function(rank, folder, *args) in two processes that are joined by gloo."""
+    on_ranks(2, function, folder, *args)
+
+
+def on_ranks(number: int, function: Callable[..., None], folder: Path, *args: Any) -> None:
+    """The same in another number of processes."""
     with tempfile.TemporaryDirectory() as meeting:
-        mp.start_processes(_rank, (function, folder, Path(meeting), args), nprocs=2, start_method="forkserver")
+        settings = (number, function, folder, Path(meeting), args)
+        mp.start_processes(_rank, settings, nprocs=number, start_method="forkserver")
 
 
-def _rank(rank: int, function: Callable[..., None], folder: Path, meeting: Path, args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, number: int, function: Callable[..., None], folder: Path, meeting: Path, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=number)
     function(rank, folder, *args)
     dist.barrier()
     (meeting / str(rank)).touch()
-    while not all((meeting / name).exists() for name in "01"):  # one that leaves early can break the other's barrier
-        time.sleep(0.01)
+    while not all((meeting / str(other)).exists() for other in range(number)):  # one that leaves early can break
+        time.sleep(0.01)  # the others' barrier
     # With any optimizer: torch 2.6 can wait for good in destroy_process_group, and gloo's threads, which outlive the
     # group where DDP was in it, now and then abort the interpreter's exit (pytorch#179291).
     os._exit(0)

@@ -21,7 +21,7 @@ from dcl_optim.companion.network import CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, try_to_copy
 from dcl_optim.companion.replay import Replay
 from dcl_optim.distances import Distance
-from dcl_optim.distributed import DataParallelGroup, is_sharded, refuse_flat_shards, unwrapped
+from dcl_optim.distributed import DataParallelGroup, divide_, refuse_flat_shards, sum_of_norms, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import to_rows
 from dcl_optim.outputs import find_logits, leaves_of
@@ -293,9 +293,9 @@ class Companion(Forecaster):
             places = list(map(attrgetter("device"), gradients))  # several, of a model over several devices
             for device in set(places):
                 here = compress(gradients, map(device.__eq__, places))
-                torch._foreach_div_(list(here), total.to(device))
+                divide_(list(here), total.to(device))
         elif total is not None and total not in (0.0, 1.0):
-            torch._foreach_div_(gradients, total)
+            divide_(gradients, total)
         self._group.average(gradients)
 
     def check_values(self) -> None:
@@ -369,10 +369,9 @@ def _is_not_made(state: Any) -> bool:
 def _is_finite(optimizer: Optimizer) -> bool:
     """Whether the norm of all parameters that an optimizer trains is finite, if they have one. Synchronizes."""
     try:
-        norm: Any = torch.nn.utils.get_total_norm(list(parameters_of(optimizer)))
+        return math.isfinite(sum_of_norms(list(parameters_of(optimizer))))
     except NotImplementedError:  # a subclass of Tensor without norms, as torchao's int8 weights
         return True
-    return math.isfinite((norm.full_tensor() if is_sharded(norm) else norm).item())
 
 
 def _half_factor(gradient: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.optim import Adagrad, Optimizer
 from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of, without_gradient
 from dcl_optim._torch import count_as_step, version
 from dcl_optim.companion.replay import capture_rng, replayed
-from dcl_optim.distributed import is_sharded, local_parts
+from dcl_optim.distributed import local_parts, sum_of_norms
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
@@ -210,8 +210,7 @@ def _are_zero(gradients: Iterable[Tensor]) -> bool:
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     if any(gradient.is_meta for gradient in dense):
         return False
-    norm: Any = torch.nn.utils.get_total_norm(dense, norm_type=math.inf)
-    return (norm.full_tensor() if is_sharded(norm) else norm).item() == 0
+    return sum_of_norms(dense, math.inf) == 0
 
 
 def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import Network, assert_same, batch_norm_net, batches, cells, dropout_net, train
-from tests.reference import CLOSE, EACH, assert_same_training, wrap
+from tests.reference import CLOSE, EACH, assert_same_training, term_of, wrap
 from tests.reference import train as train_by_term
 
 pytestmark = pytest.mark.filterwarnings(
@@ -183,3 +183,37 @@ def test_the_term_compiled_equals_eager(variant: str, what: str) -> None:
         torch.manual_seed(5)
         runs.append(train_by_term(optimizer, batches(6), **options))
     assert_same_training(*runs, **CLOSE)
+
+
+def train_in_one_function(variant: str, weight: float, compiled: bool) -> list[torch.Tensor]:
+    """The loss and its backward pass, in one compiled function; with weight -1 of the base alone."""
+    torch._dynamo.reset()
+    model = Network()
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = base if weight < 0 else wrap(variant, model, base, weight=weight)
+    term = term_of(optimizer, "line" if weight < 0 else "term")
+
+    def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+        z = model(x)
+        (F.cross_entropy(z, y) + term(z, y)).backward()
+
+    call = torch.compile(backward, backend="aot_eager") if compiled else backward
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        call(x, y)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@EACH
+def test_loss_and_backward_in_one_compiled_function(variant: str) -> None:
+    """Dynamo does not trace the term's backward pass, of which it would warn: a warning is an error here."""
+    assert_same(train_in_one_function(variant, 1.0, True), train_in_one_function(variant, 1.0, False), **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:.*TF32", "ignore:.*functional optimizers is deprecated")
+@EACH
+def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit(variant: str) -> None:
+    """It adds up what the term's backward pass returns, which may not be None."""
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert_same(train_in_one_function(variant, 0.0, True), train_in_one_function(variant, -1.0, True))

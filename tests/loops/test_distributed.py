@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,7 @@ GROUPS: dict[Callable[..., Any], tuple[bool, bool]] = {
     wrapped_before: (False, False),
     wrapped_after: (False, False),
 }
+UNKNOWN = (independent, averaged_by_hand_in_no_group)  # the ranks of one model
 IN_GROUPS = list(itertools.product(GROUPS, VARIANTS))
 
 
@@ -207,14 +209,17 @@ def train_in_groups(rank: int, folder: Path) -> None:
     groups = [dist.new_group([index]) for index in range(PARTS)]
     for cell, variant in IN_GROUPS:
         called, optimizer = cell(variant, rank, groups[rank])
-        for x, y in rows_of(rank):
-            optimizer.zero_grad()
-            F.cross_entropy(called(x), y).backward()
-            for parameter in called.parameters() if "by_hand" in cell.__name__ else ():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= PARTS
-            optimizer.step()
-        found = getattr(called, "module", called).state_dict(), learned(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for x, y in rows_of(rank):
+                optimizer.zero_grad()
+                F.cross_entropy(called(x), y).backward()
+                for parameter in called.parameters() if "by_hand" in cell.__name__ else ():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= PARTS
+                optimizer.step()
+        said = [str(warning.message) for warning in caught if warning.filename == __file__]
+        found = getattr(called, "module", called).state_dict(), learned(optimizer), said
         torch.save(found, folder / f"{cell.__name__} {variant} {rank}.pt")
 
 
@@ -242,8 +247,10 @@ def trained_by_hand(variant: str, one_model: bool, one_forecaster: bool) -> list
 def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cell, variant, ranks: Path):
     found = [torch.load(ranks / f"{cell.__name__} {variant} {rank}.pt", weights_only=True) for rank in range(PARTS)]
     one_model, one_forecaster = GROUPS[cell]
-    for part, hand in zip(found, trained_by_hand(variant, one_model, one_forecaster), strict=True):
-        assert_same(part, hand, **CLOSE)
+    for (*part, said), hand in zip(found, trained_by_hand(variant, one_model, one_forecaster), strict=True):
+        assert_same(part, [*hand], **CLOSE)
+        assert len(said) == (cell in UNKNOWN), "said once, at the first forward pass"
+        assert all("has 2 ranks" in text and "process_group=torch.distributed.group.WORLD" in text for text in said)
     if one_forecaster:
         assert_same(found[0], found[1])
     else:
