@@ -74,8 +74,9 @@ class DCPOptimizer(ForecastOptimizer):
             than memory allows; or the labels are the rows' places in the batch, and ``num_classes`` was not given.
 
     Warns:
-        UserWarning: the labels of a later batch cannot be read, and it gets no penalty; a batch is not finite; or
-            weights were loaded into the model, and no state into the optimizer.
+        UserWarning: the labels of a later batch cannot be read, and it gets no penalty; a batch is not finite;
+            weights were loaded into the model, and no state into the optimizer; or the penalty is large beside the loss
+            of a guess, as where training diverges.
 
     Examples:
         >>> import torch
