@@ -120,7 +120,7 @@ class CompanionOptimizer:
             return
         self.follow_options()
         try:
-            if type(self.optimizer).__module__.startswith("torch.optim"):  # none of which draws
+            if _is_of_torch(self.optimizer):  # none of which draws
                 self.optimizer.step()
             else:
                 with replayed(capture_rng(next(parameters_of(self.optimizer)).device)):
@@ -205,6 +205,11 @@ class CompanionOptimizer:
         self.optimizer.load_state_dict(numbers)
 
 
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether a class of torch.optim, and none that a script derives from it."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def _are_zero(gradients: Iterable[Tensor]) -> bool:
     """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
@@ -238,7 +243,7 @@ def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
     if make is None:
         inner = inner_of(base)
         trained = list(parameters_of(base))
-        if any(parameter in inner.state for parameter in trained):
+        if inner.state and not _is_of_torch(inner):  # torch's have a state of steps alone
             _require_state_of_steps(base, inner)
         else:
             copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in trained})
