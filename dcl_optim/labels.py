@@ -105,8 +105,8 @@ def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) ->
         wrong = classes[has_label & ((classes < 0) | (classes >= shape[1]))]
         if len(wrong):
             raise ValueError(
-                f"labels has {int(wrong[0])}; labels must lie in 0..{shape[1] - 1} or equal ignore_index={ignore_index}, "
-                "and logits be one for each class, which hidden states and the K - 1 of ordinal losses are not"
+                f"labels has {int(wrong[0])}; labels must lie in 0..{shape[1] - 1} or equal ignore_index={ignore_index}"
+                ": is there a logit for each class? Hidden states and the K - 1 logits of ordinal losses are none"
             )
     classes = classes.where(has_label, constant(shape[1], classes.device))
     return Labels(classes, has_label.sum(dtype=torch.float32))
