@@ -6,6 +6,7 @@ import copy
 import io
 import linecache
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -355,6 +356,18 @@ def test_a_layer_that_is_not_the_copys_own_is_refused_by_name_at_the_first_predi
         model(one()[0], *arguments)
     optimizer.detach()
     torch.compiler.reset()
+
+
+def test_a_part_that_torchscript_made_is_refused_with_its_name() -> None:
+    """Of which a copy shares the parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+        part = torch.jit.script(nn.Linear(FEATURES, CLASSES))
+    model = nn.Sequential(part)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.raises(RuntimeError, match=r"would train the model's '0.weight'.*torch\.jit\.script holds that layer"):
+        model(torch.ones(2, FEATURES))
+    optimizer.detach()
 
 
 class Normalizing(Network):

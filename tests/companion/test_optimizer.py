@@ -276,6 +276,36 @@ def test_a_state_of_the_constructor_is_refused_at_wrapping(reads: bool) -> None:
     assert_same(model.state_dict(), before)
 
 
+class WithASharedMean(StateFromTheStart):
+    """Keeps it by its name, as IVON does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.state.clear()
+        self.state["mean"] = [torch.zeros_like(parameter) for parameter in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for parameter, mean in zip(self.param_groups[0]["params"], self.state["mean"], strict=True):
+            parameter.data -= 0.1 * mean.lerp_(parameter.grad, 0.1)
+
+
+def test_a_state_of_the_constructor_by_its_name_is_refused_at_wrapping_too() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=r"WithASharedMean cannot train the companion: its state is made in its"):
+        DCLOptimizer(WithASharedMean(model.parameters()), model)
+
+
+def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one() -> None:
+    model = nn.Embedding(FEATURES, CLASSES, sparse=True)
+    base = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    data = [(torch.arange(FEATURES), torch.arange(FEATURES) % CLASSES)] * 3
+    train(model, base, data)
+    optimizer = DCLOptimizer(base, model)
+    train(model, optimizer, data)
+    state = optimizer.companion_optimizer.state[optimizer.companion.weight]
+    assert float(state["step"]) == 2  # the first gradient is zero
+
+
 class WithoutInit(torch.optim.Optimizer):
     """A container that does not call torch's constructor."""
 

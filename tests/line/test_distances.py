@@ -234,6 +234,7 @@ PROBES = {
 
 
 # Its logits are so large that float32 rounds them.
+@pytest.mark.filterwarnings("ignore:the penalty of DCPOptimizer is .*, which is large")
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty", "ignore:.*of the last 100 batches got no penalty")
 @pytest.mark.parametrize("lr", [1.0, 5.0])
 @pytest.mark.parametrize("name", PROBES)

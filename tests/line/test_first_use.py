@@ -234,6 +234,11 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str
         [nn.Softmax(1)],
         "rows of the model's output are probabilities",
     ),
+    "hidden states": (  # as F.linear_cross_entropy takes
+        lambda h, y: F.cross_entropy(F.linear(h, torch.ones(7, h.shape[1]).tril().to(h)), y),
+        [],
+        "do not sum to 0, as of .*hidden states that the loss takes to the last layer",
+    ),
     "temperature": (lambda z, y: F.cross_entropy(z / 2, y), [], IS_0),
     "class weights with smoothing": (with_weights, [], IS_0),
     "three classes, mixed": (mixed, [nn.Linear(5, 3).double()], IS_0),
