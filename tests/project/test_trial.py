@@ -400,6 +400,22 @@ def test_without_the_extra_an_error_names_it_before_the_training(package: str, m
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"{package}.*pip install \"dcl-optim\[trial\]\""):
         compare(lambda weight, seed: pytest.fail("it trains"))
+    if package == "tabulate":
+        with pytest.raises(ImportError, match=r"dcl-optim\[trial\]"):
+            overhead(*script())
+
+
+def test_without_the_extra_the_package_and_accuracy_work() -> None:
+    text = """
+import sys
+for name in ("matplotlib", "scipy", "sklearn", "tabulate", "tqdm"):
+    sys.modules[name] = None
+import torch, dcl_optim
+from dcl_optim.trial import accuracy, compare, overhead
+print(accuracy(torch.nn.Identity(), [(torch.eye(3), torch.arange(3))]))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", text], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("100.0\n", "")
 
 
 def test_without_a_terminal_the_progress_is_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
