@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,8 +15,7 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
     Args:
         z: logits, (N, K).
         y: class indices, (N,).
-        temperature: that logits are divided by for the scaled ones; see
-            :func:`dcl_optim.metrics.fit_temperature`.
+        temperature: that logits are divided by for the scaled ones.
 
     Returns:
         ``nll``, the mean negative log-likelihood; ``nll_scaled``, that of the logits divided by the temperature;
@@ -39,6 +39,35 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
         "ece": float(ece),
         "ece_scaled": float(ece_scaled),
     }
+
+
+def fit_temperature(z: Tensor, y: Tensor) -> float:
+    """Fit the temperature by which logits are to be divided before the softmax, as docs/choosing.md does.
+
+    It is 1 where none is best: every prediction is right, or the logits say no more of the labels than chance does.
+
+    Args:
+        z: logits, (N, K).
+        y: class indices, (N,).
+
+    Source: C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
+    """
+    z = z.detach().cpu().double()
+    y = y.cpu()
+    own = z.gather(1, y[:, None])[:, 0]
+    if bool((own >= z.amax(1)).all()) or float((z.mean(1) - own).mean()) >= 0:
+        return 1.0
+    log_temperature = torch.zeros((), dtype=z.dtype, requires_grad=True)
+    optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
+
+    def nll() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(z / log_temperature.exp(), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(nll)
+    return float(log_temperature.detach().exp())
 
 
 def spread(z: Tensor, y: Tensor) -> dict[str, float]:

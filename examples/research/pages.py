@@ -10,8 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.table import grid
-from dcl_optim.demo import report
-from dcl_optim.demo.training import METHODS
+from dcl_optim.trial.comparison import Comparison
 from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability_cell
 from examples.research import evidence, gain_tables, pays, peers, records, size
 from examples.research import wrong_labels as rows_with_wrong_labels
@@ -29,8 +28,7 @@ RESULTS = ROOT / "examples" / "research" / "results"
 def demo(name: str = "demo") -> str:
     """The demo's table, as it prints it."""
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    rows = sorted((report.Row(**row) for row in found["table"]), key=lambda row: METHODS.index(row.method))
-    return "```text\n" + report.format_table(rows) + "\n```"
+    return f"```text\n{Comparison(found['curves'], found['seeds'])}\n```"
 
 
 OVERVIEW = {  # of the settings in which methods were tuned, by what decides

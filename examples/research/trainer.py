@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from dcl_optim import metrics
 from examples.research import datasets, measures, methods, networks, non_targets
 from examples.research.checkpoint import save_atomically
 from examples.research.configuration import Configuration
@@ -199,7 +198,7 @@ class Run:
         keys = ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
         found: dict[str, dict[str, Any]] = {key: {} for key in keys}
         validation = list(self.logits("validation"))
-        temperatures = {name: _temperature(z, y) for name, z, y in validation}
+        temperatures = {name: measures.fit_temperature(z, y) for name, z, y in validation}
         for name, z, y in validation if part == "validation" else self.logits(part):
             found["accuracy"][name] = _accuracy(z, y)
             found["quality"][name] = measures.quality(z, y, temperatures[name])
@@ -244,14 +243,6 @@ def load_data(configuration: Configuration, seed: int) -> Data:
         data.enlarge(SIDE)
     data.relabel(chosen.label_noise, torch.Generator().manual_seed(0 if chosen.shots is None else seed))
     return data
-
-
-def _temperature(z: Tensor, y: Tensor) -> float:
-    """The best one, or 1 if there is none, as where all is right."""
-    try:
-        return metrics.fit_temperature(z, y)
-    except ValueError:
-        return 1.0
 
 
 def _accuracy(z: Tensor, y: Tensor) -> float:

@@ -39,6 +39,14 @@ def test_pytest_benchmark_times_a_step_of_each_method() -> None:
     assert f"{len(METHODS)} passed" in found
 
 
+def test_the_slot_is_filled_by_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = {"fast": 0.01, "slow": 0.05}
+    monkeypatch.setattr(measure, "seconds_per_step", lambda step, steps, device: cost[step()])
+    named = {name: (lambda name=name: name) for name in cost}
+    assert measure.steps_per_slot(named, 0.2, torch.device("cpu")) == 4
+    assert measure.steps_per_slot(named, 0.001, torch.device("cpu")) == 1
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 SMALL = ["--models", "mlp-small", "--slot", "0.001"]

@@ -50,7 +50,7 @@ def metadata(wheel) -> Message:
 def test_wheel_has_the_package_and_nothing_else(wheel):
     names = {name for name in wheel.namelist() if not name.startswith(f"{NAME}.dist-info/")}
     assert names == files_of("dcl_optim")
-    assert {"dcl_optim/py.typed", "dcl_optim/demo/__init__.py"} <= names
+    assert {"dcl_optim/py.typed", "dcl_optim/demo/digits.py"} <= names
     assert f"{NAME}.dist-info/licenses/LICENSE" in wheel.namelist()
 
 
@@ -64,7 +64,7 @@ def test_sdist_has_what_its_tests_read(built):
 def test_metadata(metadata):
     fields = ("Name", "Version", "License-Expression", "Requires-Python", "Description-Content-Type")
     assert [metadata[field] for field in fields] == ["dcl-optim", __version__, "MIT", ">=3.10", "text/markdown"]
-    assert set(metadata.get_all("Provides-Extra")) == {"demo", "plots", "test"}
+    assert set(metadata.get_all("Provides-Extra")) == {"demo", "test", "trial"}
     needed = {line for line in metadata.get_all("Requires-Dist") if ";" not in line}
     assert {line.split(">=")[0] for line in needed} == {"torch", "numpy"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.research.datasets import corruptions
-from examples.research.measures import quality, spread
+from examples.research.measures import fit_temperature, quality, spread
 from examples.research.tests.test_data import everything, in_memory, seeded_generator
 
 
@@ -28,6 +28,20 @@ def test_the_scaled_measures_are_those_of_the_divided_logits():
     assert quality(z, y, 2.5)["nll_scaled"] == pytest.approx(quality(z / 2.5, y)["nll"])
     assert quality(z, y, 2.5)["ece"] == quality(z, y)["ece"]
     assert quality(z, y, 2.5)["ece_scaled"] == quality(z / 2.5, y)["ece"] != quality(z, y)["ece"]
+
+
+def test_the_temperature_by_hand():
+    """Logits (d, 0), right in 4 of 5 rows: the softmax is to give 4/5, that is d/T = log 4."""
+    labels = torch.tensor([0, 0, 0, 0, 1])
+    for size in (0.01, 3.0, 500.0):
+        logits = torch.tensor([[size, 0.0]] * 5)
+        assert fit_temperature(logits, labels) == pytest.approx(size / math.log(4.0), rel=1e-4)
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]])
+def test_where_no_temperature_is_best_it_is_one(labels):
+    """All right, all wrong, no better than chance."""
+    assert fit_temperature(torch.tensor([[2.0, 0.0]] * 4), torch.tensor(labels)) == 1.0
 
 
 def test_the_spread_by_hand():

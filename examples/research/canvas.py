@@ -83,7 +83,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "dcl-optim[plots]"') from error
+        raise ImportError('plots need matplotlib: pip install "dcl-optim[trial]"') from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
