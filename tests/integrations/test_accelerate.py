@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from schedulefree import AdamWScheduleFree
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -240,28 +239,6 @@ def test_an_epoch_that_is_cut_in_two_by_save_state_goes_on_to_the_last_bit(metho
     assert_same(resumed.model, whole.model)
     assert_same(resumed.ours.state_dict(), whole.ours.state_dict())
     assert_same(resumed.scheduler.state_dict(), whole.scheduler.state_dict())
-
-
-def test_schedule_free_is_switched_through_accelerates_optimizer():
-    """Its `train` and `eval` reach the model's weights and the companion's."""
-    states = []
-    for with_accelerate in (True, False):
-        model = mlp()
-        optimizer = DCLOptimizer(AdamWScheduleFree(model.parameters(), lr=1e-2), model, weight=5.0)
-        ours = optimizer
-        with accelerator() as shared:
-            if with_accelerate:
-                model, optimizer = shared.prepare(model, optimizer)
-            optimizer.train()
-            for x, y in batches(4):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-            training = copy.deepcopy(ours.companion)
-            optimizer.eval()
-        assert differ(training, ours.companion)
-        states.append((model.state_dict(), ours.state_dict()))
-    assert_same(*states)
 
 
 def _train_on_a_rank(rank, folder, method):

@@ -128,22 +128,6 @@ def test_a_copy_of_the_trained_module_has_plain_gradients_and_leaves_the_compani
     assert_same(optimizer.state_dict(), before)
 
 
-@pytest.mark.parametrize(("method", "same_trainer"), [("dcl", True), ("dcp", False)])
-def test_a_second_fit_wraps_the_module_again(method, same_trainer):
-    module, net = Classifier(method, network()), network()
-    first = fit(module)
-    trainer = module.trainer if same_trainer else quiet_trainer(max_epochs=2)
-    trainer.fit_loop.max_epochs = 4 if same_trainer else 2
-    torch.manual_seed(3)
-    trainer.fit(module, loader())
-    second = trainer.optimizers[0]
-    by_hand(method, net).detach()
-    expected = by_hand(method, net)
-    assert second is not first
-    assert_same(module.net, net)
-    assert_same(second.state_dict(), expected.state_dict())
-
-
 # ---- averaged weights -----------------------------------------------------------------------------------------------
 
 

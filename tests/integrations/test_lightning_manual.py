@@ -98,18 +98,6 @@ def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnin
     assert_same(ours.companion, theirs.companion)
 
 
-def test_detach_through_lightnings_shell_leaves_the_base_optimizer_alone():
-    class Detaches(Manual):
-        def on_train_start(self):
-            self.optimizers().detach()
-
-    module, plain = Detaches("dcl", network()), network()
-    fit(module)
-    by_hand("plain", plain)
-    assert_same(module.net, plain)
-    assert not module.net._forward_hooks
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_state_saved_and_loaded_through_lightnings_shell_is_the_optimizers_own(method):
     saved = []
@@ -199,30 +187,3 @@ def test_two_wrapped_optimizers_with_toggle_model_are_the_hand_written_game():
     for ours, theirs in zip(module.trainer.optimizers, (first, second), strict=True):
         assert_same(ours.state_dict(), theirs.state_dict())
         assert differ(ours.companion, ours.model)
-
-
-def test_a_toggled_off_discriminator_adds_nothing_to_the_generators_gradient():
-    gradients = []
-
-    class GeneratorsTurn(Adversaries):
-        def training_step(self, batch, batch_idx):
-            x, _ = batch
-            with self.optimizers()[0].toggle_model():
-                judged = self.discriminator(self.generator(x[:, :3]))
-                self.manual_backward(criterion(judged, torch.ones_like(judged)))
-                gradients.append([parameter.grad.clone() for parameter in self.generator.parameters()])
-
-        def configure_optimizers(self):
-            first, second = super().configure_optimizers()
-            first.detach()
-            for parameter in second.companion.parameters():
-                parameter.data += 1.0  # it disagrees with the discriminator from the first batch
-            if self.plain:
-                second.detach()
-            return first, second
-
-    for plain in (False, True):
-        module = GeneratorsTurn()
-        module.plain = plain
-        fit(module, limit_train_batches=1, max_epochs=1)
-    assert_same(*gradients)

@@ -30,7 +30,6 @@ SOME = [
     *(("ensembles", f"n-2/{name}") for name in ("voting", "bagging", "snapshot")),
     ("figures", "shufflenetv2/dcl"),
 ]
-WEIGHTS = {"shufflenetv2", "efficientnet-b0"}
 
 
 @pytest.fixture(scope="module")

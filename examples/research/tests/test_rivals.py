@@ -11,7 +11,6 @@ from examples.research.configuration import DCP
 from examples.research.rivals import choice, selection, settings, tables, values
 from examples.research.rivals.experiments import name_of, top_of
 
-REPOSITORY = Path(__file__).parents[3]
 
 
 def scores_of(**rows):

@@ -23,7 +23,6 @@ from tests.helpers import assert_same
 
 TINY = Configuration("digits", "small-cnn", "plain", epochs=3, train_size=60, batch_size=20, lr=0.05)
 CPU = torch.device("cpu")
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
