@@ -18,7 +18,6 @@ from tests.helpers import (
     CLASSES,
     FEATURES,
     assert_same,
-    batch_norm_net,
     batches,
     dropout_net,
     mlp,
@@ -220,27 +219,6 @@ def test_any_output_shape(shape, distance):
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert_same(ours.grad, theirs.grad, rtol=1e-10, atol=1e-13)
     optimizer.step()
-
-
-def test_companion_of_another_output_shape():
-    model = mlp()
-    optimizer = wrap(model, companion=nn.Linear(FEATURES, CLASSES + 1).double())
-    before = copy.deepcopy(model.state_dict())
-    message = r"logits of shape \(16, 6\) where the model gives \(16, 5\).*build the base optimizer and wrap it again"
-    with pytest.raises(ValueError, match=message):
-        train(model, optimizer, batches(1))
-    assert_same(model.state_dict(), before)
-
-
-@pytest.mark.gpu
-def test_cuda_equals_cpu():
-    results = []
-    for device in ("cpu", "cuda"):
-        model = batch_norm_net().to(device)
-        optimizer = wrap(model)
-        train(model, optimizer, [(x.to(device), y.to(device)) for x, y in batches(20)])
-        results.append(copy.deepcopy(optimizer.companion).cpu())
-    assert_same(results[0], results[1], rtol=1e-8, atol=1e-9)
 
 
 # ---- weights that are loaded in the middle of a run, and a new companion ---------------------------------------------

@@ -177,6 +177,32 @@ def test_labels_are_read_from_the_first_step_until_the_data_are_known_by_heart(c
     assert model(x).argmax(1).equal(y)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("place", ["model", "forward pass", "forward pass and loss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_too_labels_and_scale_are_read_until_the_model_fits(dtype, place, smoothing):
+    torch.manual_seed(0)
+    x, y = torch.randn(128, FEATURES), torch.randint(10, (128,))
+    model = nn.Sequential(nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, 10))
+    scale = 128.0 if dtype == torch.float16 else 1.0
+    if place == "model":
+        model, x = model.to(dtype), x.to(dtype)
+    optimizer = DCPOptimizer(torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4), model, weight=0.0, alpha=0.0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=place != "model"):
+            z = model(x)
+            loss = F.cross_entropy(z, y, label_smoothing=smoothing) if place.endswith("loss") else None
+        loss = F.cross_entropy(z, y, label_smoothing=smoothing) if loss is None else loss
+        (scale * loss).backward()
+        optimizer.step()
+        means = torch.stack([z[y == k].detach().double().mean(0) for k in range(10)])
+        assert_same(optimizer.prototypes.double(), means, rtol=1e-2, atol=1e-2)
+        assert optimizer.logs()["loss_scale"] == pytest.approx(scale, rel=0.05)
+    assert model(x).argmax(1).equal(y)
+    assert optimizer.logs()["skipped"] == 0
+
+
 # ---- what the loss was multiplied by ---------------------------------------------------------------------------------
 
 
@@ -565,26 +591,6 @@ def test_the_dimension_along_which_the_gradient_is_a_cross_entropys(shape, dim):
     assert_same(optimizer.prototypes[k], rows.detach()[y == k].mean(0), rtol=1e-12)
 
 
-@pytest.mark.parametrize("distance", ["kl", "infonce"])
-def test_dcl_finds_the_dimension_of_the_classes_which_its_term_then_takes(distance):
-    """As of a model that returns the rows themselves."""
-    found = []
-    for flat in (False, True):
-        last = [nn.Flatten(0, 1)] if flat else []
-        model, companion = mlp().extend(last), mlp(seed=3).extend(last)
-        optimizer = wrap(model, distance=distance, companion=companion)
-        for step, (x, y) in enumerate(sequences(5)):
-            optimizer.zero_grad()
-            z = model(x)
-            loss = (
-                F.cross_entropy(z.flatten(0, -2), y.flatten()) if step < 3 else z.square().mean() + optimizer.penalty(z)
-            )
-            loss.backward()
-            optimizer.step()
-        found.append((model.state_dict(), companion.state_dict()))
-    assert_same(*found, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("first", ["ignored", "not finite"])
 @pytest.mark.parametrize("num_classes", [None, CLASSES])
 def test_the_dimension_is_not_final_before_some_rows_had_labels(first, num_classes):
@@ -722,31 +728,6 @@ def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(varia
     train_silently(again, second, sequences(4)[2:], loss)
     assert_same(model, again)
     assert_same(learned(optimizer), learned(second))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resumed_run_knows_arithmetic_and_error_of_a_smoothing_in_half_precision(variant):
-    model = mlp(dtype=torch.bfloat16)
-    optimizer = make(variant, model)
-    train(model, optimizer, [(x.bfloat16(), y) for x, y in vectors(3)], smoothed)
-    second = make(variant, model)
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    known, again = (one.state_dict()[optimizer._key]["loss"] for one in (optimizer, second))
-    assert again == known
-    assert (known["smoothing"], known["in_float32"], known["error"] > 0) == (0.1, False, True)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resumed_run_knows_how_many_batches_told_nothing(variant):
-    torch.manual_seed(0)
-    model, data = one_row_of_two_classes()
-    optimizer = make(variant, model)
-    train(model, optimizer, data[:10])
-    second = make(variant, model)
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, second, data[10:19])
-    with pytest.raises(RuntimeError, match="batches that show no form"):
-        train(model, second, data[19:20])
 
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")

@@ -154,23 +154,6 @@ def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
     assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_rates_in_tensors_are_not_shared_and_stay_in_their_place(base):
-    """What writes into one optimizer's tensor must not reach the other's; a captured step reads one and the same."""
-    model = mlp()
-    optimizer = DCLOptimizer(tensor_rate(model, base), model, weight=1.0)
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
-    theirs, ours = (o.param_groups[0]["lr"] for o in (optimizer, optimizer.companion_optimizer))
-    assert ours.data_ptr() != theirs.data_ptr()
-    for x, y in batches(3):
-        train(model, optimizer, [(x, y)])
-        schedule.step()
-    optimizer.state_dict()  # brings the companion's groups up to date
-    assert optimizer.companion_optimizer.param_groups[0]["lr"] is ours
-    assert torch.equal(ours, theirs)
-    assert float(ours) == pytest.approx(0.05 * 0.8**3)
-
-
 def build(variant, scheduler, base):
     model = mlp()
     inner = several_groups(model, base)

@@ -14,34 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_same, through_a_file
-from tests.reliability.cases import Case, Literal, Script, cases, learned, wrapped
+from tests.reliability.cases import Case, Script, cases, wrapped
 
-CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 variants = st.sampled_from(["dcl", "dcp"])
 random_cases = settings.get_profile(os.environ.get("HYPOTHESIS_PROFILE", "fifty"))
-
-
-@random_cases
-@given(cases(), st.sampled_from([1, 1, 2]), st.sampled_from([1.0, 1.0, 0.5]))
-def test_dcl_equals_reference(case: Case, every: int, lr_scale: float) -> None:
-    equals_reference(case, "dcl", companion_every=every, companion_lr_scale=lr_scale)
-
-
-@random_cases
-@given(cases(), st.booleans(), st.sampled_from(["rows", "batch"]))
-def test_dcp_equals_reference(case: Case, ignored: bool, update: str) -> None:
-    equals_reference(case, "dcp", ignored and case.parts == 1, update=update)
-
-
-def equals_reference(case: Case, variant: str, ignored: bool = False, **options: Any) -> None:
-    ours, literal = wrapped(case, variant, **options), Literal(case, variant, **options)
-    torch.manual_seed(case.seed)
-    ours.run(case.batches(ignored))
-    torch.manual_seed(case.seed)
-    for rate, (x, y) in zip(case.rates, case.batches(ignored), strict=True):
-        literal.step(x, y, rate)
-    assert_same(ours.model, literal.model, **CLOSE)
-    assert_same(learned(ours.optimizer), literal.learned(), **CLOSE)
 
 
 @random_cases
