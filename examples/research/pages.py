@@ -82,12 +82,6 @@ def gains_by_size() -> str:
     return gain_tables.by_experiment(columns, size.DRAWN, together)
 
 
-def other_gains_by_size() -> str:
-    """What else gains over plain training by the size of the network, a column for each."""
-    columns = {_parameters(name): _records(size.others_of(name)) for name in size.NETWORKS}
-    return gain_tables.by_experiment(columns, size.OTHERS)
-
-
 def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
     """The gains over plain training with few images of kanji, by the title of an experiment."""
     found = {title: _records(name) for title, name in experiments.items()}
