@@ -83,19 +83,19 @@ def controls(folder: Path, rounds: Rounds = CHOSEN_ROUNDS) -> str:
     for place in FAST:
         found = _controls(folder, place, chosen.by_place[place].get(LOGITS), rounds)
         pair = companion.tuned(folder, place).get("DCL", pair_row(DEFAULT))
-        test = {network: companion.of_place(folder, place, "test", network, rounds) for network in (KEPT, "model")}
-        if not choice.gains(test[KEPT], pair):
+        test = companion.of_place(folder, place, "test", KEPT, rounds)
+        if not choice.gains(test, pair):
             continue
         cells = [_gain_of_control(found.get(control), rounds) for control in NAMES]
-        cells += [gain_of(scores, pair, places=1) for scores in test.values()]
+        cells.append(gain_of(test, pair, places=1))
         best = max(found, key=lambda control: found[control].chosen_by, default="")
         differences = _minus(folder, place, pair, found[best]) if best else []
         if best and found[best].rounds == rounds:
             left += differences
         difference = _marked(cell_of(differences, places=1), found.get(best), rounds)
-        lines.append([HEADS[place], *cells, best, difference, _seeds(test[KEPT], pair)])
-    lines.append(["all", *[""] * (len(NAMES) + 3), cell_of(left), str(len(left))])
-    heads = [*NAMES, "DCL, best pair", "its model", "best control", "DCL minus it", "seeds"]
+        lines.append([HEADS[place], *cells, best, difference, _seeds(test, pair)])
+    lines.append(["all", *[""] * (len(NAMES) + 2), cell_of(left), str(len(left))])
+    heads = [*NAMES, "DCL, best pair", "best control", "DCL minus it", "seeds"]
     return "\n".join(grid(["", *heads], lines, words=1))
 
 

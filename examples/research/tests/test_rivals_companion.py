@@ -271,7 +271,7 @@ def test_controls_have_their_best_value_and_the_best_one_is_taken_from_dcl_seed_
     penalty = "+3.0 (seeds of the choice)"
     assert table["text"] == [
         *("", "", "+3.0", "+1.5 ± 0.5", penalty),
-        *("+6.0 ± 1.0", "-1.0 ± 1.0", "averages of the weights", "+4.5 ± 1.5", "2"),
+        *("+6.0 ± 1.0", "averages of the weights", "+4.5 ± 1.5", "2"),
     ]
     assert "scripts" not in table, "A, which is its best pair, was not run in these seeds"
     assert table["all"][-2:] == ["+4.50 ± 1.50", "2"], "without the seeds of the choice"
