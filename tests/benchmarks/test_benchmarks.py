@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -104,16 +103,6 @@ def test_wrong_arguments_are_argparse_errors(arguments: str, capsys: pytest.Capt
     assert "error: " in capsys.readouterr().err
 
 
-def test_a_package_that_is_missing_is_named_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    command.parse(["--models", "cnn"])
-    with pytest.raises(SystemExit):
-        command.parse([])
-    assert "torchvision is missing: pip install torchvision" in capsys.readouterr().err
-
-
 def test_the_defaults_are_measured_by_the_line_and_by_the_term() -> None:
     ways = ["by hand", "line", "line, paper", "term", "term, paper"]
     assert list(METHODS) == ["plain", *(f"{method}, {way}" for method in ("DCP", "DCL") for way in ways)]
@@ -158,12 +147,6 @@ def test_a_refusal_is_told_as_one() -> None:
     assert said.startswith("RuntimeError: weight tensor should be defined")
     row = {"dtype": "float32", "loss": "mixup", "method": "DCP, line", "refused": "RuntimeError: no labels"}
     assert table.kernels({"kernels": [row]})[-1] == "| float32 | mixup | refused |"
-
-
-def test_many_classes_leave_dcp_out() -> None:
-    works = [argparse.Namespace(classes=number) for number in (16_384, 16_385)]
-    assert measure.allowed(works[0], METHODS) == list(METHODS)
-    assert measure.allowed(works[1], METHODS) == [name for name in METHODS if "DCP" not in name]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -166,23 +166,6 @@ def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_afte
     assert_same([*learned(half).values()], [*learned(full).values()], atol=5e-2)
 
 
-@pytest.mark.parametrize("wrapped_after", [False, True])
-def test_the_companion_is_in_and_leaves_mixed_precision_with_the_model(wrapped_after):
-    """`unwrap_model` takes Accelerate's forward off again, in the middle of a run."""
-    with accelerator(mixed_precision="bf16") as shared:
-        script = Script(shared, "dcl", wrapped_after=wrapped_after)
-        dtypes: dict[str, torch.dtype] = {}
-        for name, network in (("model", script.model), ("companion", script.ours.companion)):
-            network[0].register_forward_hook(lambda _, args, output, name=name: dtypes.update({name: output.dtype}))
-        script.epoch(0, last=1)
-        assert dtypes == {"model": torch.bfloat16, "companion": torch.bfloat16}
-        assert script.ours.logs()["penalty"] == 0.0, "a copy that computes as the model does"
-        if not wrapped_after:
-            shared.unwrap_model(script.model, keep_fp32_wrapper=False)
-            script.epoch(0, last=1)
-            assert dtypes == {"model": torch.float32, "companion": torch.float32}
-
-
 class WithAnIsland(nn.Module):
     """Its last layer stays in float32 under autocast, as numerically delicate heads do."""
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pytorch_optimizer.base.exception import NoClosureError
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, batches, cells, mlp, train
 from tests.reference import dcl_step
@@ -144,57 +144,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     assert is_moved(second.companion)
 
 
-@pytest.mark.parametrize("name", sorted(DIVIDE_BY_THEIR_FIRST_GRADIENT))
-def test_a_base_that_divides_by_its_first_gradient_is_refused_and_works_beside_another_companion_optimizer(
-    name: str,
-) -> None:
-    """Its copy would throw the companion away: a copy of the model begins with a zero."""
-    plain, model = mlp(), mlp()
-    with pytest.raises(ValueError, match=r"divides by the size of its first gradient.*pass companion_optimizer="):
-        DCLOptimizer(build(name, model), model, weight=0.0)
-    second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=0.0)
-    train(plain, build(name, plain), batches(25))
-    train(model, optimizer, batches(25))
-    assert_same(plain, model)
-    assert is_moved(optimizer.companion)
-
-
-@pytest.mark.parametrize("name", sorted(NEED_A_MODULE))
-def test_a_base_that_is_built_from_a_module_is_refused_with_the_mend(name: str) -> None:
-    model = mlp()
-    base = pytorch_optimizer.load_optimizer(name)(model)
-    with pytest.raises(ValueError, match=r"could not be copied .*holds a module.*pass\s+companion_optimizer="):
-        DCLOptimizer(base, model, weight=1.0)
-
-
-@pytest.mark.parametrize("name", [*sorted(HAVE_A_STATE_FROM_THE_START), "Lookahead", "timm's adahessian"])
-def test_a_base_with_a_state_from_the_start_is_refused_at_wrapping_with_the_mend(name: str) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    if name == "Lookahead":  # of which a copy would fail in step 5
-        base: Any = pytorch_optimizer.Lookahead(sgd)
-    elif name == "timm's adahessian":
-        base = timm.optim.create_optimizer_v2(model, "adahessian", lr=0.1)
-    else:
-        base = build(name, model)
-    with pytest.raises(ValueError, match=r"state is made in its constructor(?s:.*)pass companion_optimizer="):
-        DCLOptimizer(base, model, weight=1.0)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning:torch")
-@pytest.mark.parametrize("name", [*sorted(NEED_SECOND_ORDER), "timm's adahessian"])
-def test_a_base_that_needs_second_derivatives_is_refused_at_the_step(name: str) -> None:
-    model = mlp()
-    timms = name.startswith("timm")
-    base = timm.optim.create_optimizer_v2(model, "adahessian", lr=0.1) if timms else build(name, model)
-    optimizer = (DCPOptimizer if timms else DCLOptimizer)(base, model, weight=1.0)
-    x, y = next(batches(1))
-    F.cross_entropy(model(x), y).backward(create_graph=True)
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        optimizer.step()
-
-
 def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y)
@@ -265,11 +214,3 @@ def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
     train(model, lookahead(inner, k=3), batches(7))
     assert_same(by_hand, model, atol=1e-12)
     assert_same(companion, inner.companion, atol=1e-12)
-
-
-def test_what_the_base_was_built_with_beside_its_defaults_reaches_the_companions_optimizer() -> None:
-    model = mlp()
-    base = pytorch_optimizer.RAdam(model.parameters(), n_sma_threshold=2, degenerated_to_sgd=True)
-    second: Any = DCLOptimizer(base, model, weight=1.0).companion_optimizer
-    assert (second.n_sma_threshold, second.degenerated_to_sgd) == (2, True)
-    assert second.param_groups[0]["params"][0] is not base.param_groups[0]["params"][0]

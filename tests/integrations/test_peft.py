@@ -125,27 +125,6 @@ def test_the_saved_state_of_every_method_holds_what_trains(method):
     assert sum(t.numel() for t in tensors) <= trained_size(net)
 
 
-def test_adapters_are_saved_and_merged_as_without_the_wrapper(tmp_path):
-    model = adapted("DoRA")
-    net = Logits(model)
-    optimizer = DCLOptimizer(sgd(net), net, weight=1.0)
-    fit(net, optimizer, data())
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(text_classifier(), tmp_path)
-    words, _ = next(data())
-    model.eval()
-    loaded.eval()
-    with torch.no_grad():
-        expected = model(input_ids=words).logits
-        assert_same(loaded(input_ids=words).logits, expected, atol=1e-6)
-        model.merge_adapter()
-        assert_same(model(input_ids=words).logits, expected, atol=1e-5)
-        model.unmerge_adapter()
-        assert_same(model(input_ids=words).logits, expected, atol=1e-5)
-        optimizer.detach()
-        assert_same(model.merge_and_unload()(input_ids=words).logits, expected, atol=1e-5)
-
-
 def test_lora_resumes_from_trainers_checkpoint_with_a_companion_of_the_adapters(tmp_path):
     """The checkpoint has the adapters alone, and so has our part of it."""
     settings = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "linear"}

@@ -187,21 +187,6 @@ def test_where_it_is_not_found_out_training_goes_on_too(variant, distance, bad):
     assert 0 < script.optimizer.logs()["penalty"] < INF
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:the companion's weights are not finite", f"ignore:{SAID}")
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("bad", BAD)
-def test_on_a_gpu_training_goes_on_too(variant, bad):
-    script = Script(variant, torch.float32)
-    script.model.cuda()
-    data = [(x.cuda(), y.cuda()) for x, y in batches(17)]
-    script.train(data[:4])
-    script.step_with_zeros(bad, *data[4])  # step 5, in which nothing is read
-    script.train(data[5:])
-    assert script.is_finite()
-    assert 0 < script.optimizer.logs()["penalty"] < INF
-
-
 # ---- masks that differ by row ----------------------------------------------------------------------------------------
 
 

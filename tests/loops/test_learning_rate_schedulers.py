@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from functools import partial
 from itertools import product
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import assert_same, batches, cells, mlp, through_a_file, train
+from tests.helpers import assert_same, batches, cells, mlp, train
 from tests.reference import dcl_step
 
 STEPS, BREAK = 12, 5
@@ -170,31 +169,6 @@ def run(parts, first, last):
         if first <= step < last:
             train(model, optimizer, [batch])
             step_scheduler(schedule, step)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "base", "variant"),
-    cells(
-        product(SCHEDULERS, BASES, ["dcl", "dcp"]),
-        ("LambdaLR", "adamw", "dcl"),
-        ("SequentialLR", "sgd", "dcl"),
-        ("ChainedScheduler", "adamw", "dcp"),
-        ("ReduceLROnPlateau", "sgd", "dcl"),
-        ("OneCycleLR", "sgd", "dcp"),
-        ("OneCycleLR", "adamw", "dcl"),
-    ),
-)
-def test_resumed_with_its_scheduler_equals_uninterrupted(scheduler, base, variant):
-    whole, half, again = (build(variant, scheduler, base) for _ in range(3))
-    run(whole, 0, STEPS)
-    run(half, 0, BREAK)
-    for new, old in zip(again[:2], half[:2], strict=True):
-        new.load_state_dict(through_a_file(old.state_dict()))
-    again[2].load_state_dict(copy.deepcopy(half[2].state_dict()))
-    run(again, BREAK, STEPS)
-    assert_same(again[0], whole[0])
-    assert_same(through_a_file(again[1].state_dict()), through_a_file(whole[1].state_dict()))
-    assert again[2].get_last_lr() == whole[2].get_last_lr()
 
 
 def test_scheduler_of_the_base_built_before_it_was_wrapped():

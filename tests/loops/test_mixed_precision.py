@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, through_a_file
+from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd
 from tests.reference import VARIANTS, Rounded, apart, by_hand, end, learned, term_of, wrap
 
 CLIP = 0.3
@@ -197,23 +197,6 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
 
 
 # ---- resumption ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_resumed_with_its_scaler_equals_uninterrupted(variant, way):
-    steps, options = data(12), {"half": torch.float16, "way": way}
-    whole, half, again = ((apart(variant), scaler_of(2.0**8, growth_interval=3)) for _ in range(3))
-    train(whole[0], steps, whole[1], **options)
-    train(half[0], steps[:6], half[1], **options)  # after which the scaler has grown
-    again[0].model.load_state_dict(through_a_file(half[0].model.state_dict()))
-    for ours, theirs in zip(again, half, strict=True):
-        ours.load_state_dict(through_a_file(theirs.state_dict()))
-    train(again[0], steps[6:], again[1], **options)
-    assert_same(again[0].model, whole[0].model)
-    for ours, theirs in zip(again, whole, strict=True):
-        assert_same(ours.state_dict(), theirs.state_dict())
-    assert whole[1].get_scale() == 2.0**12, "the scale has to have grown, before the break and after"
 
 
 # ---- autocast's cache, and no autocast at all ------------------------------------------------------------------------
