@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from examples.research import records
 from examples.research.configuration import DCP
 from examples.research.rivals import choice, selection, settings, tables, values
 from examples.research.rivals.experiments import name_of, top_of
-
 
 
 def scores_of(**rows):
