@@ -250,24 +250,6 @@ def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_star
     assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
 
 
-@pytest.mark.parametrize("model_first", [False, True])
-def test_weights_loaded_with_the_optimizers_state_or_before_training_bring_no_warning(model_first: bool) -> None:
-    model = mlp()
-    optimizer = wrap(nn.Sequential(model))
-    model.load_state_dict(mlp(seed=2).state_dict())
-    train(optimizer.model, optimizer, DATA)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(optimizer.model, optimizer, DATA[:2])
-    for first in (model_first, not model_first):
-        if first:
-            optimizer.model[0].load_state_dict(saved[0])
-        else:
-            optimizer.load_state_dict(saved[1])
-    train(optimizer.model, optimizer, DATA)
-    copy.deepcopy(model).load_state_dict(saved[0])
-    train(optimizer.model, optimizer, DATA)
-
-
 def test_a_reset_between_forward_and_backward_pass_leaves_nothing_to_learn() -> None:
     model = mlp()
     optimizer = wrap(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import linecache
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -197,18 +196,6 @@ def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
         models.append(model)
     assert found[0] == found[1]
     assert_same(*models)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-def test_a_copy_of_an_optimizer_before_its_first_forward_makes_its_own_companion(copied: Any) -> None:
-    model = batch_norm_net()
-    both = (model, wrap(model))
-    twin, twin_optimizer = copied(both)
-    train(*both, DATA)
-    train(twin, twin_optimizer, DATA)
-    assert_same(twin, model)
-    assert_same(twin_optimizer.companion, both[1].companion)
-    assert twin_optimizer.companion is not both[1].companion
 
 
 def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly() -> None:

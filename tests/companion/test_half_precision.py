@@ -126,39 +126,6 @@ def load(companion: nn.Module, source: nn.Module) -> None:
     companion.load_state_dict(source.state_dict())
 
 
-class Switches(torch.optim.SGD):
-    """Has two sets of weights, as Schedule-Free: those of ``eval`` are twice those of ``train``."""
-
-    def eval(self) -> None:
-        self._times(2.0)
-
-    def train(self) -> None:
-        self._times(0.5)
-
-    def _times(self, factor: float) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.mul_(factor)
-
-
-def test_the_network_has_the_weights_of_the_optimizers_mode() -> None:
-    model = mlp(dtype=HALF)
-    optimizer = DCLOptimizer(Switches(model.parameters(), lr=0.1), model, weight=1.0)
-    train(model, optimizer, half_batches(5))
-    before, weights = copy.deepcopy(optimizer.companion), copy.deepcopy(weights_of(optimizer))
-    optimizer.eval()
-    for ours, then in zip(optimizer.companion.parameters(), before.parameters(), strict=True):
-        assert torch.equal(ours, 2.0 * then)
-    optimizer.train()
-    assert_same(optimizer.companion, before)
-    assert_same(weights_of(optimizer), weights)
-    other = mlp(7, dtype=HALF)
-    load(optimizer.companion, other)
-    optimizer.eval()
-    for ours, theirs in zip(optimizer.companion.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, 2.0 * theirs)
-
-
 def write_in_place(companion: nn.Module, source: nn.Module) -> None:
     with torch.no_grad():
         for ours, theirs in zip(companion.parameters(), source.parameters(), strict=True):

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.distances import mse, squared
+from dcl_optim.distances import mse
 from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, mlp, sgd, train, wrap
-from tests.reference import dcl_step
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
 
@@ -313,22 +312,6 @@ def test_what_cannot_train_a_companion_is_refused_at_wrapping(base: Any, message
 
 
 # ---- what it follows, and what it counts -----------------------------------------------------------------------------
-
-
-def test_alpha_shapes_the_target_and_leaves_the_learning_rate():
-    """The paper, literally: the base's class and rate, and the gradient of the distance to the target."""
-
-    def make(network: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(network.parameters(), lr=0.01, eps=1e-3)
-
-    model, hand, companion = mlp(), mlp(), mlp(seed=3)
-    optimizer = DCLOptimizer(make(model), model, companion=copy.deepcopy(companion), weight=2.0, alpha=0.4)
-    optimizers = make(hand), make(companion)
-    train(model, optimizer, batches(5))
-    for x, y in batches(5):
-        dcl_step(hand, companion, *optimizers, x, y, F.cross_entropy, squared, weight=2.0, alpha=0.4)
-    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
-    assert_same(model, hand, rtol=1e-9, atol=1e-10)
 
 
 class CountsInItsGroups(torch.optim.SGD):

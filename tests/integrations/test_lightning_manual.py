@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -96,26 +95,6 @@ def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnin
             theirs.step()
     assert_same(module.net, net)
     assert_same(ours.companion, theirs.companion)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_state_saved_and_loaded_through_lightnings_shell_is_the_optimizers_own(method):
-    saved = []
-
-    class Saves(Manual):
-        def on_train_end(self):
-            saved.append(copy.deepcopy(self.optimizers().state_dict()))
-
-    class Loads(Manual):
-        def on_train_start(self):
-            self.optimizers().load_state_dict(copy.deepcopy(saved[0]))  # torch trains on in the tensors it was given
-            saved.append(copy.deepcopy(self.trainer.optimizers[0].state_dict()))
-
-    optimizer = fit(Saves(method, network()))
-    assert_same(saved[0], optimizer.state_dict())
-    resumed = fit(Loads(method, network(seed=5)), max_epochs=1)
-    assert_same(saved[1], saved[0])
-    assert resumed.logs()["step"] == 14 + 7
 
 
 # ---- two networks, two wrapped optimizers ----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import (
@@ -132,21 +131,6 @@ def test_in_place_edits_of_the_logits_do_not_reach_what_is_kept():
     z = model(x).div_(2.0)
     with pytest.raises(ValueError, match="pass the tensor that the model returned"):
         optimizer.penalty(z)  # which these are no longer
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_backward_after_detach_has_no_penalty(variant):
-    model = mlp()
-    optimizer = wrap(variant, model)
-    train(model, optimizer, batches(2))
-    alone = copy.deepcopy(model)
-    loss = F.cross_entropy(model(one()[0]), one()[1])
-    optimizer.detach()
-    for network in (model, alone):
-        network.zero_grad()
-    loss.backward()
-    backward(alone, *one())
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
 # ---- steps without the wrapper's -------------------------------------------------------------------------------------
@@ -426,28 +410,6 @@ def test_an_attack_on_an_output_that_is_trained_on_afterwards():
     assert not torch.equal(optimizer.companion[0].weight, mlp(seed=1)[0].weight)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_all_parameters_behind_checkpoints(reentrant):
-    """A reentrant checkpoint gives them their gradients in a backward of its own, inside of the one that is counted."""
-
-    class Checkpointed(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
-            return x
-
-    found = []
-    for kind in (nn.Sequential, Checkpointed):
-        model = kind(*mlp())
-        optimizer = wrap("dcl", model, companion=mlp(seed=1))
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x.requires_grad_()), y).backward()
-            optimizer.step()
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
-
-
 # ---- logits that were converted --------------------------------------------------------------------------------------
 
 
@@ -517,21 +479,6 @@ def test_a_gradient_query_and_the_backward_after_it_each_have_the_penalty_once(
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_another_loss_of_the_same_logits_in_a_backward_pass_of_its_own_adds_no_second_penalty():
-    found = []
-    for by_term in (True, False):
-        model, optimizer = model_and_other_companion()
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            z = model(x)
-            loss = F.cross_entropy(z, y)
-            (loss + optimizer.penalty(z) if by_term else loss).backward(retain_graph=True)
-            z.square().mean().backward()
-            optimizer.step()
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found, rtol=1e-12, atol=1e-14)
 
 
 # ---- several gradients at once ---------------------------------------------------------------------------------------

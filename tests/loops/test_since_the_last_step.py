@@ -120,19 +120,6 @@ def test_a_base_whose_parameters_are_all_frozen_is_no_model_that_was_built_again
         optimizer.model.requires_grad_(False)
 
 
-def test_after_an_error_about_an_older_graph_gradients_from_elsewhere_are_still_refused() -> None:
-    (x, y), optimizer = one(), wrap("dcp", mlp())
-    parameter = optimizer.model[-1].bias
-    loss = F.cross_entropy(optimizer.model(x), y)
-    loss.backward(retain_graph=True, inputs=[parameter])
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="before the last step"):
-        loss.backward(inputs=[parameter])
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match="no training forward pass"):
-        optimizer.step()
-
-
 # ---- where the logits are ------------------------------------------------------------------------------------------
 
 

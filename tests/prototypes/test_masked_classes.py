@@ -188,20 +188,6 @@ def test_rows_without_a_label_show_nothing() -> None:
     assert_same(optimizer.prototypes, torch.tensor([[2.0, 8.0], [0.0, 0.0]]).double())
 
 
-def test_micro_batches_of_which_the_second_is_masked_learn_as_one_batch() -> None:
-    found = []
-    for parts in (1, 2):
-        optimizer = of_two_classes()
-        rows = torch.tensor([[1.0, 5.0], [3.0, 7.0], [2.0, -INF], [6.0, 9.0]], dtype=torch.float64)
-        labels = torch.tensor([0, 1, 0, 0])
-        for z, y in zip(rows.chunk(parts), labels.chunk(parts), strict=True):
-            (optimizer.penalty(optimizer.model(z), y) / parts).backward()
-        optimizer.step()
-        found.append(optimizer.prototypes)
-    assert_same(found[0], torch.tensor([[3.0, 7.0], [3.0, 7.0]]).double(), atol=1e-12)
-    assert_same(*found, atol=1e-12)
-
-
 # ---- states, devices and ranks ---------------------------------------------------------------------------------------
 
 

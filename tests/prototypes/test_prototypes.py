@@ -635,24 +635,6 @@ def test_an_earlier_state_takes_back_what_came_after_it(batch_without_step):
     assert optimizer.forecaster.seen.sum() < 8
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.clear(), r"state of the prototypes does not fit: missing \['fit', 'numbers', 'values'\]"),
-        (lambda state: state.update(values=torch.zeros(3, 3)), r"shape \(3, 3\) for 'values', expected \(12, 12\)"),
-        (lambda state: state.update(numbers=torch.zeros(3)), r"shape \(3,\) for 'numbers', expected \(12,\)"),
-    ],
-)
-def test_a_state_that_does_not_fit_changes_nothing(change, message):
-    _, optimizer = trained()
-    whole = optimizer.state_dict()
-    before = copy.deepcopy(whole[KEY])
-    change(whole[KEY]["forecaster"])
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(whole)
-    assert_same(optimizer.state_dict()[KEY], before)
-
-
 def test_a_model_that_is_widened_between_backward_and_step():
     results = []
     for widened in (True, False):
@@ -835,23 +817,6 @@ def test_prototypes_have_the_dtype_of_the_logits_also_after_resuming(first_param
         train(network_, stepped, batches(3, seed=2))
     assert torch.equal(optimizer.prototypes, second.prototypes)
     assert_same(model, again, rtol=0, atol=0)
-
-
-def test_soft_labels_of_the_term_are_not_rounded_under_autocast():
-    runs = []
-    for is_half in (False, True):
-        model = network(dtype=torch.float32)
-        optimizer = wrap(model)
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            z = model(x.float())
-            shares = 0.7 * one_hot(y).float() + 0.3 / CLASSES
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-                penalty = optimizer.penalty(z, shares)
-            (F.cross_entropy(z, shares) + penalty).backward()
-            optimizer.step()
-        runs.append(model)
-    assert_same(*runs, rtol=0, atol=0)
 
 
 def test_prototypes_of_soft_labels_are_not_rounded_if_the_backward_pass_runs_under_autocast():
