@@ -1,4 +1,4 @@
-"""Predictions beyond their accuracy: negative log-likelihood, calibration, size and spread of logits."""
+"""Predictions beyond their accuracy: negative log-likelihood and calibration."""
 
 from __future__ import annotations
 
@@ -68,28 +68,3 @@ def fit_temperature(z: Tensor, y: Tensor) -> float:
 
     optimizer.step(nll)
     return float(log_temperature.detach().exp())
-
-
-def spread(z: Tensor, y: Tensor) -> dict[str, float]:
-    r"""Measure how large logits are, and how far they lie from each other within a class and between the classes.
-
-    .. math:: s_\text{within}^2 = \frac{1}{NK} \sum_i \lVert z_i - m_{y_i} \rVert^2, \qquad
-        s_\text{between}^2 = \frac{1}{NK} \sum_i \lVert m_{y_i} - m \rVert^2
-
-    :math:`m_k` is the mean of class k's rows and m that of all rows.
-
-    Args:
-        z: logits, (N, K).
-        y: class indices, (N,).
-
-    Returns:
-        ``top``, the mean over the rows of the largest logit minus the row's mean; ``within`` and ``between``, the two
-        roots, in units of logits.
-    """
-    members = F.one_hot(y, z.shape[1]).to(z.dtype)
-    means = (members.T @ z) / members.sum(0).clamp(min=1)[:, None]
-    return {
-        "top": float((z.amax(1) - z.mean(1)).mean()),
-        "within": float((z - means[y]).square().mean().sqrt()),
-        "between": float((means[y] - z.mean(0)).square().mean().sqrt()),
-    }

@@ -9,12 +9,10 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests import reference
 from tests.helpers import (
     CLASSES,
     assert_same,
@@ -121,26 +119,6 @@ def test_a_dead_optimizer_leaves_no_hook():
     wrap(model)
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-@reference.EACH
-def test_losses_and_logits_that_the_script_keeps_leave_no_hook_either(variant: str, way: str):
-    """A second stage of training with a plain optimizer would have the penalty."""
-    model, kept = mlp(), []
-    before = hooks(model)
-    optimizer = reference.wrap(variant, model)
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        z = model(x)
-        loss = F.cross_entropy(z, y)
-        if way == "term":
-            loss = loss + reference.term_of(optimizer)(z, y)
-        loss.backward()
-        optimizer.step()
-        kept.append((z, loss))
-    del optimizer
-    assert hooks(model) == before
-
-
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     """As when a notebook's cell runs again, or a trainer fits again, while the first optimizer still exists."""
@@ -179,22 +157,6 @@ def test_a_shallow_copy_is_the_same_optimizer_under_a_second_name():
     train(expected, wrap(expected), batches(4))
     assert_same(model, expected)
     assert same.logs()["step"] == optimizer.logs()["step"] == 4
-
-
-def test_a_model_widened_after_wrapping_goes_on_in_its_dtype():
-    """As when it was wide from the start, to the rounding of the steps before."""
-    results = []
-    for widened in (True, False):
-        model = mlp(dtype=torch.float32)
-        if not widened:
-            model.double()
-        optimizer = DCPOptimizer(sgd(model), model, num_classes=CLASSES, weight=1.0)
-        train(model, optimizer, batches(2, dtype=next(model.parameters()).dtype))
-        model.double()
-        train(model, optimizer, batches(6, seed=4))
-        assert optimizer.prototypes.dtype == torch.float64
-        results.append({"model": model.state_dict(), "prototypes": optimizer.prototypes})
-    assert_same(*results, rtol=1e-5, atol=1e-6)
 
 
 # ---- averages of the weights ----------------------------------------------------------------------------------------

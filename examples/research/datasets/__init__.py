@@ -16,7 +16,6 @@ AUGMENTATIONS = {
     "noto-scripts": "crop",  # mirrored letters are no letters
     "kanji-fonts": "crop",
     "debian-sections": "none",
-    "icons": "crop",  # a mirrored arrow is another icon
 } | dict.fromkeys(tabular.NAMES, "none")
 NAMES = (*AUGMENTATIONS, *SOURCES)
 FOLDER = Path("runs/data")
@@ -42,7 +41,7 @@ def load(
         download: fetch it first: fashion-mnist, cifar100, pets and food101.
         train_size: use a stratified random part of the training images, the same for every seed; None: all.
         augmentation: one of :data:`examples.research.augmentations.NAMES`; None: ``basic``, but ``none`` for digits,
-            tables and debian-sections and ``crop`` for noto-scripts, kanji-fonts and icons.
+            tables and debian-sections and ``crop`` for noto-scripts and kanji-fonts.
         workers: processes that read image files; the data sets in memory need none.
         seed: of the validation split; digits and the data sets that are built have a fixed one.
         validation: the share of the training images of :data:`SOURCES` that is held out. Default a tenth.

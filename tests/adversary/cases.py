@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from tests.adversary.networks import Base, Network, bases, networks
 from tests.helpers import linear_growth, running_average
 from tests.reference import dcl_step, dcp_step
-from tests.reliability.networks import Base, Network, bases, networks
 
 IGNORED = -100
 Batch = tuple[Tensor, Tensor]
@@ -47,17 +47,11 @@ class Case:
     seed: int
     sizes: tuple[int, ...]
     rates: tuple[float, ...]
-    loop: str
-    parts: int
     factor: float
     way: str
     weight: Any
     alpha: Any
     distance: str
-
-    @property
-    def steps(self) -> int:
-        return len(self.sizes)
 
     def model(self) -> nn.Sequential:
         return self.network.build(self.classes, self.seed)
@@ -104,47 +98,14 @@ def term(optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
     return optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else optimizer.penalty(z, y)
 
 
-class Script:
-    """A case's training script around any optimizer, which can be stopped after a step and go on."""
-
-    def __init__(self, case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.case, self.model, self.optimizer = case, model, optimizer
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (*case.rates, 1.0)[step])
-
-    def run(self, batches: list[Batch]) -> None:
-        for x, y in batches:
-            if self.case.loop == "plain":
-                self._gradients(x, y)
-                self.optimizer.step()
-            else:
-                self.optimizer.step(partial(self._gradients, x, y))
-            self.scheduler.step()
-
-    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self.model(x)
-        loss = self.case.loss(z, y)
-        if self.case.way == "term":
-            loss = loss + self.case.factor * term(self.optimizer, z, y)
-        return loss / self.case.parts
-
-    def _gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
-        total = torch.zeros(())
-        for part in zip(x.chunk(self.case.parts), y.chunk(self.case.parts), strict=True):
-            loss = self._loss(*part)
-            loss.backward()
-            total = total + loss.detach()
-        return total
-
-
-def wrapped(case: Case, variant: str, **more: Any) -> Script:
-    """The case's script with the optimizer around its base."""
+def wrapped(case: Case, variant: str, **more: Any) -> tuple[nn.Module, Any]:
+    """The case's model, and the optimizer around its base."""
     model = case.model()
     base, options = case.base.build(model), case.options() | more
     if variant == "dcl":
-        return Script(case, model, DCLOptimizer(base, model, **options))
+        return model, DCLOptimizer(base, model, **options)
     # As many random labels as classes may be the rows' places.
-    return Script(case, model, DCPOptimizer(base, model, num_classes=case.classes, **options))
+    return model, DCPOptimizer(base, model, num_classes=case.classes, **options)
 
 
 def learned(optimizer: Any) -> list[Tensor]:
@@ -197,8 +158,6 @@ class Literal:
 def cases(draw: st.DrawFn) -> Case:
     network, way = draw(networks()), draw(st.sampled_from(["line", "term"]))
     distance = draw(st.sampled_from(sorted(NAMED | GIVEN)))
-    splits = network.rows_are_independent and distance != "infonce"
-    parts = draw(st.sampled_from([1, 2])) if splits else 1
     # Of two classes, and of single rows, a gradient tells too little.
     least = 3 if way == "line" else 2 if network.norm == "batch" else 1
     sizes = draw(st.lists(st.integers(least, 8), min_size=2, max_size=8))
@@ -207,10 +166,8 @@ def cases(draw: st.DrawFn) -> Case:
         base=draw(bases),
         classes=draw(st.integers(3 if way == "line" else 2, 6)),
         seed=draw(st.integers(0, 10_000)),
-        sizes=tuple(parts * size for size in sizes),
+        sizes=tuple(sizes),
         rates=tuple(draw(st.lists(st.sampled_from([1.0, 0.5, 0.1]), min_size=len(sizes), max_size=len(sizes)))),
-        loop=draw(st.sampled_from(["plain", "closure"])),
-        parts=parts,
         factor=draw(st.sampled_from([1.0, 8.0, 0.25])),
         way=way,
         weight=draw(st.sampled_from([0.1, 0.5, 2.0, partial(linear_growth, steps=4)])),

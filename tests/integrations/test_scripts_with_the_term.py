@@ -1,4 +1,4 @@
-"""Ten public kinds of training scripts with class weights, mixed labels or another loss, brought to the penalty term.
+"""Public kinds of training scripts with class weights or mixed labels, one of each loop, brought to the penalty term.
 
 Each loop is the one of its source, small and seeded, and calls ``term`` in one line. It trains as the same loop does
 with the penalty written out by hand in float64, and differs from the loop without it. The line alone refuses each of
@@ -7,7 +7,6 @@ them. docs/losses.md shows the line that changes.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,8 +20,7 @@ import timm.utils
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, default_collate
-from torchvision.transforms import v2
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForTokenClassification, Trainer
 
 from tests.helpers import CLASSES, FEATURES, dropout_net, sgd
@@ -48,7 +46,7 @@ def long_tailed(size: int = 8) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(x, y), batch_size=size, shuffle=True, generator=draw)
 
 
-# ---- 1. timm's train.py with Mixup and SoftTargetCrossEntropy --------------------------------------------------------
+# ---- timm's train.py with Mixup and SoftTargetCrossEntropy -----------------------------------------------------------
 
 
 def timm_train_one_epoch(model: nn.Module, optimizer: Any, term: Term) -> None:
@@ -73,115 +71,7 @@ def timm_train_one_epoch(model: nn.Module, optimizer: Any, term: Term) -> None:
         optimizer.zero_grad()
 
 
-# ---- 2. torchvision's references/classification with MixUp and CutMix in the collate function ------------------------
-
-
-def torchvision_train_one_epoch(model: nn.Module, optimizer: Any, term: Term) -> None:
-    mixup_cutmix = v2.RandomChoice([v2.MixUp(alpha=0.2, num_classes=3), v2.CutMix(alpha=1.0, num_classes=3)])
-    draw = torch.Generator().manual_seed(1)
-    pictures = torch.randn(24, 3, 8, 8, generator=draw, dtype=torch.float64)
-    dataset = TensorDataset(pictures, torch.randint(3, (24,), generator=draw))
-    data_loader = DataLoader(
-        dataset,
-        batch_size=6,
-        shuffle=True,
-        generator=draw,
-        collate_fn=lambda batch: mixup_cutmix(*default_collate(batch)),
-    )
-    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-    torch.manual_seed(4)  # with alpha=0.2 some batches are hardly mixed, but not the first one of this seed
-    model.train()
-    for _ in range(2):
-        for image, target in data_loader:
-            output = model(image)
-            loss = criterion(output, target.double()) + term(output, target.double())
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
-
-def convolutions() -> nn.Module:
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(8, 3)).double()
-
-
-# ---- 3. class-balanced weights (Cui et al. 2019) ---------------------------------------------------------------------
-
-
-def two_epochs(model: nn.Module, optimizer: Any, criterion: nn.Module, term: Term, clip: float = math.inf) -> None:
-    """The loop of those scripts that have their own loss."""
-    for _epoch in range(2):
-        for x, y in long_tailed():
-            optimizer.zero_grad()
-            logits = model(x)
-            loss = criterion(logits, y) + term(logits, y)
-            loss.backward()
-            if clip < math.inf:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-
-
-def class_balanced(model: nn.Module, optimizer: Any, term: Term) -> None:
-    beta = 0.9
-    effective_num = 1.0 - np.power(beta, PER_CLASS)
-    per_cls_weights = (1.0 - beta) / np.array(effective_num)
-    per_cls_weights = per_cls_weights / np.sum(per_cls_weights) * len(PER_CLASS)
-    two_epochs(model, optimizer, nn.CrossEntropyLoss(weight=torch.tensor(per_cls_weights)), term)
-
-
-# ---- 4. LDAM with deferred re-weighting (Cao et al. 2019) ------------------------------------------------------------
-
-
-class LDAMLoss(nn.Module):
-    def __init__(self, cls_num_list: list[int], max_m: float = 0.5, weight: Any = None, s: float = 30.0) -> None:
-        super().__init__()
-        m_list = 1.0 / np.sqrt(np.sqrt(cls_num_list))
-        self.m_list = torch.tensor(m_list * (max_m / np.max(m_list)))
-        self.s, self.weight = s, weight
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        index = F.one_hot(target, x.shape[1]).bool()
-        batch_m = self.m_list[target].view(-1, 1)
-        output = torch.where(index, x - batch_m, x)
-        return F.cross_entropy(self.s * output, target, weight=self.weight)
-
-
-def ldam_drw(model: nn.Module, optimizer: Any, term: Term) -> None:
-    for epoch in range(3):
-        beta = (0.0, 0.9)[epoch // 2]  # the weights come in the last epoch
-        per_cls_weights = (1.0 - beta) / (1.0 - np.power(beta, PER_CLASS))
-        per_cls_weights = torch.tensor(per_cls_weights / np.sum(per_cls_weights) * len(PER_CLASS))
-        criterion = LDAMLoss(PER_CLASS, weight=per_cls_weights, s=5.0)
-        for x, y in long_tailed():
-            output = model(x)
-            loss = criterion(output, y) + term(output, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
-# ---- 5. focal loss (Lin et al. 2017) ---------------------------------------------------------------------------------
-
-
-class FocalLoss(nn.Module):
-    def __init__(self, gamma: float, alpha: list[float]) -> None:
-        super().__init__()
-        self.gamma, self.alpha = gamma, torch.tensor(alpha, dtype=torch.float64)
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        logpt = F.log_softmax(input, dim=1).gather(1, target.view(-1, 1)).view(-1)
-        pt = logpt.detach().exp()
-        logpt = logpt * self.alpha.gather(0, target)
-        return (-1 * (1 - pt) ** self.gamma * logpt).mean()
-
-
-def focal(model: nn.Module, optimizer: Any, term: Term) -> None:
-    two_epochs(model, optimizer, FocalLoss(gamma=2.0, alpha=[0.25, 0.5, 0.75, 1.0, 1.0]), term)
-
-
-# ---- 6. semantic segmentation with class weights and an auxiliary head (DeepLab) -------------------------------------
+# ---- semantic segmentation with class weights and an auxiliary head (DeepLab) ----------------------------------------
 
 
 class DeepLab(nn.Module):
@@ -221,56 +111,6 @@ def segmentation(model: nn.Module, optimizer: Any, term: Term) -> None:
         optimizer.step()
 
 
-# ---- 9. sample weights, by fastai's one_batch ------------------------------------------------------------------------
-
-
-class Learner:
-    """The batch is inputs, labels and a weight for each sample."""
-
-    def __init__(self, model: nn.Module, opt: Any, loss_func: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        self.model, self.opt, self.loss_func = model, opt, loss_func
-
-    def one_batch(self, xb: Tensor, yb: Tensor, wb: Tensor) -> None:
-        pred = self.model(xb)
-        loss = self.loss_func(pred, yb, wb)
-        loss.backward()
-        self.opt.step()
-        self.opt.zero_grad()
-
-    def fit(self, n_epoch: int) -> None:
-        draw = torch.Generator().manual_seed(5)
-        for _ in range(n_epoch):
-            for xb, yb in long_tailed():
-                self.one_batch(xb, yb, torch.rand(len(yb), generator=draw, dtype=torch.float64))
-
-
-def sample_weights(model: nn.Module, optimizer: Any, term: Term) -> None:
-    def loss_func(pred: Tensor, targ: Tensor, w: Tensor) -> Tensor:
-        return (F.cross_entropy(pred, targ, reduction="none") * w).mean() + term(pred, targ)
-
-    Learner(model, optimizer, loss_func).fit(2)
-
-
-# ---- 10. symmetric cross-entropy for noisy labels (Wang et al. 2019) -------------------------------------------------
-
-
-class SCELoss(nn.Module):
-    def __init__(self, alpha: float, beta: float, num_classes: int) -> None:
-        super().__init__()
-        self.alpha, self.beta, self.num_classes = alpha, beta, num_classes
-
-    def forward(self, pred: Tensor, labels: Tensor) -> Tensor:
-        ce = F.cross_entropy(pred, labels)
-        pred = F.softmax(pred, dim=1).clamp(min=1e-7, max=1.0)
-        label_one_hot = F.one_hot(labels, self.num_classes).to(pred).clamp(min=1e-4, max=1.0)
-        rce = -1 * torch.sum(pred * torch.log(label_one_hot), dim=1)
-        return self.alpha * ce + self.beta * rce.mean()
-
-
-def symmetric(model: nn.Module, optimizer: Any, term: Term) -> None:
-    two_epochs(model, optimizer, SCELoss(alpha=0.1, beta=1.0, num_classes=CLASSES), term, clip=5.0)
-
-
 # ---- the plain loops -------------------------------------------------------------------------------------------------
 
 
@@ -284,13 +124,7 @@ class Script(NamedTuple):
 
 SCRIPTS = {
     "timm": Script(create, timm_train_one_epoch),
-    "torchvision": Script(convolutions, torchvision_train_one_epoch),
-    "class-balanced": Script(dropout_net, class_balanced),
-    "LDAM-DRW": Script(dropout_net, ldam_drw),
-    "focal": Script(dropout_net, focal),
     "segmentation": Script(DeepLab, segmentation, lambda output: output["out"]),
-    "sample weights": Script(dropout_net, sample_weights),
-    "symmetric": Script(dropout_net, symmetric),
 }
 ALL = pytest.mark.parametrize("name", SCRIPTS)
 
@@ -334,7 +168,7 @@ def test_the_line_alone_names_the_term(variant: str, name: str) -> None:
         run(name, lambda model: wrap(variant, model), way="line")
 
 
-# ---- 7. token classification with class weights in a Trainer subclass ------------------------------------------------
+# ---- token classification with class weights in a Trainer subclass ---------------------------------------------------
 
 TAGS = 4
 TAG_WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 3.0], dtype=torch.float64)
@@ -404,7 +238,7 @@ def test_a_trainer_with_weighted_tags_trains_as_with_the_penalty_by_hand(variant
     assert_apart(model, plain)
 
 
-# ---- 8. a Lightning module with a weighted loss ----------------------------------------------------------------------
+# ---- a Lightning module with a weighted loss -------------------------------------------------------------------------
 
 PARTS = 2
 
