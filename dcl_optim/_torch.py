@@ -46,7 +46,7 @@ def reach_of_backward(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimi
     """Where the backward pass that runs now brings gradients to through these nodes; parameters are the optimizer's."""
     if nodes is None or current_backward() == -1:  # compiled autograd
         return Reach.ALL
-    if not any(map(_gets_gradient, [node for node, _ in nodes])):
+    if not any(_gets_gradient(node) for node, _ in nodes):
         return Reach.NOTHING
     if _fills_all_leaves():
         return Reach.ALL
@@ -73,10 +73,10 @@ def is_recorded() -> bool:
 
 
 def is_batched() -> bool:
-    """Whether the code runs for several gradients at once (``is_grads_batched=True``), by torch's older vmap."""
+    """Whether the code runs for several gradients at once, by torch's vmap or by its older one."""
     depth = torch._C._vmapmode_increment_nesting()  # the only way to ask
     torch._C._vmapmode_decrement_nesting()
-    return depth > 1
+    return depth > 1 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes of its module in each forward pass
@@ -87,7 +87,7 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-version = attrgetter("_version")  # the same of a parameter, which is no inference tensor, without a line of Python
+version = attrgetter("_version")  # the same of a tensor that requires a gradient, and so is no inference tensor
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -215,7 +215,6 @@ class Algorithm:
         self.reader = LossReader(name, forecaster.reads_labels)
         self.weight = weight
         self.alpha = alpha
-        self.num_steps = 0  # of the optimizer so far
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self.progress = Progress(1)
         self.last: dict[str, Any] = {}  # figures of the last backward pass
@@ -234,6 +233,11 @@ class Algorithm:
         self._inner_calls_count = True  # whether logits of a call inside of another may be those of the loss
         self._said: set[str] = set()
         self.hooks = ModuleHooks(self, model, unwrapped(model))
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps so far."""
+        return self.progress.number - 1
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
@@ -313,7 +317,7 @@ class Algorithm:
         for hook in call.hooks:
             hook.remove()
         call.hooks = []
-        forward = Forward(z, self.progress.number, self.reader.known.class_dim or 1)
+        forward = Forward(z, self.progress.number, self.reader.class_dim or 1)
         if forecaster.predicts:
             forecaster.predict(forward, args, kwargs)
         self.progress.add(forward)
@@ -364,7 +368,7 @@ class Algorithm:
         regularized = None
         if self.weight.constant != 0:
             regularized = pull.added_to(gradient, forward.class_dim, reading.scale, weight)
-        if self._may_learn(forward):
+        if self.progress.batch_learned(forward):
             self.forecaster.observe(forward, pull, labels, reading.scale, alpha)
         return regularized
 
@@ -379,7 +383,7 @@ class Algorithm:
         if forward.outcome is not Outcome.LEARNED and self.progress.were_cleared(self._base, self.model):
             self.forget()
         is_of_training = self.progress.gradient(forward, self._base, self._end_backward)
-        if is_of_training and (is_batched() or is_recorded()):
+        if is_of_training and is_batched():
             raise RuntimeError(BATCHED.format(self._name))
         return is_of_training
 
@@ -414,7 +418,7 @@ class Algorithm:
         weight = None if self.weight.constant == 0 else self.weight(forward.step_number)
         alpha = self.alpha(forward.step_number)
         self.uses_term = True
-        self.progress.term = max(self.progress.term, Term.CALLED)
+        self.progress.penalty_called()
         forward.outcome = Outcome.GIVEN
         value = pull.value()
         if forward.rows.numel():  # 0 times infinity is nan; masked logits are minus infinity
@@ -438,7 +442,7 @@ class Algorithm:
         else:
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
-            self.progress.term = Term.MET
+            self.progress.penalty_met()
             self.last = {
                 "weight": 0.0 if weight is None else weight,
                 "alpha": alpha,
@@ -461,22 +465,13 @@ class Algorithm:
             elif not bool(torch.add(value, scale, alpha=0) < torch.inf):  # 0 times infinity is nan
                 self._miss(forward, is_finite=False)
                 return
-        if self._may_learn(forward):
+        if self.progress.batch_learned(forward):
             self.forecaster.observe(forward, pull, labels, scale, alpha)
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
-    def _may_learn(self, forward: Forward) -> bool:
-        """Whether the forecaster learns from a forward pass now; it does once."""
-        if forward.outcome is Outcome.LEARNED or not self.progress.learns:
-            return False
-        forward.outcome = Outcome.LEARNED
-        return True
-
     def _miss(self, forward: Forward, is_finite: bool) -> None:
-        self.progress.not_finite = self.progress.not_finite or not is_finite
-        if forward.outcome in (Outcome.OPEN, Outcome.GIVEN) and self.progress.learns:
-            forward.outcome = Outcome.MISSED
+        if self.progress.batch_missed(forward, is_finite):
             self.forecaster.skip(forward)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -539,7 +534,7 @@ class Algorithm:
         A call that steps others than the call before it, with no forward pass between them, is the rest of its step:
         DeepSpeed's ZeRO steps each parameter group alone.
         """
-        if self.progress.stage > Stage.NOTHING or not self.hooks.attached or not have_gradients(self._base):
+        if not self.hooks.attached or not have_gradients(self._base):
             return False
         stepped = set(map(id, parameters_of(self._base)))
         if self._stepped and self._stepped.isdisjoint(stepped):
@@ -568,18 +563,18 @@ class Algorithm:
 
         def evaluate() -> Any:
             if was_learned and not have_gradients(self._base):  # the base has moved the model and cleared them: SAM
-                self.progress.learns = False
+                self.progress.end_learning()
             losses.append(closure())
             if len(losses) == 1:
                 self._refuse_minimizer()
                 self.before_step()
-                self.progress.learns = False  # further evaluations are elsewhere
+                self.progress.end_learning()
             return losses[-1]
 
         try:
             self._base.step(evaluate)
         finally:
-            self.progress.learns = True  # if it raises, the step goes on as before
+            self.progress.end_evaluations()
         return losses[0] if losses else None
 
     def _refuse_minimizer(self) -> None:
@@ -599,9 +594,8 @@ class Algorithm:
             self.last = {}  # those of an older batch
         if self._is_replaced:
             self._stepped = set(map(id, parameters_of(self._base)))
-        self.num_steps += 1
         self._has_learned = True
-        self.progress = Progress(self.num_steps + 1)
+        self.progress = Progress(progress.number + 1)
         if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
 
@@ -632,7 +626,6 @@ class Algorithm:
     def load_state(self, num_steps: int, uses_term: bool, loss: dict[str, Any]) -> None:
         """Go on from a number of steps, as after loading a state."""
         self.reader.load_state(loss)
-        self.num_steps = num_steps
         self._has_learned = False
         self._is_loaded = False
         self._must_look = True

@@ -100,13 +100,9 @@ def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) ->
             _check_shares(shares)
         return Labels(shares, len(shares))
     classes = labels.detach().flatten().long()
-    has_label = classes != ignore_index
     if may_read:
-        wrong = classes[has_label & ((classes < 0) | (classes >= shape[1]))]
-        if len(wrong):
-            raise ValueError(
-                f"labels has {int(wrong[0])}; labels must lie in 0..{shape[1] - 1} or equal ignore_index={ignore_index}"
-            )
+        _check_classes(classes, shape[1], ignore_index)
+    has_label = classes != ignore_index
     classes = classes.where(has_label, constant(shape[1], classes.device))
     return Labels(classes, has_label.sum(dtype=torch.float32))
 
@@ -120,6 +116,20 @@ def _is_of_sigmoid(node: Any) -> bool:
 
 def _are_probabilities(logits: Tensor) -> bool:
     return bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4))
+
+
+def _check_classes(classes: Tensor, num_classes: int, ignore_index: int) -> None:
+    if not len(classes):
+        return
+    least, most = torch.stack(torch.aminmax(classes)).tolist()
+    if least >= 0 and most < num_classes:
+        return
+    is_out = (classes < 0) | (classes >= num_classes)
+    wrong = classes[is_out & (classes != ignore_index)]
+    if len(wrong):
+        raise ValueError(
+            f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal ignore_index={ignore_index}"
+        )
 
 
 def _check_shares(shares: Tensor) -> None:

@@ -19,6 +19,7 @@ from dcl_optim.algorithm import Algorithm
 from dcl_optim.distances import name_of
 from dcl_optim.distributed import SHARDED_LOGITS, is_sharded, unwrapped
 from dcl_optim.forecaster import Forecaster
+from dcl_optim.progress import Stage
 from dcl_optim.schedules import Checked, Schedule
 from dcl_optim.weights import AutoWeight, Weight, resolve_weight
 
@@ -119,7 +120,7 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         if closure is not None:
             result = algorithm.step_base(closure)
-        elif algorithm.is_no_training_step():
+        elif algorithm.progress.stage is Stage.NOTHING and algorithm.is_no_training_step():
             return self.base.step()
         else:
             algorithm.before_step()
@@ -136,7 +137,7 @@ class ForecastOptimizer(OptimizerWrapper):
             set_to_none: set them to None (default) instead of zero.
         """
         self._algorithm.end_calls()
-        self._algorithm.progress.is_zeroed = not set_to_none  # None is seen in the gradients themselves
+        self._algorithm.progress.gradients_cleared(in_place=not set_to_none)
         self.base.zero_grad(set_to_none)
 
     def _switch(self, mode: str) -> None:
@@ -175,8 +176,7 @@ class ForecastOptimizer(OptimizerWrapper):
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale``
         (what the loss was multiplied by; with the term what the term was) of the last backward pass, nan after a step
         without one; ``skipped`` (batches since the optimizer was made that the line gave no penalty, and steps without
-        a term where others have one); with DCP ``prototype_norm`` and ``prototype_margin``; with an automatic weight
-        ``train_accuracy``.
+        a term where others have one); with an automatic weight and more than ten classes ``train_accuracy``.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.

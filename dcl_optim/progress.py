@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dcl_optim import _sync
 from dcl_optim._optim import have_gradients, parameters_of
-from dcl_optim._torch import Reach, call_after_backward, current_backward, reach_of_backward, version_of
+from dcl_optim._torch import Reach, call_after_backward, current_backward, reach_of_backward, version
 from dcl_optim.layout import copy_of_rows, from_rows, to_rows
 
 
@@ -80,7 +80,7 @@ class Forward:
         self.shape = logits.shape
         self.step_number = step_number
         self.output = weakref.ref(logits)
-        self.version = version_of(logits)
+        self.version = version(logits)
         self.may_read = _sync.may_sync(step_number, logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.backward = -1
@@ -156,9 +156,9 @@ class Progress:
         self.stage = max(self.stage, Stage.FORWARD)
         if self.trained is None or not self.learns:
             return False
-        parameter, version = self.trained
-        now = version_of(parameter)
-        if now == version:
+        parameter, before = self.trained
+        now = version(parameter)
+        if now == before:
             return False
         self.trained = (parameter, now)
         self.changes += 1
@@ -206,7 +206,42 @@ class Progress:
         self.backward = -1
         if self.stage is Stage.GRADIENTS:
             trained = next((parameter for parameter in parameters_of(base) if parameter.grad is not None), None)
-            self.trained = None if trained is None else (trained, version_of(trained))
+            self.trained = None if trained is None else (trained, version(trained))
+
+    def penalty_called(self) -> None:
+        """The script has called ``penalty``."""
+        self.term = max(self.term, Term.CALLED)
+
+    def penalty_met(self) -> None:
+        """A backward pass has come through what ``penalty`` returned."""
+        self.term = Term.MET
+
+    def batch_missed(self, forward: Forward, is_finite: bool) -> bool:
+        """A batch could not be read, or is not finite; return whether it is the first time for these logits."""
+        self.not_finite = self.not_finite or not is_finite
+        if forward.outcome not in (Outcome.OPEN, Outcome.GIVEN) or not self.learns:
+            return False
+        forward.outcome = Outcome.MISSED
+        return True
+
+    def batch_learned(self, forward: Forward) -> bool:
+        """The forecaster may learn from a batch; return whether it does: once, and not from further evaluations."""
+        if forward.outcome is Outcome.LEARNED or not self.learns:
+            return False
+        forward.outcome = Outcome.LEARNED
+        return True
+
+    def gradients_cleared(self, in_place: bool) -> None:
+        """The script has called ``zero_grad``; gradients that are None are seen in themselves."""
+        self.is_zeroed = in_place
+
+    def end_learning(self) -> None:
+        """What follows are a closure's further evaluations, elsewhere than the model is."""
+        self.learns = False
+
+    def end_evaluations(self) -> None:
+        """The closure is not evaluated again, or an error has ended it: the step goes on as before."""
+        self.learns = True
 
     def restart(self) -> None:
         """Gradients were cleared without a step: only forward passes and terms are left whose backward may come."""
@@ -250,7 +285,7 @@ class Progress:
         """The forward pass that returned this very tensor, unedited."""
         for reference in self.forwards:
             forward = reference()
-            if forward is not None and forward.output() is logits and forward.version == version_of(logits):
+            if forward is not None and forward.output() is logits and forward.version == version(logits):
                 return forward
         return None
 

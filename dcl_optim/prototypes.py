@@ -131,18 +131,7 @@ class Prototypes(Forecaster):
         return self._state.fit[0] / self._state.fit[1]
 
     def figures(self) -> dict[str, Any]:
-        """Mean norm, and root mean square margin: the logit of the own class less the mean of the others."""
-        rows = self.values
-        number = self.seen.sum()
-        own = rows.diagonal()
-        margins = own - (rows.sum(1) - own) / max(len(rows) - 1, 1)  # 0 for classes not seen
-        figures = {
-            "prototype_norm": rows.norm(dim=1).sum() / number,
-            "prototype_margin": (margins.square().sum() / number).sqrt(),
-        }
-        if self.num_classes > self._measures_from:
-            figures["train_accuracy"] = self.train_accuracy()
-        return figures
+        return {"train_accuracy": self.train_accuracy()} if self.num_classes > self._measures_from else {}
 
     def settings(self) -> dict[str, Any]:
         return {"num_classes": self.num_classes or "not known yet"}
@@ -165,9 +154,14 @@ class Prototypes(Forecaster):
             c, weights = self._of_shares(labels.rows)
         number = labels.number
         number = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-        z = self._masked(forward.rows)
+        z = forward.rows
+        if self._has_masks:
+            z = torch.threshold(z, MASKED, -math.inf)
         pull = pull_of(self.distance, z, c, weights / number)
-        return pull._replace(lesson=self._lesson(z, labels.rows, pull))
+        predicted = z.argmax(1) if self.num_classes > self._measures_from else None
+        if pull.norms is not None and not self._has_masks and labels.rows.ndim == 1:
+            return pull._replace(lesson=Lesson(pull.slope, None, predicted))
+        return pull._replace(lesson=self._lesson(z, labels.rows, predicted))
 
     def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
@@ -196,19 +190,13 @@ class Prototypes(Forecaster):
         if not self._has_masks and forward.may_read and len(rows) and float(rows.amin()) <= MASKED:
             self._begin_masks()
 
-    def _lesson(self, z: Tensor, labels: Tensor, pull: Pull) -> Lesson:
-        predicted = z.argmax(1) if self.num_classes > self._measures_from else None
+    def _lesson(self, z: Tensor, labels: Tensor, predicted: Tensor | None) -> Lesson:
+        """What a batch shows where the penalty has no differences, or not those that are learned."""
         shows = torch.isfinite(z) if self._has_masks or labels.ndim > 1 else None
         if labels.ndim > 1:
             return Lesson(z.to(self._one, copy=True), shows, predicted)
-        if pull.norms is not None and not self._has_masks:
-            return Lesson(pull.slope, shows, predicted)
         known = self._state.known(self._has_masks)  # a difference from 0 where no row has shown a value
         return Lesson(difference(z, known.index_select(0, labels)), shows, predicted)
-
-    def _masked(self, rows: Tensor) -> Tensor:
-        """The logits, minus infinity where they are masked."""
-        return torch.threshold(rows, MASKED, -math.inf) if self._has_masks else rows
 
     def _begin_masks(self) -> None:
         self._has_masks = True
@@ -218,7 +206,9 @@ class Prototypes(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         assert labels is not None
-        tally = self._tally_of_step()
+        if self._tally is None:
+            self._tally = Tally(self._no_rows)
+        tally = self._tally
         tally.has_rows = True
         values, shows, predicted = pull.lesson
         if labels.rows.ndim == 1:

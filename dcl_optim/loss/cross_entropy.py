@@ -47,6 +47,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dcl_optim import layout
 from dcl_optim._torch import constant
 from dcl_optim.layout import blocks, sum_to_one, wide
 
@@ -120,16 +121,16 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     if form.smoothing == LOG:
         return _read_log_probabilities(z, g, last_scale)
     size = g.amax(1)  # not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole
-    live = size != 0
-    num_live = torch.linalg.vector_norm(size, 0, dtype=_wide_dtype(z.dtype))  # counts in one kernel
+    live = size.bool()
+    num_live = torch.linalg.vector_norm(size, 0, dtype=wide_dtype(z.dtype))  # counts in one kernel
     rounding = ROUNDING + form.error  # of r in a row
     last = None
     if form.smoothing and last_scale is not None:
         last = _Last(last_scale / num_live, rounding)
-    parts = blocks(z)
-    if len(parts) == 1:
+    if z.numel() <= layout.BLOCK:
         read_rows = _read_block(form, z, g, live, last)
     else:
+        parts = blocks(z)
         read_rows = _together([_read_block(form, z[part], g[part], live[part], last) for part in parts], last)
     labels, _, whole, slope, rest = read_rows
     excess = torch.sub(rest, whole, alpha=tolerance_of(z.dtype, g.dtype))
@@ -141,9 +142,10 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     least = _half_step(g.dtype) * (2.0 * num_classes if form.smoothing else math.sqrt(num_classes))
     limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
     fits = limit <= least * math.sqrt(num_rows)
-    scale = torch.where(excess <= 0, scale, 1.0 if last_scale is None else last_scale)
+    zero = constant(0.0, z.device)  # a comparison with a number makes a tensor of it first
+    scale = torch.where(excess <= zero, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
-        labels = torch.where(live & fits, labels, constant(num_classes, labels.device))
+        labels = torch.where(live & fits, labels, constant(num_classes, z.device))
     return Reading(labels, scale, fits, num_live, rest)
 
 
@@ -169,7 +171,8 @@ def _half_step(dtype: torch.dtype) -> float:
 
 
 @functools.cache
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or a wider dtype, in which values of a dtype are computed with."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -196,23 +199,26 @@ class _Block(NamedTuple):
 
 
 def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | None) -> _Block:
+    norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_in_parts
     p = _probabilities(z, form.in_float32)
     g = g.to(p.dtype)
-    y = _hard_labels(p, g, live, form.smoothing, last)
+    if form.smoothing:
+        y = _smoothed_labels(p, g, live, form.smoothing, last)
+    else:
+        lowest = torch.add(g, p, alpha=-TINY)  # of entries that are all zero, as of a certain label, the likeliest
+        y = lowest.argmin(1)
     r = p.scatter_(1, y[:, None], form.smoothing - 1.0, reduce="add")  # p - q
     if form.smoothing:
         r.sub_(form.smoothing / z.shape[1])
-    length = _norm(r.mul_(live[:, None]))
-    whole = _norm(g)
+    length = norm(r.mul_(live[:, None]))
+    whole = norm(g)
     a = whole / length if last is None else _slope(whole, length, len(z), last)
-    rest = _norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
+    rest = norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
     return _Block(y, length, whole, a, rest)
 
 
-def _norm(rows: Tensor) -> Tensor:
+def _norm_in_parts(rows: Tensor) -> Tensor:
     """The norm of all numbers, in parts: a CPU's of 8M numbers in float32 is wrong by up to 0.8 %."""
-    if rows.numel() <= PART:
-        return torch.linalg.vector_norm(rows)
     return torch.nn.utils.get_total_norm(rows.split(max(PART // rows.shape[1], 1)))
 
 
@@ -240,13 +246,11 @@ def _together(found: list[_Block], last: _Last | None) -> _Block:
 def _probabilities(z: Tensor, in_float32: bool) -> Tensor:
     """The softmax as the loss takes it, in float32 or wider."""
     if in_float32:
-        return torch.softmax(z, 1, dtype=_wide_dtype(z.dtype))
+        return torch.softmax(z, 1, dtype=wide_dtype(z.dtype))
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
-def _hard_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float, last: _Last | None) -> Tensor:
-    if not smoothing:  # of entries that are all zero, as of masked classes and a certain label, the likeliest
-        return torch.add(g, p, alpha=-TINY).argmin(1)
+def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float, last: _Last | None) -> Tensor:
     if p.shape[1] == 2:  # each row has the factor at one of the two, unless the model is too sure of the wrong class
         guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
     else:

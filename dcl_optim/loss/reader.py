@@ -16,7 +16,7 @@ from torch import Tensor
 from dcl_optim._torch import warn, warn_once
 from dcl_optim._validation import check_state
 from dcl_optim.layout import to_rows
-from dcl_optim.loss.cross_entropy import LOG, Form, Reading, arithmetics, examine, read
+from dcl_optim.loss.cross_entropy import LOG, Form, Reading, arithmetics, examine, read, wide_dtype
 from dcl_optim.progress import Forward, Outcome
 from dcl_optim.pull import Scale
 
@@ -50,22 +50,6 @@ SOFTMAX_TWICE = (
     f"{PROBABILITIES}, and the loss applies softmax to them again.\n"
     "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/troubleshooting.md"
 )
-
-
-class Known(NamedTuple):
-    """What the reader knows: its state.
-
-    Attributes:
-        form: of the gradient; None before one is known.
-        scale: the last s that was read.
-        class_dim: the dimension of the classes, of logits with more than two.
-        num_silent: how many of the last batches with a gradient, one after the other, were not read.
-    """
-
-    form: Form | None = None
-    scale: Scale | None = None
-    class_dim: int | None = None
-    num_silent: int = 0
 
 
 NO_FORM = {"smoothing": None, "in_float32": True, "error": 0.0}
@@ -112,15 +96,23 @@ class LossReader:
     Args:
         name: of the optimizer, for errors.
         reads_labels: whether labels are needed, or the scale alone.
+
+    Attributes:
+        class_dim: the dimension of the classes, of logits with more than two; None before it is known.
+        not_found: why an output of the model showed no logits.
+        num_skipped: batches without a penalty, of those that were counted.
     """
 
     def __init__(self, name: str, reads_labels: bool) -> None:
         self.reads_labels = reads_labels
         self.term = TERMS[reads_labels]
-        self.known = Known()
-        self.not_found = ""  # why an output of the model showed no logits
-        self.num_skipped = 0  # batches without a penalty, of those that were counted
+        self.class_dim: int | None = None
+        self.not_found = ""
+        self.num_skipped = 0
         self._name = name
+        self._form: Form | None = None  # of the gradients; None before one is known
+        self._scale: Scale | None = None  # the last s that was read
+        self._num_silent = 0  # of the last batches with a gradient, one after the other, that were not read
         self._said: set[str] = set()
         self._num_said = 0  # unread batches of which the last warning told
         self._not_counted: list[_Seen] = []
@@ -128,15 +120,14 @@ class LossReader:
     @property
     def scale(self) -> Scale:
         """The last s that was read, 1 before any was."""
-        return 1.0 if self.known.scale is None else self.known.scale
+        return 1.0 if self._scale is None else self._scale
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
         self.count()
-        form, scale, class_dim, num_silent = self.known
-        saved = NO_FORM if form is None else form._asdict()
-        number = None if scale is None else float(scale)
-        return saved | {"scale": number, "class_dim": class_dim, "num_silent": num_silent}
+        saved = NO_FORM if self._form is None else self._form._asdict()
+        scale = None if self._scale is None else float(self._scale)
+        return saved | {"scale": scale, "class_dim": self.class_dim, "num_silent": self._num_silent}
 
     def check_state(self, state: Any) -> None:
         """Raise ValueError if a state does not fit."""
@@ -144,12 +135,14 @@ class LossReader:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        form = None if state["smoothing"] is None else Form(*(state[name] for name in NO_FORM))
-        self.known = Known(form, state["scale"], state["class_dim"], state["num_silent"])
+        self._form = None if state["smoothing"] is None else Form(*(state[name] for name in NO_FORM))
+        self._scale = state["scale"]
+        self.class_dim = state["class_dim"]
+        self._num_silent = state["num_silent"]
 
-    def dim_of(self, logits: Tensor) -> int | None:
+    def _dim_of(self, logits: Tensor) -> int | None:
         """The dimension of the classes; None while it is not known."""
-        dim = 1 if logits.ndim <= 2 else self.known.class_dim
+        dim = 1 if logits.ndim <= 2 else self.class_dim
         if dim is not None and dim >= max(logits.ndim, 2):
             raise ValueError(
                 f"the logits have shape {tuple(logits.shape)}, but the classes were along dimension {dim} before: keep "
@@ -172,35 +165,29 @@ class LossReader:
         """
         if not gradient.numel():  # a batch without rows says nothing
             return None
-        last_scale = self._last_scale(forward.rows)
-        reading = self._read_by_known_form(forward, gradient, last_scale)
+        z = forward.rows
+        last_scale = self._scale
+        dtype = wide_dtype(z.dtype)
+        if last_scale is not None and not (
+            isinstance(last_scale, Tensor) and last_scale.dtype == dtype and last_scale.device == z.device
+        ):
+            last_scale = torch.as_tensor(last_scale).to(z.device, dtype)
+        reading = None
+        dim = 1 if gradient.ndim == 2 else self._dim_of(gradient)
+        if self._form is not None and dim is not None:
+            if dim != forward.class_dim:
+                forward.lay_out(dim)
+            reading = read(self._form, forward.rows, to_rows(gradient, dim), last_scale, self.reads_labels)
         if reading is None or (forward.may_read and not bool(reading.fits)):
             reading = self._choose(forward, gradient, last_scale)
-        if reading is None:
-            return None
-        self.known = self.known._replace(scale=reading.scale)
+            if reading is None:
+                return None
+        self._scale = reading.scale
         if forward.may_read:
             self._note(forward, True, True)
             return reading
         self._note(forward, reading.num_live, reading.fits)
         return reading if self.reads_labels else reading._replace(scale=reading.scale * reading.fits)
-
-    def _read_by_known_form(self, forward: Forward, gradient: Tensor, last_scale: Tensor | None) -> Reading | None:
-        dim = self.dim_of(gradient)
-        form = self.known.form
-        if form is None or dim is None:
-            return None
-        if dim != forward.class_dim:
-            forward.lay_out(dim)
-        return read(form, forward.rows, to_rows(gradient, dim), last_scale, self.reads_labels)
-
-    def _last_scale(self, rows: Tensor) -> Tensor | None:
-        """The last s that was read, as a tensor on the device of logits; None before any was."""
-        scale = self.known.scale
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        if isinstance(scale, Tensor) and scale.dtype == dtype and scale.device == rows.device:
-            return scale
-        return None if scale is None else torch.as_tensor(scale).to(rows.device, dtype)
 
     def _note(self, forward: Forward, num_live: Tensor | bool, fits: Tensor | bool) -> None:
         if forward.outcome is Outcome.OPEN:  # else these logits have their penalty from another loss
@@ -216,7 +203,7 @@ class LossReader:
             elif total != 0 and forward.outcome is Outcome.OPEN:
                 self.skip()
             return None
-        known_dim = self.dim_of(gradient)
+        known_dim = self._dim_of(gradient)
         dims = range(1, max(gradient.ndim, 2)) if known_dim is None else [known_dim]
         # Along the classes the gradient of a softmax cross-entropy sums to 0.
         sums = [dim for dim in dims if _sums_to_zero(gradient, dim, total)]
@@ -244,15 +231,15 @@ class LossReader:
         """The forms that a gradient may have in the arithmetic of the one that was found, in the order to try them."""
         if says:
             return list(dict.fromkeys((found, Form(0.0, found.in_float32))))
-        if self.known.form is None:
+        if self._form is None:
             return []
-        return [self.known.form._replace(in_float32=found.in_float32)]  # whose arithmetic may show once the model fits
+        return [self._form._replace(in_float32=found.in_float32)]  # whose arithmetic may show once the model fits
 
     def _keep(self, choice: _Choice, forward: Forward) -> Reading:
         """Read the next batches in this way too."""
         form, dim, reading = choice
-        class_dim = dim if len(forward.shape) > 2 else None
-        self.known = self.known._replace(form=form, class_dim=class_dim)
+        self._form = form
+        self.class_dim = dim if len(forward.shape) > 2 else None
         if dim != forward.class_dim:
             forward.lay_out(dim)
         return reading
@@ -270,12 +257,12 @@ class LossReader:
 
     def _refuse(self, forward: Forward, message: str, says: bool) -> None:
         """A gradient has no known form: an error if none was known before, or of many in a row; else a warning."""
-        is_known = self.known.form is not None
+        is_known = self._form is not None
         is_long = is_known and forward.step_number > TRUSTED
         if says and not is_known:
             raise RuntimeError(message)
         if (says or not is_known) and not is_long:  # a model may be certain for good
-            num_silent = self._num_silent(_on_host(self._not_counted))
+            num_silent = self._count_silent(_on_host(self._not_counted))
             if num_silent + 1 >= PATIENCE:
                 raise RuntimeError(IN_A_ROW.format(PATIENCE) + message if is_known else message)
         self._note(forward, True, False)
@@ -330,12 +317,12 @@ class LossReader:
         seen = _on_host(self._not_counted)
         read_in = {one.backward for one in seen if one.fits and one.backward != -1}  # -1: compiled autograd
         self.num_skipped += sum(one.is_missed and one.backward not in read_in for one in seen)
-        self.known = self.known._replace(num_silent=self._num_silent(seen))
+        self._num_silent = self._count_silent(seen)
         self._not_counted = []
 
-    def _num_silent(self, seen: list[_Seen]) -> int:
+    def _count_silent(self, seen: list[_Seen]) -> int:
         """The number of batches since the last one that was read, with those that are not counted yet."""
-        number = self.known.num_silent
+        number = self._num_silent
         for one in seen:
             if one.fits:
                 number = 0

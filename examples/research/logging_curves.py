@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 PANELS = {
     "dcl/penalty": "penalty, training batch",
     "dcl/agreement": "companion agreement, test images",
-    "dcl/prototype_norm": "prototype norm",
+    "dcl/norm": "mean norm of the prototypes",
 }
 EVERY = 50  # steps
 
@@ -60,7 +60,9 @@ def train(kind: Any, settings: dict[str, Any], epochs: int) -> dict[str, list[tu
             if num_steps % EVERY:
                 continue
             figures = optimizer.logs(prefix="dcl/")
-            if isinstance(optimizer, DCLOptimizer):
+            if isinstance(optimizer, DCPOptimizer):
+                figures["dcl/norm"] = optimizer.prototypes.norm(dim=1).mean().item()
+            else:
                 model.eval()
                 with torch.no_grad():
                     same = model(x_test).argmax(1) == optimizer.companion.eval()(x_test).argmax(1)

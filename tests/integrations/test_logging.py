@@ -8,6 +8,7 @@ import math
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,10 +84,16 @@ def test_tensorboard(script):
     ours = Script(DCPOptimizer)
     exec(block("TensorBoard"), ours)
     found = events("runs/digits")
-    more = ["dcl/prototype_margin", "dcl/prototype_norm"]
-    assert sorted(found) == sorted([*KEYS, *more])
+    assert sorted(found) == sorted(KEYS)
     assert found == {key: ours.curve(key) for key in found}
-    assert math.isnan(found["dcl/prototype_norm"][0][1])
+    assert math.isnan(found["dcl/penalty"][0][1])
+
+
+def test_norm_and_margin_of_prototypes_by_hand():
+    names: dict[str, Any] = {"optimizer": SimpleNamespace(prototypes=torch.tensor([[3.0, 4.0], [0.0, -6.0]]))}
+    exec(block("DCP: norm and margin of the prototypes"), names)
+    assert names["norm"] == pytest.approx(5.5)
+    assert names["margin"] == pytest.approx(math.sqrt((1.0**2 + 6.0**2) / 2))
 
 
 def test_weights_and_biases(script):
@@ -191,7 +198,6 @@ def test_lightning(tmp_path, method):
     found = [{key: float(row[key]) for key in module.noted[0]} for row in rows if row["dcl/penalty"]]
     assert found == [pytest.approx(module.noted[step - 1]) for step in (5, 10)]
     assert found[-1]["dcl/penalty"] > 0
-    assert ("dcl/prototype_norm" in found[-1]) == (method == "dcp")
 
 
 class Noted(TrainerCallback):

@@ -413,43 +413,6 @@ def test_what_rounding_leaves_of_soft_labels_is_accepted(soft):
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("values", "seen", "norm", "margin"),
-    [
-        (
-            [[3.0, 4.0, 0.0], [1.0, 7.0, 3.0], [0.0, 0.0, -6.0]],
-            [1, 1, 1],
-            (5 + math.sqrt(59) + 6) / 3,
-            math.sqrt((1.0**2 + 5.0**2 + 6.0**2) / 3),
-        ),
-        ([[1002.0, 1000.0], [1000.0, 1002.0]], [1, 1], math.sqrt(1002**2 + 1000**2), 2.0),
-        (
-            [[4.0, 1.0, 1.0, 1.0], [0.0] * 4, [0.0, 0.0, 2.0, 0.0], [0.0] * 4],
-            [1, 0, 1, 0],
-            (math.sqrt(19) + 2) / 2,
-            math.sqrt((3.0**2 + 2.0**2) / 2),
-        ),
-        ([[0.0] * 2] * 2, [0, 0], NAN, NAN),
-        ([], [], NAN, NAN),
-    ],
-    ids=["by hand", "what all logits have in common counts for nothing", "unseen classes", "none seen", "none"],
-)
-def test_norm_and_margin_by_hand(values, seen, norm, margin):
-    optimizer = wrap(network(), num_classes=len(values) or None)
-    know(optimizer, torch.tensor(values, dtype=torch.float64).reshape(len(seen), -1 if seen else 0), torch.tensor(seen))
-    logs = optimizer.logs()
-    assert logs["prototype_norm"] == pytest.approx(norm, nan_ok=True)
-    assert logs["prototype_margin"] == pytest.approx(margin, nan_ok=True)
-
-
-def test_masked_classes_have_no_part_in_them():
-    optimizer = wrap(Logits(), lr=0.0, num_classes=3)
-    step_on(optimizer, torch.tensor([[1.0, -1.0, -INF], [-1.0, 1.0, -INF]]).double(), torch.arange(2))
-    logs = optimizer.logs()
-    assert logs["prototype_norm"] == pytest.approx(math.sqrt(2))
-    assert 1 < logs["prototype_margin"] < 3
-
-
 def growing_margin(**options: Any) -> float:
     """Where batch norm ties a class's logits to the number of its rows in the batch: few rows stand out more."""
     torch.manual_seed(0)
@@ -460,7 +423,9 @@ def growing_margin(**options: Any) -> float:
     x = torch.randn(10, 16)[y] + 0.5 * torch.randn(300, 16)
     rows = torch.randint(300, (500, 30))
     train(model, optimizer, [(x[index], y[index]) for index in rows])
-    return optimizer.logs()["prototype_margin"]
+    own = optimizer.prototypes.diagonal()
+    others = (optimizer.prototypes.sum(1) - own) / (len(own) - 1)
+    return float((own - others).square().mean().sqrt())
 
 
 def test_a_margin_beyond_twenty_tells_prototypes_that_run_away():
