@@ -84,6 +84,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, metavar="N", help="runs of each method (default: 10; 5 with wrong labels)")
     wrong_help = "share of wrong training labels; on 300 images instead of 50, with the companion in a row (default: 0)"
     add("--wrong-labels", type=float, default=0.0, metavar="SHARE", help=wrong_help)
-    add("--out", type=Path, default=Path("demo-out"), metavar="FOLDER", help="for the results (default: %(default)s)")
+    add("--out", type=Path, default=Path("demo-out"), help="folder of the results (default: %(default)s)")
     add("--version", action="version", version=f"dcl-optim {__version__}")
     return parser

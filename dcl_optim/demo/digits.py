@@ -85,8 +85,8 @@ def load_digits() -> dict[str, Images]:
     digits = load()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16 - 0.3
     labels = torch.from_numpy(digits.target)
-    parts = stratified_order(labels, seed=0).split([597, 400, 800])
-    test, validation, pool = ((images[part], labels[part]) for part in parts)
+    order = stratified_order(labels, seed=0)
+    test, validation, pool = ((images[part], labels[part]) for part in order.split([597, 400, 800]))
     return {"test": test, "validation": validation, "pool": pool}
 
 

@@ -103,7 +103,7 @@ class Comparison:
             "seeds": self.seeds,
             "curves": json.loads(json.dumps(self.curves), parse_constant=lambda name: None),  # JSON has no NaN
         }
-        Path(path).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
     def __str__(self) -> str:
         from tabulate import tabulate
@@ -123,16 +123,17 @@ class Comparison:
 
     def _verdict(self) -> list[str]:
         """Say which of the methods beside the first differ from one another, by the same test."""
-        others = list(self.curves)[1:]
-        p = self._tests(combinations(others, 2))
+        p = self._tests(combinations(list(self.curves)[1:], 2))
         if not p:
             return []
         differ = [
-            f"{name} minus {other} {_shown(self.gains(name, other), sign='+')}"
+            f"{name} minus {other}: {_shown(self.gains(name, other), sign='+')}"
             for (name, other), value in p.items()
             if value < CHANCE
         ]
-        return [f"Differences between {', '.join(others)} with p < {CHANCE}: {'; '.join(differ) or 'none'}."]
+        if not differ:
+            return [f"No two of the methods beside {self.first} differ (p >= {CHANCE})."]
+        return [f"Of the methods beside {self.first} these differ (p < {CHANCE}):", *differ]
 
     def notes(self) -> list[str]:
         """Say what makes the figures doubtful: not finite, or the same where they should differ."""
@@ -206,9 +207,10 @@ def compare(
     numbers = list(range(seeds) if isinstance(seeds, int) else seeds)
     _check(chosen, numbers)
     found = Comparison({name: [] for name in chosen}, [])
+    total = len(numbers) * len(chosen)
     pause = 0.1 if sys.stderr.isatty() else LINE_EVERY
     try:
-        with tqdm(total=len(numbers) * len(chosen), desc="compare", unit="run", miniters=1, mininterval=pause) as bar:
+        with tqdm(total=total, desc="compare", miniters=1, mininterval=pause) as bar:
             for seed in numbers:
                 runs = {}
                 for name, method in chosen.items():

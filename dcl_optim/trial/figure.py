@@ -34,6 +34,8 @@ def draw(curves: Mapping[str, Any], gains: Mapping[str, Any], title: str) -> Fig
     figure = Figure(figsize=(7, 3.4 * panels), dpi=150, layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(panels, squeeze=False)[:, 0]
+    for one in axes:
+        one.grid(alpha=0.3)
     if panels > 1:
         _draw_curves(axes[0], curves)
     _draw_gains(axes[-1], gains)
@@ -54,19 +56,18 @@ def _draw_curves(axes: Any, curves: Mapping[str, Any]) -> None:
     # The first values climb from chance: shown in full they would press the rest, which matters, into one line.
     axes.set_ylim(bottom=min(lows))
     axes.set(xlabel="share of the training, %", ylabel="mean ± standard error")
-    axes.grid(alpha=0.3)
     axes.legend()
 
 
 def _draw_gains(axes: Any, gains: Mapping[str, Any]) -> None:
-    """Draw a point for each seed, and beside them the mean with its standard error, in a column for each method."""
+    """Draw a point for each seed, and below them the mean with its standard error, in a line for each method."""
     first, *others = gains
     axes.set_prop_cycle(color=COLORS[1:])
-    axes.axhline(0, color="black")
+    axes.axvline(0, color="black")
     for place, name in enumerate(others):
         mean, error = mean_and_error(gains[name])
-        (points,) = axes.plot(place + np.linspace(-0.2, 0.2, len(gains[name])), gains[name], "o", alpha=0.5)
-        axes.errorbar(place + 0.3, mean, error, fmt="s", color=points.get_color(), capsize=4)
-    axes.grid(alpha=0.3)
-    axes.set_xticks(range(len(others)), others)
-    axes.set_ylabel(f"gain over {first}")
+        (points,) = axes.plot(gains[name], place + np.linspace(-0.2, 0.2, len(gains[name])), "o", alpha=0.5)
+        axes.errorbar(mean, place + 0.3, xerr=error, fmt="s", color=points.get_color(), capsize=4)
+    axes.set_yticks(range(len(others)), others)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"gain over {first}")
