@@ -13,7 +13,7 @@ from benchmarks.table import grid
 from dcl_optim.demo import report
 from dcl_optim.demo.training import METHODS
 from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability_cell
-from examples.research import evidence, gain_tables, pays, peers, records, size
+from examples.research import evidence, gain_tables, pays, peers, records, size, tabular
 from examples.research import wrong_labels as rows_with_wrong_labels
 from examples.research.applications.comparison import made, results_file
 from examples.research.experiments import EXPERIMENTS
@@ -276,6 +276,11 @@ def _of_experiments(names: Sequence[str]) -> dict[str, dict[int, float]]:
 def wrong_labels() -> str:
     """What to take with wrong labels: each method at its best learning rate."""
     return rows_with_wrong_labels.table(RESULTS)
+
+
+def tables_of_numbers() -> str:
+    """The gains over plain training on tables of two to ten classes."""
+    return tabular.table(RESULTS)
 
 
 def rivals(table: str) -> str:
