@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.table import grid
 from dcl_optim.trial.comparison import Comparison
-from dcl_optim.trial.paired import mean_and_error, plus_minus
-from examples.research import evidence, gain_tables, pays, records, size
+from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability_cell
+from examples.research import evidence, gain_tables, pays, records, size, tabular
 from examples.research import wrong_labels as rows_with_wrong_labels
 from examples.research.applications import fine_tuning
 from examples.research.experiments import EXPERIMENTS
@@ -124,6 +124,11 @@ def planned_comparisons() -> str:
 def wrong_labels() -> str:
     """What to take with wrong labels: each method at its best learning rate."""
     return rows_with_wrong_labels.table(RESULTS)
+
+
+def tables_of_numbers() -> str:
+    """The gains over plain training on tables of two to ten classes."""
+    return tabular.table(RESULTS)
 
 
 def rivals(table: str) -> str:
