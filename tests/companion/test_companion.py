@@ -250,21 +250,6 @@ def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_star
     assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
 
 
-def test_a_reset_between_forward_and_backward_pass_leaves_nothing_to_learn() -> None:
-    model = mlp()
-    optimizer = wrap(model)
-    train(model, optimizer, DATA)
-    x, y = DATA[0]
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    optimizer.reset_companion()
-    new = optimizer.companion
-    loss.backward()
-    optimizer.step()
-    assert optimizer.companion is new
-    assert not optimizer.companion_optimizer.state
-
-
 def test_a_companion_that_was_given_is_not_built_again() -> None:
     given = wrap(mlp(), companion=mlp(seed=6))
     with pytest.raises(RuntimeError, match=r"given as a module.*load weights into it"):

@@ -61,22 +61,6 @@ def test_a_run_resumed_through_the_trainer_is_the_uninterrupted_run(method, tmp_
     assert_same(trainer.optimizers[0].state_dict(), expected.state_dict())
 
 
-def test_a_checkpoint_of_a_wrapped_run_goes_on_plainly_and_gives_the_model_alone(tmp_path):
-    module = Classifier("dcl", still())
-    optimizer = fit(module)
-    module.trainer.save_checkpoint(tmp_path / "dcl.ckpt")
-    loaded = Classifier.load_from_checkpoint(tmp_path / "dcl.ckpt", method="dcl", net=still(seed=5), weights_only=True)
-    assert_same(loaded, module)
-    plain, trainer = Classifier("plain", still(seed=5)), quiet_trainer(max_epochs=3)
-    trainer.fit(plain, loader(), ckpt_path=tmp_path / "dcl.ckpt", weights_only=True)
-    optimizer.detach()
-    for x, y in loader():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(module.net(x), y).backward()
-        optimizer.step()
-    assert_same(plain.net, module.net)
-
-
 class TakesPlainStates(Classifier):
     """The recipe of docs/frameworks.md."""
 

@@ -27,9 +27,8 @@ from tests.helpers import (
     sgd,
     train,
 )
-from tests.reference import VARIANTS, WEIGHT, learned, term_of, wrap
+from tests.reference import VARIANTS, WEIGHT, term_of, wrap
 
-WAYS = ["line", "term"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
@@ -164,33 +163,6 @@ def test_the_two_steps_of_sam_on_the_base_are_refused(variant):
     optimizer.base.second_step()
     with pytest.raises(RuntimeError, match=r"with SAM step\(closure\)"):
         backward(model, *data[1])
-
-
-def clear_the_model(model: nn.Module) -> None:
-    model.zero_grad()
-
-
-def clear_by_hand(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@pytest.mark.parametrize("clear", [clear_the_model, clear_by_hand])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_whose_gradients_the_script_drops_is_not_learned_from(variant, clear):
-    trained = []
-    for drops in (True, False):
-        model = mlp()
-        optimizer = wrap(variant, model)
-        for index, batch in enumerate(batches(6)):
-            if index == 3 and not drops:
-                continue
-            clear(model)
-            backward(model, *batch)
-            if index != 3:
-                optimizer.step()
-        trained.append((model.state_dict(), learned(optimizer)))
-    assert_same(*trained)
 
 
 # ---- gradients that the script asks for ------------------------------------------------------------------------------

@@ -220,14 +220,6 @@ def test_the_first_batch_of_many_pixels_is_read():
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 3, rel=1e-3)
 
 
-def scale_of(optimizer: Any, loss: Tensor) -> float:
-    """The loss scale of a step."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return optimizer.logs()["loss_scale"]
-
-
 TERM = {"dcl": r"loss \+ optimizer\.penalty\(logits\);", "dcp": r"loss \+ optimizer\.penalty\(logits, labels\);"}
 ROWS = "the rows have different factors.*focal or symmetric losses.*mixup"
 

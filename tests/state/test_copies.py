@@ -22,7 +22,6 @@ from tests.helpers import (
     mlp,
     one,
     sgd,
-    through_a_file,
     train,
     wrap,
 )
@@ -54,18 +53,6 @@ def test_a_copy_of_a_model_that_holds_its_optimizer():
         train(twin, twin.trainer, batches(1))
     train(twin, wrap(twin), batches(2, seed=2))
     train(model, model.trainer, batches(1))
-
-
-@pytest.mark.parametrize("form", ["saved", "averaged"])
-def test_a_copy_of_the_model_alone_has_no_hook_of_ours(form):
-    model = mlp()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(3))
-    copied = through_a_file(model, weights_only=False) if form == "saved" else AveragedModel(model).train()
-    before = optimizer.logs()
-    backward(copied, *one(9))
-    assert optimizer.logs() == before
-    DCLOptimizer(sgd(copied), copied, weight=1.0)  # and may be wrapped itself
 
 
 def hooks(model):
@@ -136,16 +123,6 @@ def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     assert not torch.equal(model[0].weight, before[0].weight)
     train(second.model, second, batches(2, seed=5))
     assert second.logs()["step"] == 2
-
-
-def test_wrapping_again_adds_the_penalty_once():
-    model, expected = mlp(), mlp()
-    first = wrap(model, weight=3.0)
-    second = wrap(model)
-    train(model, second, batches(3))
-    train(expected, wrap(expected), batches(3))
-    assert_same(model, expected)
-    assert first.logs()["step"] == 0
 
 
 def test_a_shallow_copy_is_the_same_optimizer_under_a_second_name():

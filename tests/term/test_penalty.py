@@ -357,29 +357,6 @@ def test_a_term_is_not_used_after_the_step(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_gradient_that_the_script_asks_for_has_the_penalty_and_nothing_learns_from_it(variant: str) -> None:
-    """Of the rows that are learned from, and of others (an attack)."""
-    trained = []
-    for asks in (True, False):
-        optimizer = train(wrap(variant, mlp()), batches(4))
-        term = term_of(optimizer)
-        for x, y in batches(STEPS, seed=2):
-            optimizer.zero_grad()
-            for rows in (x, 2 * x) if asks else (x,):
-                z = optimizer.model(rows)
-                loss, penalty = F.cross_entropy(z, y), term(z, y)
-                if asks:
-                    (plain,) = torch.autograd.grad(loss, z, retain_graph=True)
-                    (asked,) = torch.autograd.grad(loss + penalty, z, retain_graph=True)
-                    assert_same(asked - plain, pull(optimizer, rows, y, z), atol=1e-15)
-                if rows is x:
-                    (loss + penalty).backward()
-            optimizer.step()
-        trained.append(optimizer)
-    assert_same_training(*trained)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_second_call_with_the_same_logits_is_refused_and_the_first_goes_on(variant: str) -> None:
     """As with a term for each of the two labels that mixup has: both would be learned in full."""
     trained = []
