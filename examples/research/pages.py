@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.table import grid
 from dcl_optim.trial.comparison import Comparison
-from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability_cell
+from dcl_optim.trial.paired import mean_and_error, plus_minus
 from examples.research import evidence, gain_tables, pays, records, size, tabular
 from examples.research import wrong_labels as rows_with_wrong_labels
 from examples.research.applications import fine_tuning
