@@ -128,7 +128,10 @@ SEEN = {
         "the gradient did not come through the logits that were found (others, or these detached), or no backward pass "
         "ran"
     ),
-    Stage.INPUTS: "a backward pass through the logits, for the gradient of inputs or activations alone",
+    Stage.INPUTS: (
+        "a backward pass through the logits for the gradient of inputs or activations alone, as of an attack, or of a "
+        "pipeline that takes it apart from that of parameters"
+    ),
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
 EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
@@ -139,8 +142,8 @@ FIXES = {
     ),
     Stage.FORWARD: "pass logits=<their function>, or add the penalty to the loss, {}",
     Stage.INPUTS: (
-        "take the gradients of activations and parameters in one backward pass, in a pipeline by the schedule GPipe, "
-        "1F1B or interleaved 1F1B"
+        "train by loss.backward() without inputs=, through these logits; in a pipeline take the schedule GPipe, 1F1B "
+        "or interleaved 1F1B"
     ),
     Stage.GRAPH_KEPT: "run a backward pass without it before the step",
 }

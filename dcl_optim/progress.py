@@ -101,12 +101,6 @@ class Forward:
         self.rows = to_rows(self.logits, class_dim)
         self.class_dim = class_dim
 
-    def reached(self, reach: Reach) -> None:
-        """Note a backward pass through the logits that names what it asks for."""
-        if self.reach is not None and self.reach is not reach:
-            self.is_split = True
-        self.reach = reach
-
     def release(self) -> None:
         """Let go of all tensors: the script may keep the graph that keeps this object."""
         self.outcome = Outcome.RELEASED
@@ -188,7 +182,8 @@ class Progress:
         if reach is not Reach.ALL:
             if reach is Reach.NOTHING:
                 return False
-            forward.reached(reach)
+            forward.is_split = forward.is_split or forward.reach not in (None, reach)
+            forward.reach = reach
             if reach is Reach.INPUTS:  # as an attack asks for the gradient of its inputs
                 self.stage = max(self.stage, Stage.INPUTS)
                 return False
