@@ -221,6 +221,16 @@ def test_any_output_shape(shape, distance):
     optimizer.step()
 
 
+def test_companion_of_another_output_shape():
+    model = mlp()
+    optimizer = wrap(model, companion=nn.Linear(FEATURES, CLASSES + 1).double())
+    before = copy.deepcopy(model.state_dict())
+    message = r"logits of shape \(16, 6\) where the model gives \(16, 5\).*build the base optimizer and wrap it again"
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, batches(1))
+    assert_same(model.state_dict(), before)
+
+
 # ---- weights that are loaded in the middle of a run, and a new companion ---------------------------------------------
 
 LOADED = r"(?s)weights were loaded into the model since.*optimizer\.reset_companion\(\)"

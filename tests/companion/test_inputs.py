@@ -204,3 +204,16 @@ def test_what_the_forward_takes_out_of_its_batch_is_there_for_the_companion() ->
         found.append((model, optimizer.companion))
     assert_same(found[0][0], found[1][0])
     assert_same(found[0][1], found[1][1])
+
+
+def test_an_input_that_is_rewritten_before_the_backward_pass_raises_also_where_saved_tensors_have_hooks() -> None:
+    """The model's hooks copy what it saves; the companion, which has none of them, would read the next batch."""
+    model = mlp()
+    optimizer = wrap(model)
+    train(model, optimizer, batches(1))  # of the first inputs there are clones
+    x, y = one(5)
+    with torch.autograd.graph.save_on_cpu():
+        loss = F.cross_entropy(model(x), y)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="has been modified by an in-place operation since the forward pass"):
+        loss.backward()

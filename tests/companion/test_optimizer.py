@@ -506,3 +506,15 @@ def test_an_error_in_the_companions_step_has_a_note_with_the_fix_and_the_next_st
     failed, calm = optimizers
     assert_same(failed.model, calm.model)
     assert_same(failed.companion, calm.companion)
+
+
+def test_the_companion_follows_a_learning_rate_that_becomes_a_tensor():
+    """As when a checkpoint of a plain run with such a learning rate is loaded into the base."""
+    model = mlp()
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion_lr_scale=0.5)
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.04)
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[0]["lr"].fill_(0.08)
+    train(model, optimizer, batches(1))
+    assert float(optimizer.companion_optimizer.param_groups[0]["lr"]) == pytest.approx(0.04)

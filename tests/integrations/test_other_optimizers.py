@@ -144,6 +144,30 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     assert is_moved(second.companion)
 
 
+@pytest.mark.parametrize("name", sorted(DIVIDE_BY_THEIR_FIRST_GRADIENT))
+def test_a_base_that_divides_by_its_first_gradient_is_refused_and_works_beside_another_companion_optimizer(
+    name: str,
+) -> None:
+    """Its copy would throw the companion away: a copy of the model begins with a zero."""
+    plain, model = mlp(), mlp()
+    with pytest.raises(ValueError, match=r"divides by the size of its first gradient.*pass companion_optimizer="):
+        DCLOptimizer(build(name, model), model, weight=0.0)
+    second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
+    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=0.0)
+    train(plain, build(name, plain), batches(25))
+    train(model, optimizer, batches(25))
+    assert_same(plain, model)
+    assert is_moved(optimizer.companion)
+
+
+@pytest.mark.parametrize("name", sorted(NEED_A_MODULE))
+def test_a_base_that_is_built_from_a_module_is_refused_with_the_mend(name: str) -> None:
+    model = mlp()
+    base = pytorch_optimizer.load_optimizer(name)(model)
+    with pytest.raises(ValueError, match=r"could not be copied .*holds a module.*pass\s+companion_optimizer="):
+        DCLOptimizer(base, model, weight=1.0)
+
+
 def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y)

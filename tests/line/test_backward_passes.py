@@ -132,6 +132,21 @@ def test_in_place_edits_of_the_logits_do_not_reach_what_is_kept():
         optimizer.penalty(z)  # which these are no longer
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_backward_after_detach_has_no_penalty(variant):
+    model = mlp()
+    optimizer = wrap(variant, model)
+    train(model, optimizer, batches(2))
+    alone = copy.deepcopy(model)
+    loss = F.cross_entropy(model(one()[0]), one()[1])
+    optimizer.detach()
+    for network in (model, alone):
+        network.zero_grad()
+    loss.backward()
+    backward(alone, *one())
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
 # ---- steps without the wrapper's -------------------------------------------------------------------------------------
 
 

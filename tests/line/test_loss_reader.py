@@ -535,6 +535,26 @@ def test_the_dimension_along_which_the_gradient_is_a_cross_entropys(shape, dim):
     assert_same(optimizer.prototypes[k], rows.detach()[y == k].mean(0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("distance", ["kl", "infonce"])
+def test_dcl_finds_the_dimension_of_the_classes_which_its_term_then_takes(distance):
+    """As of a model that returns the rows themselves."""
+    found = []
+    for flat in (False, True):
+        last = [nn.Flatten(0, 1)] if flat else []
+        model, companion = mlp().extend(last), mlp(seed=3).extend(last)
+        optimizer = wrap(model, distance=distance, companion=companion)
+        for step, (x, y) in enumerate(sequences(5)):
+            optimizer.zero_grad()
+            z = model(x)
+            loss = (
+                F.cross_entropy(z.flatten(0, -2), y.flatten()) if step < 3 else z.square().mean() + optimizer.penalty(z)
+            )
+            loss.backward()
+            optimizer.step()
+        found.append((model.state_dict(), companion.state_dict()))
+    assert_same(*found, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("first", ["ignored", "not finite"])
 @pytest.mark.parametrize("num_classes", [None, CLASSES])
 def test_the_dimension_is_not_final_before_some_rows_had_labels(first, num_classes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer, distances
-from tests.helpers import assert_same, on_two_ranks
+from tests.helpers import assert_same, on_two_ranks, through_a_file
 from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
@@ -186,6 +187,22 @@ def test_rows_without_a_label_show_nothing() -> None:
     learn(optimizer, [[2.0, -INF], [5.0, 5.0], [-INF, -INF]], torch.tensor([0, -100, -100]))
     assert learn(optimizer, [[2.0, 8.0], [9.0, 9.0]], torch.tensor([0, -100])) == 0.0
     assert_same(optimizer.prototypes, torch.tensor([[2.0, 8.0], [0.0, 0.0]]).double())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(mask: Mask) -> None:
+    whole = wrap(Masked(mask))
+    for step, (x, y) in enumerate(batches()):
+        if step == 5:
+            state = through_a_file(copy.deepcopy([whole.state_dict(), whole.model.state_dict()]))
+        take_step(whole, x, y)
+    again = wrap(Masked(mask))
+    again.load_state_dict(state[0])
+    again.model.load_state_dict(state[1])
+    again.model.step = 5
+    for x, y in batches()[5:]:
+        take_step(again, x, y)
+    assert_same([again.model.state_dict(), again.state_dict()], [whole.model.state_dict(), whole.state_dict()])
 
 
 # ---- states, devices and ranks ---------------------------------------------------------------------------------------
