@@ -159,7 +159,7 @@ NOT_ADDED = (
 )
 TERM_FOR_INPUTS = (
     "what {}.penalty returned took part in backward passes for the gradient of inputs or activations alone, as "
-    "zero-bubble pipelines take it apart from that of parameters: nothing learns from them.\n"
+    "zero-bubble pipelines run them: nothing learns from them.\n"
     "  Fix: in a pipeline take the schedule GPipe, 1F1B or interleaved 1F1B; else call loss.backward() without inputs="
 )
 NOT_TRAINED = (
