@@ -130,7 +130,7 @@ SEEN = {
     ),
     Stage.INPUTS: (
         "a backward pass through the logits for the gradient of inputs or activations alone, as of an attack, or of a "
-        "pipeline that takes it apart from that of parameters"
+        "pipeline that runs another one for parameters"
     ),
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
