@@ -130,7 +130,7 @@ SEEN = {
     ),
     Stage.INPUTS: (
         "a backward pass through the logits for the gradient of inputs or activations alone, as of an attack, or of a "
-        "pipeline that runs another one for parameters"
+        "pipeline that takes that of parameters later"
     ),
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
@@ -159,7 +159,7 @@ NOT_ADDED = (
 )
 TERM_FOR_INPUTS = (
     "what {}.penalty returned took part in backward passes for the gradient of inputs or activations alone, as "
-    "zero-bubble pipelines run them: nothing learns from them.\n"
+    "zero-bubble pipelines take it before that of parameters: nothing learns from them.\n"
     "  Fix: in a pipeline take the schedule GPipe, 1F1B or interleaved 1F1B; else call loss.backward() without inputs="
 )
 NOT_TRAINED = (
