@@ -429,8 +429,7 @@ class Algorithm:
         weight = None if self.weight.constant == 0 else self.weight(forward.step_number)
         alpha = self.alpha(forward.step_number)
         self.uses_term = True
-        self.progress.penalty_called()
-        forward.outcome = Outcome.GIVEN
+        self.progress.penalty_called(forward)
         value = pull.value()
         if forward.rows.numel():  # 0 times infinity is nan; masked logits are minus infinity
             value = torch.add(value, forward.rows.amax(), alpha=0)
@@ -462,7 +461,7 @@ class Algorithm:
             }
             self._learn_from_term(forward, pull, labels, s, alpha)
         elif forward.reach is Reach.INPUTS:
-            self.progress.term = max(self.progress.term, Term.INPUTS)
+            self.progress.penalty_met_for_inputs()
         return gradient
 
     def _learn_from_term(self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float) -> None:
