@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, which calls the model and steps the wrapper. Not in algorithm.py, which knows no engine by name."""
+"""DeepSpeed's engine, which calls the model and steps the wrapper; algorithm.py knows no engine by name."""
 
 from __future__ import annotations
 
