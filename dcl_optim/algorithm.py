@@ -31,7 +31,8 @@ from dcl_optim.pull import Pull, Scale
 from dcl_optim.schedules import Checked
 from dcl_optim.weights import FollowingFit
 
-SETTLED = 16  # steps, before which the first prototypes are those of an untrained model
+FIRST = 16  # step, before which the prototypes are those of an untrained model
+SETTLED = 100  # steps, until which they follow a model that learns fast
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
 
 NOT_FINITE = (
@@ -532,15 +533,16 @@ class Algorithm:
             warn_once(self._said, NOT_FINITE)
 
     def _check_strength(self) -> None:
-        """Warn of a penalty that is more than half of log K, the loss of a guess. Synchronizes."""
+        """Warn of a penalty above log K, the loss of a guess; from step 100 on above half of it. Synchronizes."""
         num_classes = self.forecaster.num_classes
         is_squared = self.forecaster.distance in (mse, squared)  # others have other sizes
-        if num_classes < 2 or not is_squared or self.progress.number < SETTLED or "penalty" not in self.last:
+        if num_classes < 2 or not is_squared or self.progress.number < FIRST or "penalty" not in self.last:
             return
         weight = float(self.last["weight"])
         penalty = weight * float(self.last["penalty"]())
         guess = math.log(num_classes)
-        if guess / 2.0 < penalty < math.inf:
+        limit = guess if self.progress.number < SETTLED else guess / 2.0
+        if limit < penalty < math.inf:
             message = TOO_STRONG.format(
                 name=self._name, penalty=penalty, guess=guess, classes=num_classes, weight=weight
             )
