@@ -41,7 +41,7 @@ from dcl_optim.pull import Pull, Scale
 from dcl_optim.schedules import Checked
 from dcl_optim.weights import FollowingFit
 
-SETTLED = 16  # steps, before which the first prototypes are those of an untrained model
+SETTLED = 100  # steps, before which the prototypes follow a model that learns fast
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
 
 NOT_FINITE = (
