@@ -148,6 +148,8 @@ def assert_apart(model: nn.Module, plain: nn.Module) -> None:
     assert max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs) > 1e-4
 
 
+# With LDAM's factor on the logits training diverges on these rows, without the penalty too.
+@pytest.mark.filterwarnings("ignore:the penalty of DCPOptimizer is .*, which is large")
 @ALL
 @EACH
 def test_the_loop_with_the_term_trains_as_with_the_penalty_by_hand(variant: str, name: str) -> None:
