@@ -25,7 +25,7 @@ from benchmarks import fake_device
 from benchmarks.methods import METHODS, Row, Script, Training, sgd, start
 from benchmarks.workloads import MANY_CLASSES, WORKLOADS, Setting, Workload
 from dcl_optim.trial.memory import peak_of
-from dcl_optim.trial.timing import interleaved, is_accelerator, quartiles, ratios, seconds_per_step, steps_per_slot
+from dcl_optim.trial.timing import interleaved, is_accelerator, quartiles, ratios, seconds_per_step
 
 Figures = dict[str, Any]
 
@@ -98,6 +98,12 @@ def time(work: Workload, setting: Setting, options: argparse.Namespace) -> Figur
             for name, training in trainings.items()
         ],
     }
+
+
+def steps_per_slot(steps: Mapping[str, Callable[[], object]], slot_seconds: float, device: torch.device) -> int:
+    """How many steps of the slowest take a time; all take as many steps, or their noise would differ."""
+    slowest = max(min(seconds_per_step(step, 1, device) for _ in range(2)) for step in steps.values())
+    return max(1, round(slot_seconds / slowest))
 
 
 def allowed(work: Workload, methods: Iterable[str]) -> list[str]:

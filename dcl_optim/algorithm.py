@@ -6,6 +6,7 @@ Not in optimizer.py, since Lightning runs the optimizer's methods on another obj
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 import weakref
@@ -30,6 +31,7 @@ from dcl_optim._torch import (
     outside_compiled_graphs,
     warn_once,
 )
+from dcl_optim.distances import mse, squared
 from dcl_optim.distributed import SHARDED_LOGITS, is_sharded, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.loss.reader import TERMS, LossReader
@@ -39,6 +41,7 @@ from dcl_optim.pull import Pull, Scale
 from dcl_optim.schedules import Checked
 from dcl_optim.weights import FollowingFit
 
+SETTLED = 16  # steps, before which the first prototypes are those of an untrained model
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
 
 NOT_FINITE = (
@@ -89,6 +92,11 @@ WEIGHTS_LOADED = (
 ANOTHER_NETWORK = (
     "{}.penalty got logits that no parameter of the model has computed, as those of a teacher or of an averaged copy: "
     "their penalty changes no weight that is trained here.\n  Fix: pass the logits that the wrapped model returned"
+)
+TOO_STRONG = (
+    "the penalty of {name} is {penalty:.2g}, which is large beside {guess:.2g}, the cross-entropy of a guess among "
+    "{classes} classes: the logits swing about their prototypes, and training may diverge.\n"
+    "  Fix: a smaller learning rate, or a smaller weight than {weight:.2g}. See docs/troubleshooting.md"
 )
 
 # What a step refuses.
@@ -421,8 +429,7 @@ class Algorithm:
         weight = None if self.weight.constant == 0 else self.weight(forward.step_number)
         alpha = self.alpha(forward.step_number)
         self.uses_term = True
-        self.progress.penalty_called()
-        forward.outcome = Outcome.GIVEN
+        self.progress.penalty_called(forward)
         value = pull.value()
         if forward.rows.numel():  # 0 times infinity is nan; masked logits are minus infinity
             value = torch.add(value, forward.rows.amax(), alpha=0)
@@ -453,7 +460,7 @@ class Algorithm:
             }
             self._learn_from_term(forward, pull, labels, s, alpha)
         elif forward.reach is Reach.INPUTS:
-            self.progress.term = max(self.progress.term, Term.INPUTS)
+            self.progress.penalty_met_for_inputs()
         return gradient
 
     on_compiled_term = outside_compiled_graphs(on_term)
@@ -593,6 +600,7 @@ class Algorithm:
         progress.end()
         if _sync.is_sync_step(progress.number):
             self.reader.count()
+            self._check_strength()
             self.forecaster.check_values()
         if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch
@@ -602,6 +610,21 @@ class Algorithm:
         self.progress = Progress(progress.number + 1)
         if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
+
+    def _check_strength(self) -> None:
+        """Warn of a penalty that is more than half of log K, the loss of a guess. Synchronizes."""
+        num_classes = self.forecaster.num_classes
+        is_squared = self.forecaster.distance in (mse, squared)  # others have other sizes
+        if num_classes < 2 or not is_squared or self.progress.number < SETTLED or "penalty" not in self.last:
+            return
+        weight = float(self.last["weight"])
+        penalty = weight * float(self.last["penalty"]())
+        guess = math.log(num_classes)
+        if guess / 2.0 < penalty < math.inf:
+            message = TOO_STRONG.format(
+                name=self._name, penalty=penalty, guess=guess, classes=num_classes, weight=weight
+            )
+            warn_once(self._said, message, about="strength")
 
     def forget(self) -> None:
         """Drop the batches of the step."""

@@ -51,7 +51,7 @@ def mse(z: Tensor, c: Tensor) -> Tensor:
 def squared(z: Tensor, c: Tensor) -> Tensor:
     r"""Squared distance of logits, :math:`\lVert z_i - c_i\rVert^2/K`, which is the paper's.
 
-    The paper writes :math:`\lVert z-c\rVert^2/2` per sample (Section 3.2); its experiments use this mean.
+    The paper writes :math:`\lVert z-c\rVert^2/2` per sample in Section 3.2, and calls it MSE, which is this mean.
 
     Args:
         z, c: rows (N, K).

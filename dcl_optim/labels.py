@@ -129,6 +129,7 @@ def _check_classes(classes: Tensor, num_classes: int, ignore_index: int) -> None
     if len(wrong):
         raise ValueError(
             f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal ignore_index={ignore_index}"
+            ": is there a logit for each class? Hidden states and the K - 1 logits of ordinal losses are none"
         )
 
 

@@ -105,16 +105,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, loss: A
         optimizer.step()
 
 
-def train_in_halves(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any) -> None:
-    """The same in two micro-batches of a step."""
-    for x, y in data:
-        optimizer.zero_grad()
-        half = len(x) // 2
-        for rows in (slice(0, half), slice(half, None)):
-            (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
-        optimizer.step()
-
-
 @contextmanager
 def gradients_put_back(model: nn.Module) -> Iterator[None]:
     """What is done inside leaves the gradients of the model's parameters as they were."""
@@ -330,12 +320,6 @@ def live_tensors() -> tuple[int, int]:
     """The number and the elements of the tensors that Python holds, without what the fixture older_objects froze."""
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
     return len(tensors), sum(tensor.numel() for tensor in tensors)
-
-
-def surviving_tensors() -> int:
-    """The number of tensors that a garbage collection leaves."""
-    gc.collect()
-    return live_tensors()[0]
 
 
 def items_in_containers(objects: Iterable[Any]) -> int:

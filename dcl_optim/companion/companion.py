@@ -277,7 +277,7 @@ class Companion(Forecaster):
         has_ranks = self._group.size > 1 and self._has_predicted
         if self._has_observed or has_ranks:  # also with scales of zero on a device, of batches that were not read
             if optimizer.wide:
-                optimizer.widen_gradients()
+                optimizer.wide.widen_gradients()
             if has_ranks:  # every rank must bring the same tensors to the reduction
                 optimizer.fill_gradients()
             self._average(list(gradients_of(optimizer.optimizer)), network.has_shards)

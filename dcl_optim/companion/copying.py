@@ -30,7 +30,8 @@ ROUNDING = 0.1  # of half precision and TF32, whose kernels may add up in any or
 
 # Why a copy is refused: what deepcopy does not follow.
 NOT_COPIED = (
-    f"a function, a list or a global variable holds that layer, of which no copy is made.\n  Fix: {PASS_A_MODULE}"
+    "a function, a list, a global variable or torch.jit.script holds that layer, of which no copy is made.\n"
+    f"  Fix: {PASS_A_MODULE}"
 )
 
 

@@ -130,10 +130,10 @@ class Network:
         if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
             self._num_ranks = self._group.size
             wide = self.optimizer.wide
-            self.optimizer.read_network()
-            self._group.broadcast(wide.get(p, p).data for p in self.module.parameters() if p.requires_grad)
+            wide.read_network()
+            self._group.broadcast(wide.behind(p).data for p in self.module.parameters() if p.requires_grad)
             self._group.broadcast(self.module.buffers())
-            self.optimizer.write_network()
+            wide.write_network()
         if vars(self._model).get("forward") is not self._forward and self._is_copy:
             self._follow_forward()
         for theirs, ours in self._modules:
@@ -153,7 +153,7 @@ class Network:
     def state_dict(self) -> dict[str, Any]:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
         self.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
-        self.optimizer.read_network()
+        self.optimizer.wide.read_network()
         begun = {"begun": self.optimizer.has_begun}
         return begun | {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
 
@@ -168,7 +168,7 @@ class Network:
         """The weights of float32 that are behind parameters in half precision, by the names of these."""
         wide = self.optimizer.wide
         named = self.module.named_parameters(remove_duplicate=False)
-        return {name: wide[parameter].detach() for name, parameter in named if parameter in wide}
+        return {name: wide.behind(parameter).detach() for name, parameter in named if parameter in wide}
 
     def check_tensors(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless the companion's tensors are of its names and shapes."""
@@ -185,7 +185,7 @@ class Network:
             self.module.load_state_dict(state["model"], strict=False)
             for name, weight in self._wide_tensors().items():
                 weight.copy_(state["model"][name])
-            self.optimizer.write_network()
+            self.optimizer.wide.write_network()
         self.optimizer.has_begun = state["begun"]
         self.has_predicted = False
         self.is_loaded = True

@@ -2,9 +2,6 @@
 
 What a schedule changes in the base's groups reaches the companion's. What an optimizer counts in its own groups
 (Schedule-Free's averages, Prodigy's estimates) stays each one's own.
-
-A network in half precision has weights of float32 behind it. With alpha = 0.99 most of its steps are below the rounding
-of half precision, and would be lost.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of, without_gradient
-from dcl_optim._torch import count_as_step, version
+from dcl_optim._torch import count_as_step
 from dcl_optim.companion.replay import capture_rng, replayed
-from dcl_optim.distributed import local_parts, sum_of_norms
+from dcl_optim.companion.wide_weights import WideWeights
+from dcl_optim.distributed import sum_of_norms
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
-HALF = (torch.float16, torch.bfloat16)
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
 ESTIMATES_FROM_THE_FIRST_GRADIENT = ("DAdaptAdan", "DAdaptSGD")  # of dadaptation and pytorch_optimizer
@@ -56,8 +53,7 @@ class CompanionOptimizer:
 
     Attributes:
         optimizer: the optimizer.
-        wide: for the network's parameters in half precision, those of float32 that the optimizer steps. The network's
-            are their rounding, unless the script has written to them since.
+        wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
         has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
             optimizers divide later; until then no step is taken.
     """
@@ -73,19 +69,16 @@ class CompanionOptimizer:
         self._base = base
         self._follows = make is None
         self._lr_scale = lr_scale
-        halves = [parameter for parameter in (*twins.values(), *others) if parameter.dtype in HALF]
-        wide = {half: nn.Parameter(half.detach().float()) for half in halves}
-        stepped = {theirs: wide.get(ours, ours) for theirs, ours in twins.items()}
+        self.wide = WideWeights((*twins.values(), *others))
+        stepped = {theirs: self.wide.behind(ours) for theirs, ours in twins.items()}
         groups = [[stepped[p] for p in group["params"] if p in stepped] for group in base.param_groups]
-        groups[0] += [wide.get(ours, ours) for ours in others]
+        groups[0] += map(self.wide.behind, others)
         if not any(groups):
             raise ValueError(NOTHING_TO_TRAIN)
         self.optimizer = copy_optimizer(base, groups, stepped) if make is None else make(list(chain(*groups)))
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
-        trained = set(parameters_of(self.optimizer))  # a callable may have taken the network's own
-        self.wide = {half: weight for half, weight in wide.items() if weight in trained}
-        self._written = _written(self.wide)
+        self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
         self.has_begun = False
         if make is not None:
             self.switch("train")
@@ -120,7 +113,7 @@ class CompanionOptimizer:
             return
         self.follow_options()
         try:
-            if type(self.optimizer).__module__.startswith("torch.optim"):  # none of which draws
+            if _is_of_torch(self.optimizer):  # none of which draws
                 self.optimizer.step()
             else:
                 with replayed(capture_rng(next(parameters_of(self.optimizer)).device)):
@@ -129,71 +122,37 @@ class CompanionOptimizer:
             add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
             raise
         if self.wide:
-            self.write_network()
+            self.wide.write_network()
 
     def switch(self, mode: str) -> None:
         """Call the optimizer's method of this name, ``"train"`` or ``"eval"``, if it has one."""
         if hasattr(self.optimizer, mode):
-            self.read_network()
+            self.wide.read_network()
             getattr(self.optimizer, mode)()
-            self.write_network()
+            self.wide.write_network()
 
-    # ---- weights and gradients of a network in half precision --------------------------------------------------------
-
-    def read_network(self) -> None:
-        """Take what the script has written into parameters in half precision since they were last written here."""
-        now = _written(self.wide)
-        if now == self._written:
-            return
-        for (half, weight), before, after in zip(self.wide.items(), self._written, now, strict=True):
-            if before != after:
-                weight.data = half.detach().float()  # which also follows a move to another device
-        self._written = now
-
-    def write_network(self) -> None:
-        """Round the weights into the network's parameters in half precision."""
-        _copy(self.wide.values(), self.wide)
-        self._written = _written(self.wide)
+    # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
         """The gradients that the network's backward passes have added up since the last step."""
-        return [*gradients_of(self.optimizer), *(half.grad for half in self.wide if half.grad is not None)]
-
-    def widen_gradients(self) -> None:
-        """Before a step: move the gradients of parameters in half precision to those that are stepped."""
-        self.read_network()
-        gradients = []
-        wide = []
-        for half, weight in self.wide.items():
-            if half.grad is not None:
-                gradients.append(half.grad)
-                weight.grad = torch.empty_like(half.grad, dtype=weight.dtype)
-                wide.append(weight.grad)
-                half.grad = None
-        _copy(gradients, wide)
+        return [*gradients_of(self.optimizer), *self.wide.narrow_gradients()]
 
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none and trains."""
-        for half, weight in self.wide.items():
-            weight.requires_grad_(half.requires_grad)
+        self.wide.follow_frozen()
         for parameter in without_gradient(self.optimizer):
             parameter.grad = torch.zeros_like(parameter)
 
     def zero_grad(self) -> None:
-        """Clear the gradients, also those that have not been widened."""
+        """Clear the gradients, also those of a network in half precision."""
         self.optimizer.zero_grad()
-        for half in self.wide:
-            half.grad = None
+        self.wide.clear_gradients()
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self.read_network()
-        return self.__dict__ | {"_written": None}  # of a copy they are others
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._written = _written(self.wide)
+        self.wide.read_network()  # before the optimizer's parameters are copied
+        return self.__dict__
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, its parameters by number as text: torch.distributed.checkpoint makes all keys so."""
@@ -205,25 +164,17 @@ class CompanionOptimizer:
         self.optimizer.load_state_dict(numbers)
 
 
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether a class of torch.optim, and none that a script derives from it."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def _are_zero(gradients: Iterable[Tensor]) -> bool:
     """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     if any(gradient.is_meta for gradient in dense):
         return False
     return sum_of_norms(dense, math.inf) == 0
-
-
-def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """How often each parameter was written to, and where its values are, which ``.data =`` changes."""
-    return list(zip(map(version, parameters), map(Tensor.data_ptr, parameters), strict=True))
-
-
-def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    """Copy tensors into others, whatever their dtype."""
-    with torch.no_grad():
-        into = local_parts(targets)  # torch copies no shards together
-        if into:
-            torch._foreach_copy_(into, local_parts(sources))
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -237,7 +188,7 @@ def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
     if make is None:
         inner = inner_of(base)
         trained = list(parameters_of(base))
-        if any(parameter in inner.state for parameter in trained):
+        if inner.state and not _is_of_torch(inner):  # torch's have a state of steps alone
             _require_state_of_steps(base, inner)
         else:
             copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in trained})

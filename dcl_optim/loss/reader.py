@@ -32,7 +32,10 @@ UNREADABLE = (
 )
 IN_A_ROW = "{} batches in a row got no penalty: "
 NO_CLASSES = "one logit a row, as of binary classification or regression, which has no classes, or no batch dimension"
-SUMS = "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression or another term"
+SUMS = (
+    "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression, hidden states that the "
+    "loss takes to the last layer, or another term"
+)
 FACTORS = (
     "the rows have different factors, as with class weights, focal or symmetric losses, or more than one class, as "
     "with mixup, or the logits are changed before the loss"

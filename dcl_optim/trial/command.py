@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
-from dcl_optim.trial.comparison import SEEDS, WEIGHTS, compare
+from dcl_optim.trial.comparison import METHODS, SEEDS, Comparison, compare
 from dcl_optim.trial.costs import SECONDS, overhead
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "report"]
 
 
 COMMANDS = ("compare", "overhead")
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         return int(args.run(load(args.function), args))
-    except WrongFunctionError as error:
+    except (ImportError, WrongFunctionError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
@@ -47,25 +46,23 @@ def main(argv: Sequence[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dcl_optim", description="What DCP and DCL do in your script.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    gains = commands.add_parser("compare", help="train with several weights of the penalty over the same seeds")
-    gains.add_argument("function", metavar="FILE:FUNCTION", help="takes (weight, seed) and returns the accuracy")
-    weights_help = "numbers or auto; the others are compared to the first (default: 0 auto 1)"
-    gains.add_argument("--weights", nargs="+", type=_weight, default=WEIGHTS, metavar="WEIGHT", help=weights_help)
+    gains = commands.add_parser("compare", help="train in several ways over the same seeds")
+    gains.add_argument("function", metavar="FILE:FUNCTION", help="takes (method, seed) and returns the accuracy")
+    methods_help = "numbers or names; the others are compared to the first (default: the weights 0, auto and 1)"
+    gains.add_argument("--methods", nargs="+", type=_number, default=METHODS, metavar="METHOD", help=methods_help)
     gains.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="how many (default: %(default)s)")
-    gains.add_argument("--plot", type=Path, metavar="FILE", help="draw the gain of each seed")
+    gains.add_argument("--out", type=Path, metavar="FOLDER", help="write results.json and curves.png")
     gains.set_defaults(run=_compare)
     costs = commands.add_parser("overhead", help="time a step of yours with DCP and with DCL, and without")
-    costs.add_argument(
-        "function", metavar="FILE:FUNCTION", help="returns (model, optimizer, batch) or, with the loss, four"
-    )
-    costs.add_argument(
-        "--seconds", type=float, default=SECONDS, help="about how long to measure (default: %(default)g)"
-    )
+    costs_help = "returns (model, optimizer, batch) or, with the loss, four"
+    costs.add_argument("function", metavar="FILE:FUNCTION", help=costs_help)
+    seconds_help = "about how long to measure (default: %(default)g)"
+    costs.add_argument("--seconds", type=float, default=SECONDS, help=seconds_help)
     costs.set_defaults(run=_overhead)
     return parser
 
 
-def _weight(text: str) -> float | str:
+def _number(text: str) -> float | str:
     """Read a number, or else a name."""
     try:
         number = float(text)
@@ -74,12 +71,24 @@ def _weight(text: str) -> float | str:
     return int(number) if number.is_integer() else number
 
 
-def _compare(function: Callable[[Any, int], float], args: argparse.Namespace) -> int:
-    found = compare(function, args.weights, args.seeds)
+def _compare(function: Callable[[Any, int], Any], args: argparse.Namespace) -> int:
+    return report(compare(function, args.methods, args.seeds), args.out, args.function)
+
+
+def report(found: Comparison, out: Path | None, title: str) -> int:
+    """Print a comparison, write it into a folder and return the exit code.
+
+    Args:
+        found: the comparison.
+        out: where results.json and curves.png are written; None: nowhere.
+        title: of the figure.
+    """
     print(found)
-    if args.plot is not None:
-        found.plot(args.plot)
-        print(f"Wrote {args.plot}.")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        found.save(out / "results.json")
+        found.plot(out / "curves.png", title)
+        print(f"Wrote {out / 'results.json'} and {out / 'curves.png'}.")
     return 130 if found.interrupted else 0
 
 
@@ -101,22 +110,17 @@ def load(place: str) -> Callable[..., Any]:
             under ``if __name__ == "__main__":`` does not run.
 
     Raises:
-        WrongFunctionError: there is no colon, file, module or function of that name.
+        ImportError: there is no module of that name.
+        WrongFunctionError: there is no colon, file or function of that name.
     """
     name, colon, attribute = place.rpartition(":")
     if not colon:
         raise WrongFunctionError(f"{place!r} names no function; write file.py:function")
-    module = _load_script(Path(name)) if name.endswith(".py") else _load_module(name)
+    module = _load_script(Path(name)) if name.endswith(".py") else importlib.import_module(name)
     function = getattr(module, attribute, None)
     if not callable(function):
         raise WrongFunctionError(f"{name} has no function {attribute!r}")
-    return cast("Callable[..., Any]", function)
-
-
-def _load_module(name: str) -> ModuleType:
-    if importlib.util.find_spec(name) is None:
-        raise WrongFunctionError(f"there is no module {name!r}; a script ends in .py")
-    return importlib.import_module(name)
+    return function
 
 
 def _load_script(path: Path) -> ModuleType:

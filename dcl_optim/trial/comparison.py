@@ -1,11 +1,14 @@
-"""What a weight gains in a script of one's own, over seeds."""
+"""What methods gain in a script of one's own, over seeds."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import combinations
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -13,208 +16,242 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim.plots import seed_gains
+from dcl_optim import __version__
+from dcl_optim.trial.extra import require
+from dcl_optim.trial.figure import draw
 from dcl_optim.trial.paired import holm, mean_and_error, plus_minus, probability, probability_cell
-from dcl_optim.trial.progress import progress_of
-from dcl_optim.trial.text import aligned
 
 __all__ = ["Comparison", "compare"]
 
-WEIGHTS = (0, "auto", 1)
+METHODS = {"plain": 0, "DCP": "auto", "DCP, weight=1": 1}
 SEEDS = 10
 SUSPICIOUS = 3  # seeds with the same figure: said at once, before hours of training
+CHANCE = 0.05
+LINE_EVERY = 60.0  # seconds, where the progress is no bar on a terminal
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """The figures of all runs, a table when it is printed.
 
     Attributes:
-        weights: what was compared, the first being what the others are compared to.
+        curves: what ``train`` gave, by the name of the method: a list for each seed, the last value of which counts.
+            The other methods are compared to the first one.
         seeds: those that were finished.
-        figures: what ``train`` returned, a list for each weight with a value for each seed.
         interrupted: whether Ctrl-C ended it early.
+
+    Examples:
+        >>> found = Comparison({"plain": [[80.0], [82.0]], "DCP": [[83.0], [84.0]]}, seeds=[0, 1])
+        >>> found.gains("DCP", "plain")
+        [3.0, 2.0]
     """
 
-    weights: tuple[Any, ...]
-    seeds: tuple[int, ...]
-    figures: tuple[tuple[float, ...], ...]
+    curves: dict[str, list[list[float]]]
+    seeds: list[int]
     interrupted: bool = False
 
-    def gains(self, index: int) -> list[float]:
-        """Return the differences of a weight, by its place, to the first one, for each seed."""
-        return [one - first for one, first in zip(self.figures[index], self.figures[0], strict=True)]
+    @property
+    def figures(self) -> dict[str, list[float]]:
+        """What counts of each run, by the name of the method, in the order of the seeds."""
+        return {name: [run[-1] for run in runs] for name, runs in self.curves.items()}
 
-    def p_values(self) -> dict[int, float]:
-        """Return p of the paired t-test with Holm's correction, by the place of a weight.
+    @property
+    def first(self) -> str:
+        """The name of the method that the others are compared to."""
+        return next(iter(self.curves))
+
+    def gains(self, name: str, over: str) -> list[float]:
+        """Return the differences of a method to another one, for each seed."""
+        return [run[-1] - other[-1] for run, other in zip(self.curves[name], self.curves[over], strict=True)]
+
+    def p_values(self) -> dict[str, float]:
+        """Return p of the paired t-test against the first method, with Holm's correction, by the name of the method.
 
         Those that are not finite in every seed, or have less than two seeds, are left out.
         """
+        others = list(self.curves)[1:]
+        return {name: p for (name, _), p in self._tests((name, self.first) for name in others).items()}
+
+    def _tests(self, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], float]:
         p = {}
-        for index in range(1, len(self.weights)):
-            mean, error = mean_and_error(self.gains(index)) if self._is_finite(index) else (math.nan, None)
-            if error is not None:
-                p[index] = probability(mean, error, len(self.seeds))
+        for pair in pairs:
+            gains = self.gains(*pair)
+            if len(gains) > 1 and _are_finite(gains):
+                p[pair] = probability(*mean_and_error(gains), len(gains))
         return holm(p)
 
-    def plot(self, path: str | Path) -> None:
-        """Draw the gain of each seed, as the demo does, into a file; the suffix chooses the format.
+    def plot(self, path: str | Path, title: str = "Gain of each seed") -> None:
+        """Draw the gain of each seed, and the curves if ``train`` gave some; the suffix of the file chooses the format.
 
         Raises:
-            ValueError: no weight beside the first has finite figures.
-            ImportError: matplotlib is missing.
+            ValueError: no method beside the first has finite figures.
         """
-        names = ["plain" if weight == 0 else f"DCP, weight={weight}" for weight in self.weights]
-        finite = [index for index in range(len(self.weights)) if self._is_finite(index)]
-        figure = seed_gains({names[index]: self.figures[index] for index in finite}, seeds=self.seeds)
-        figure.savefig(path)
+        gains = {name: self.gains(name, self.first) for name in self.curves}
+        finite = {name: values for name, values in gains.items() if _are_finite(values)}
+        if len(finite) < 2:
+            raise ValueError(f"there is nothing to draw: no method beside {self.first!r} has finite figures")
+        draw({name: self.curves[name] for name in finite}, finite, title).savefig(path)
+
+    def save(self, path: str | Path) -> None:
+        """Write all values as JSON, null for those that are not finite, with the table."""
+        results = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "dcl_optim": __version__,
+            "torch": torch.__version__,
+            "table": str(self).splitlines(),
+            "interrupted": self.interrupted,
+            "seeds": self.seeds,
+            "curves": json.loads(json.dumps(self.curves), parse_constant=lambda name: None),  # JSON has no NaN
+        }
+        Path(path).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
     def __str__(self) -> str:
+        from tabulate import tabulate
+
         p = self.p_values()
         body = []
-        for index, weight in enumerate(self.weights):
-            figures = self.figures[index]
-            mean = plus_minus(*mean_and_error(figures)) if all(map(math.isfinite, figures)) else "not finite"
-            gain = plus_minus(*mean_and_error(self.gains(index)), sign="+") if index and self._is_finite(index) else ""
-            body.append([str(weight), mean, gain, probability_cell(p.get(index))])
-        head = ["weight", "mean", f"minus {self.weights[0]}", "p"]
-        return "\n".join([aligned(head, body), self._legend(len(p)), *self.notes()])
+        for name, figures in self.figures.items():
+            gain = "" if name == self.first else _shown(self.gains(name, self.first), sign="+")
+            body.append([name, _shown(figures), gain, probability_cell(p.get(name))])
+        head = ["method", "mean", f"minus {self.first}", "p"]
+        table = tabulate(body, head, disable_numparse=True, colalign=("left", "right", "right", "right"))
+        early = "interrupted; " if self.interrupted else ""
+        legend = f"{early}seeds: {len(self.seeds)}; ± one standard error; p of the paired t-test with Holm's correction"
+        return "\n".join([table, legend, *self._verdict(), *self.notes()])
 
     __repr__ = __str__
 
-    def _legend(self, tests: int) -> str:
-        count = len(self.seeds)
-        seeds = f"{count} seed{'s' if count > 1 else ''}, {self.seeds[0]} to {self.seeds[-1]}"
-        early = "interrupted after " if self.interrupted else ""
-        if not tests:
-            return f"{early}{seeds}"
-        corrected = f" with Holm's correction for {tests} tests" if tests > 1 else ""
-        return f"{early}{seeds}; ± one standard error; p of the paired t-test{corrected}"
+    def _verdict(self) -> list[str]:
+        """Say which of the methods beside the first differ from one another, by the same test."""
+        p = self._tests(combinations(list(self.curves)[1:], 2))
+        if not p:
+            return []
+        differ = [
+            f"{name} minus {other}: {_shown(self.gains(name, other), sign='+')}"
+            for (name, other), value in p.items()
+            if value < CHANCE
+        ]
+        if not differ:
+            return [f"No two of the methods beside {self.first} differ (p >= {CHANCE})."]
+        return [f"Of the methods beside {self.first} these differ (p < {CHANCE}):", *differ]
 
     def notes(self) -> list[str]:
         """Say what makes the figures doubtful: not finite, or the same where they should differ."""
+        count = len(self.seeds)
+        if count == 1:
+            return ["One seed says nothing of noise: take ten."]
         found = []
-        for weight, figures in zip(self.weights, self.figures, strict=True):
-            bad = sum(not math.isfinite(figure) for figure in figures)
-            if bad:
-                found.append(f"weight={weight} gave no finite figure in {bad} of {len(figures)} seeds: not compared.")
-            elif len(figures) > 1 and len(set(figures)) == 1:
-                found.append(
-                    f"weight={weight} gave {figures[0]:g} in all {len(figures)} seeds: does train use its seed, as in "
-                    "torch.manual_seed(seed)?"
-                )
-        for weight, figures in zip(self.weights[1:], self.figures[1:], strict=True):
-            if len(figures) > 1 and figures == self.figures[0]:
-                found.append(
-                    f"weight={weight} gave what weight={self.weights[0]} gave in all {len(figures)} seeds: does train "
-                    "use its weight?"
-                )
-        if len(self.seeds) == 1:
-            found.append("One seed says nothing of noise: take ten.")
+        for name, figures in self.figures.items():
+            if not _are_finite(figures):
+                found.append(f"{name} gave a figure that is not finite: not compared.")
+            elif len(set(figures)) == 1:
+                said = f"{name} gave {figures[0]:g} in all {count} seeds"
+                found.append(f"{said}: does train use its seed, as in torch.manual_seed(seed)?")
+            if name != self.first and figures == self.figures[self.first]:
+                found.append(f"{name} gave what {self.first} gave in all {count} seeds: does train use its method?")
         return found
 
-    def _is_finite(self, index: int) -> bool:
-        return all(map(math.isfinite, (*self.figures[0], *self.figures[index])))
+
+def _are_finite(figures: Iterable[float]) -> bool:
+    return all(map(math.isfinite, figures))
+
+
+def _shown(values: Sequence[float], sign: str = "") -> str:
+    return plus_minus(*mean_and_error(values), sign=sign) if _are_finite(values) else "not finite"
 
 
 def compare(
-    train: Callable[[Any, int], float], weights: Sequence[Any] = WEIGHTS, seeds: int | Iterable[int] = SEEDS
+    train: Callable[[Any, int], Any],
+    methods: Mapping[str, Any] | Sequence[Any] = METHODS,
+    seeds: int | Iterable[int] = SEEDS,
 ) -> Comparison:
-    """Train with several weights of the penalty, and compare them over the same seeds.
+    """Train in several ways, and compare them over the same seeds.
 
-    Progress goes to stderr: a bar with tqdm, else a line a minute. After Ctrl-C the finished seeds are returned.
+    It needs the extra ``trial``. Progress goes to stderr: a bar, or a line a minute where there is no terminal. After
+    Ctrl-C the finished seeds are returned.
 
     Args:
-        train: function of a weight and a seed that trains a fresh model and returns its accuracy in percent, or another
-            figure that is better if it is larger. It begins with ``torch.manual_seed(seed)``, builds
-            ``DCPOptimizer(optimizer, model, weight=weight)`` and ends with ``return accuracy(model, batches)``.
-        weights: what ``train`` gets first. The others are compared to the first one. ``weight=0`` is plain training.
-            Whatever ``train`` understands is possible, such as learning rates. Default ``(0, "auto", 1)``.
+        train: function of a method and a seed that trains a fresh model and returns its accuracy in percent, or another
+            figure that is better if it is larger. It begins with ``torch.manual_seed(seed)`` and ends with ``return
+            accuracy(model, batches)``. For curves it returns a list, or yields: the last value counts.
+        methods: what ``train`` gets first: weights, names or whatever it understands. A list, or a dict by the names of
+            the methods. The others are compared to the first one. Default: the weights 0, which is plain training,
+            "auto" and 1.
         seeds: how many, counted from 0, or the seeds themselves. Default 10, which show a gain of about one standard
             deviation of the differences.
 
     Returns:
-        The table: print it. Its ``plot(path)`` draws the gain of each seed.
+        The table: print it. Its ``plot(path)`` draws the curves and the gain of each seed, ``save(path)`` writes JSON.
 
     Raises:
+        ImportError: a package of the extra is missing.
         TypeError: ``train`` returned no number.
-        ValueError: there are less than two weights, a weight or a seed is there twice, or there are no seeds.
+        ValueError: there are less than two methods, a seed is there twice, or there are no seeds.
         KeyboardInterrupt: no seed was finished.
 
     Examples:
         >>> def train(weight, seed):
         ...     torch.manual_seed(seed)
         ...     return 80 + torch.randn(()).item() + (weight == "auto") * torch.rand(()).item()
-        >>> print(compare(train, weights=(0, "auto"), seeds=3))
-        weight          mean       minus 0      p
-        -----------------------------------------
-        0       80...
-        auto    8...
-        3 seeds, 0 to 2; ± one standard error; p of the paired t-test
+        >>> print(compare(train, {"plain": 0, "DCP": "auto"}, seeds=3))
+        method            mean    minus plain      p
+        --------  ------------...
+        plain     80...
+        DCP       8...
+        seeds: 3; ± one standard error; p of the paired t-test with Holm's correction
     """
-    chosen = tuple(weights)
-    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    require("trial", "scipy.special", "tabulate", "tqdm", "matplotlib")
+    from tqdm import tqdm
+
+    chosen = methods if isinstance(methods, Mapping) else {str(method): method for method in methods}
+    numbers = list(range(seeds) if isinstance(seeds, int) else seeds)
     _check(chosen, numbers)
-    found: list[list[float]] = []  # for each finished seed the figures of all weights
-    interrupted = False
-    runs = len(numbers) * len(chosen)
-    print(f"compare: {runs} runs, {len(numbers)} seeds of {len(chosen)} weights", file=sys.stderr, flush=True)
+    found = Comparison({name: [] for name in chosen}, [])
+    total = len(numbers) * len(chosen)
+    pause = 0.1 if sys.stderr.isatty() else LINE_EVERY
     try:
-        with progress_of("compare", runs, "runs") as bar:
+        with tqdm(total=total, desc="compare", miniters=1, mininterval=pause) as bar:
             for seed in numbers:
-                found.append(_of_seed(train, chosen, seed, bar))
-                if len(found) == SUSPICIOUS:
-                    _warn(_comparison(chosen, numbers, found, False))
+                runs = {}
+                for name, method in chosen.items():
+                    runs[name] = _curve(train(method, seed), name, seed)
+                    bar.set_postfix_str(f"seed {seed}, {name} {runs[name][-1]:.2f}", refresh=False)
+                    bar.update()
+                for name, run in runs.items():
+                    found.curves[name].append(run)
+                found.seeds.append(seed)
+                if len(found.seeds) == SUSPICIOUS:
+                    for note in found.notes():
+                        tqdm.write(f"compare: {note}", file=sys.stderr)
     except KeyboardInterrupt:
-        if not found:
+        if not found.seeds:
             raise
-        interrupted = True
+        found.interrupted = True
     except Exception:
-        if found:
-            print(f"compare: train failed; until then:\n{_comparison(chosen, numbers, found, True)}", file=sys.stderr)
+        if found.seeds:
+            print(f"compare: train failed; until then:\n{found}", file=sys.stderr)
         raise
-    return _comparison(chosen, numbers, found, interrupted)
-
-
-def _check(weights: tuple[Any, ...], seeds: tuple[int, ...]) -> None:
-    if len(weights) < 2:
-        raise ValueError(f"weights={weights!r} has nothing to compare; pass two or more, such as (0, 'auto')")
-    names = [str(weight) for weight in weights]
-    if len(set(names)) < len(names):
-        raise ValueError(f"weights={weights!r} has a weight twice; pass each once")
-    if not seeds:
-        raise ValueError("seeds must be at least 1, got none")
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds={list(seeds)} has a seed twice, which would count as another run; pass each once")
-
-
-def _of_seed(train: Callable[[Any, int], float], weights: tuple[Any, ...], seed: int, bar: Any) -> list[float]:
-    found = []
-    for weight in weights:
-        found.append(_number(train(weight, seed), weight, seed))
-        last = ", ".join(f"{name} {figure:.2f}" for name, figure in zip(weights, found, strict=False))
-        bar.set_postfix_str(f"seed {seed}: {last}")
-        bar.update()
     return found
 
 
-def _number(figure: Any, weight: Any, seed: int) -> float:
-    is_single = isinstance(figure, Tensor) and figure.numel() == 1 and figure.dtype is not torch.bool
-    if is_single or (isinstance(figure, Real) and not isinstance(figure, bool)):
-        return float(figure)
-    hint = "; does it end with return?" if figure is None else ""
-    raise TypeError(
-        f"train({weight!r}, {seed}) returned {type(figure).__name__}, but it must return a number, such as "
-        f"accuracy(model, batches){hint}"
-    )
+def _check(methods: Mapping[str, Any], seeds: list[int]) -> None:
+    if len(methods) < 2:
+        raise ValueError(f"methods has {list(methods)}, nothing to compare; pass two or more, such as (0, 'auto')")
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds has {seeds}; it must have at least one seed, and none twice, which is no other run")
 
 
-def _comparison(
-    weights: tuple[Any, ...], seeds: tuple[int, ...], found: list[list[float]], interrupted: bool
-) -> Comparison:
-    return Comparison(weights, seeds[: len(found)], tuple(zip(*found, strict=True)), interrupted)
-
-
-def _warn(early: Comparison) -> None:
-    for note in early.notes():
-        print(f"compare: {note}", file=sys.stderr, flush=True)
+def _curve(given: Any, name: str, seed: int) -> list[float]:
+    """Return the values of a run: those of a list, or that a generator yields as it trains, or the only one."""
+    curve = []
+    for value in given if isinstance(given, (list, Iterator)) else [given]:
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError(
+                f"train returned {type(value).__name__} for {name!r} and seed {seed}; it must return a number, as by "
+                "return accuracy(model, batches)"
+            )
+        curve.append(float(number))
+    if not curve:
+        raise TypeError(f"train returned no number for {name!r} and seed {seed}")
+    return curve

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,24 +20,23 @@ from torch.optim import Optimizer
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.outputs import find_logits
 from dcl_optim.trial.evaluation import call
-from dcl_optim.trial.memory import peak_of, readable, state_bytes
-from dcl_optim.trial.text import aligned
-from dcl_optim.trial.timing import interleaved, is_accelerator, quartiles, ratios
+from dcl_optim.trial.extra import require
+from dcl_optim.trial.memory import peak_of, readable, tensor_bytes
+from dcl_optim.trial.timing import interleaved, is_accelerator, quartiles, ratios, seconds_per_step
 
 __all__ = ["Cost", "Overhead", "overhead"]
 
 SECONDS = 10.0
 ROUNDS = (5, 20)  # the fewest, also of a long step, and the most
-WARM_UP = 2  # steps: what the first ones allocate later ones reuse
 # A row's name, its wrapper, and whether the penalty is a term of the loss.
-ROWS: tuple[tuple[str, type[DCPOptimizer] | type[DCLOptimizer] | None, bool], ...] = (
+ROWS: tuple[tuple[str, Any, bool], ...] = (
     ("plain", None, False),
     ("DCP, line", DCPOptimizer, False),
     ("DCP, term", DCPOptimizer, True),
     ("DCL, line", DCLOptimizer, False),
     ("DCL, term", DCLOptimizer, True),
 )
-PASSES = 7.5  # about how many plain steps one step of each row takes
+WARM_UP = 2  # steps: what the first ones allocate later ones reuse
 STANDS_STILL = 1e-6  # times the learning rate: a batch that is fitted would have no gradients left to compute with
 
 
@@ -80,15 +79,23 @@ class Overhead:
     setting: str
 
     def __str__(self) -> str:
-        has_peak = self.rows[0].peak_bytes is not None
-        head = ["", "ms a step", "times plain", "half of the rounds", "state", *(["peak memory"] if has_peak else [])]
+        from tabulate import tabulate
+
         body = []
         for row in self.rows:
-            spread = f"{row.lower:.2f} to {row.upper:.2f}" if row is not self.rows[0] else ""
-            line = [row.name, f"{row.milliseconds:.3g}", f"{row.ratio:.2f}", spread, f"+{readable(row.state_bytes)}"]
-            body.append([*line, readable(row.peak_bytes)] if row.peak_bytes is not None else line)
+            cells = {
+                "": row.name,
+                "ms a step": f"{row.milliseconds:.3g}",
+                "times plain": f"{row.ratio:.2f}",
+                "half of the rounds": f"{row.lower:.2f} to {row.upper:.2f}",
+                "state": f"+{readable(row.state_bytes)}",
+            }
+            if row.peak_bytes is not None:
+                cells["peak memory"] = readable(row.peak_bytes)
+            body.append(cells)
+        table = tabulate(body, headers="keys", disable_numparse=True, stralign="right", colalign=["left"])
         refused = [f"{name}: {reason}" for name, reason in self.refused.items()]
-        return "\n".join([aligned(head, body), *refused, self.setting])
+        return "\n".join([table, *refused, self.setting])
 
     __repr__ = __str__
 
@@ -106,7 +113,8 @@ def overhead(
 
     Each row trains a copy of the model by a copy of the optimizer, always on the same batch and with a learning rate
     near 0, so that the work of a step stays the same. Steps of all rows are interleaved. Model, optimizer, batch,
-    random streams and the mode stay as they were. On stderr it says first how long it takes.
+    random streams and the mode stay as they were. On stderr it says how long it takes. It needs the extra
+    ``trial``.
 
     Args:
         model: what the script trains, in training mode or not.
@@ -119,10 +127,11 @@ def overhead(
         seconds: about how long to measure, above 0. Steps of a quarter second or more take longer. Default 10.
 
     Returns:
-        The table: print it. With one thread its milliseconds are those of the processor, on an accelerator those
-        between two events, else those of the wall clock.
+        The table: print it. With one thread its milliseconds are those of the processor, on an accelerator those of
+        the wall clock while the device works, else those of the wall clock.
 
     Raises:
+        ImportError: a package of the extra is missing.
         TypeError: the batch is no pair.
         ValueError: the optimizer is a DCPOptimizer or DCLOptimizer already, or ``seconds`` is not positive.
 
@@ -132,9 +141,9 @@ def overhead(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> batch = torch.randn(128, 32), torch.randint(10, (128,))
         >>> print(overhead(model, optimizer, batch, seconds=0.5))
-                   ms a step  times plain  half of the rounds      state
-        ----------------------------------------------------------------
-        plain      ...   1.00                       +0.0 KiB
+                   ms a step    times plain    half of the rounds       state
+        ---------  ...
+        plain      ...   1.00          1.00 to 1.00    +0.0 KiB
         DCP, line  ...
         DCP, term  ...
         DCL, line  ...
@@ -150,36 +159,25 @@ def overhead(
         raise TypeError(f"batch must be a pair (inputs, labels), got {type(batch).__name__}")
     if not seconds > 0:
         raise ValueError(f"seconds must be above 0, got {seconds!r}")
+    require("trial", "tabulate")
     device = optimizer.param_groups[0]["params"][0].device
     with _random_streams_kept(device):
-        return _measured(_Script(model, optimizer, batch, loss, logits), device, seconds)
-
-
-@dataclass(frozen=True)
-class _Script:
-    """What the user gave."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    batch: Any
-    loss: Callable[[Any, Tensor], Tensor]
-    logits: Callable[[Any], Tensor] | None
+        return _measured(partial(_Training, (model, optimizer, batch, loss), logits), device, seconds)
 
 
 class _Training:
     """A copy of the script, trained in one way."""
 
-    def __init__(self, script: _Script, wrapper: Any, is_term: bool) -> None:
-        given = script.model, script.optimizer, script.batch, script.loss
-        self.model, base, (self.inputs, self.labels), self.loss = copy.deepcopy(given)  # together: they share tensors
+    def __init__(self, script: Any, logits: Callable[[Any], Tensor] | None, wrapper: Any, is_term: bool) -> None:
+        self.model, base, (self.inputs, self.labels), self.loss = copy.deepcopy(script)  # together: they share tensors
         if not self.model.training:
             self.model.train()
         for group in base.param_groups:
             if "lr" in group:
                 group["lr"] = group["lr"] * STANDS_STILL
-        self.optimizer: Any = base if wrapper is None else wrapper(base, self.model, logits=script.logits)
+        self.optimizer: Any = base if wrapper is None else wrapper(base, self.model, logits=logits)
         self.is_term = is_term
-        self.logits = script.logits
+        self.logits = logits
 
     def step(self) -> None:
         """Take a step as the script does."""
@@ -187,74 +185,52 @@ class _Training:
         output = call(self.model, self.inputs)
         loss = self.loss(output, self.labels)
         if self.is_term:
-            loss = loss + self._penalty(find_logits(output, self.logits))
+            labels = [] if isinstance(self.optimizer, DCLOptimizer) else [self.labels]
+            loss = loss + self.optimizer.penalty(find_logits(output, self.logits), *labels)
         loss.backward()
         self.optimizer.step()
 
-    def _penalty(self, z: Tensor) -> Tensor:
-        if isinstance(self.optimizer, DCLOptimizer):
-            return self.optimizer.penalty(z)
-        return self.optimizer.penalty(z, self.labels)
 
-
-def _measured(script: _Script, device: torch.device, seconds: float) -> Overhead:
-    plain = _Training(script, None, False)
-    of_step = _warmed_up(plain, device)
-    _announce(of_step, seconds)
-    trainings = {"plain": plain}
+def _measured(make: Callable[[Any, bool], _Training], device: torch.device, seconds: float) -> Overhead:
+    trainings = {}
     refused = {}
-    of_round = of_step
-    for name, wrapper, is_term in ROWS[1:]:
-        started = _start(script, wrapper, is_term, device)
+    of_round = 0.0
+    for name, wrapper, is_term in ROWS:
+        started = _started(make, wrapper, is_term)
         if isinstance(started, str):
             refused[name] = started
         else:
-            trainings[name], of_step = started
-            of_round += of_step
-    rounds, count = _plan(of_round, seconds)
-    times = interleaved({name: training.step for name, training in trainings.items()}, rounds, count, device)
-    rows = tuple(_cost(name, training, times, device) for name, training in trainings.items())
-    return Overhead(rows, refused, _setting(device, rounds, count))
-
-
-def _start(script: _Script, wrapper: Any, is_term: bool, device: torch.device) -> tuple[_Training, float] | str:
-    """Return a training with the seconds of its step, or why it cannot train this script."""
-    try:
-        training = _Training(script, wrapper, is_term)
-        return training, _warmed_up(training, device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _warmed_up(training: _Training, device: torch.device) -> float:
-    """Take the first steps, and return the seconds of the last one by the wall clock."""
-    for _ in range(WARM_UP):
-        begin = time.perf_counter()
-        training.step()
-        if is_accelerator(device):
-            torch.accelerator.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def _plan(of_round: float, seconds: float) -> tuple[int, int]:
-    """Choose how many rounds there are, and how many steps a slot of them has, by the seconds of a step of each row."""
+            trainings[name] = started
+            of_round += seconds_per_step(started.step, 1, device)
     fewest, most = ROUNDS
     count = max(1, int(seconds / most / of_round))
-    rounds = round(seconds / (count * of_round))
-    return min(most, max(fewest, rounds)), count
+    rounds = min(most, max(fewest, round(seconds / (count * of_round))))
+    expected = max(1, round(rounds * count * of_round))
+    print(f"overhead: measuring takes about {expected} s ...", file=sys.stderr, flush=True)
+    times = interleaved({name: training.step for name, training in trainings.items()}, rounds, count, device)
+    rows = tuple(_cost(name, training, times, device) for name, training in trainings.items())
+    setting = f"{device}, {torch.get_num_threads()} threads; {rounds} rounds of {count} steps"
+    return Overhead(rows, refused, setting)
 
 
-def _announce(of_step: float, seconds: float) -> None:
-    of_round = PASSES * of_step
-    rounds, count = _plan(of_round, seconds)
-    expected = of_round * (rounds * count + WARM_UP)
-    step = f"overhead: a plain step takes about {1000 * of_step:.3g} ms"
-    print(f"{step}; measuring takes about {max(1, round(expected))} s ...", file=sys.stderr, flush=True)
+def _started(make: Callable[[Any, bool], _Training], wrapper: Any, is_term: bool) -> _Training | str:
+    """Return a training that has taken its first steps, or why it cannot."""
+    try:
+        training = make(wrapper, is_term)
+        for _ in range(WARM_UP):
+            training.step()
+    except (RuntimeError, TypeError, ValueError) as error:
+        if wrapper is None:
+            raise  # a fault of the script
+        return (str(error) or type(error).__name__).splitlines()[0]
+    return training
 
 
 def _cost(name: str, training: _Training, times: Mapping[str, list[float]], device: torch.device) -> Cost:
     spread = ratios(times[name], times["plain"])
-    state = state_bytes(training.optimizer)
+    state = 0
+    if isinstance(training.optimizer, (DCPOptimizer, DCLOptimizer)):
+        state = tensor_bytes(training.optimizer.state_dict()) - tensor_bytes(training.optimizer.base.state_dict())
     peak = peak_of(training.step, device)
     return Cost(
         name,
@@ -267,22 +243,14 @@ def _cost(name: str, training: _Training, times: Mapping[str, list[float]], devi
     )
 
 
-def _setting(device: torch.device, rounds: int, count: int) -> str:
-    threads = torch.get_num_threads()
-    where = str(device) if is_accelerator(device) else f"{device}, {threads} thread{'s' if threads > 1 else ''}"
-    return f"{where}; {rounds} rounds of {count} step{'s' if count > 1 else ''}"
-
-
 @contextmanager
 def _random_streams_kept(device: torch.device) -> Iterator[None]:
     """Put the random streams of Python, NumPy and torch back, on the CPU and on the devices of an accelerator."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()  # noqa: NPY002
-    kept: dict[str, Any] = {"devices": []}
-    if is_accelerator(device):
-        kept = {"devices": range(torch.accelerator.device_count()), "device_type": device.type}
+    devices = range(torch.accelerator.device_count()) if is_accelerator(device) else ()
     try:
-        with torch.random.fork_rng(**kept):
+        with torch.random.fork_rng(devices, device_type=device.type):
             yield
     finally:
         random.setstate(of_python)

@@ -50,13 +50,11 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Any, Tensor]], *, ignore_
         with torch.no_grad():
             for inputs, labels in batches:
                 targets = labels.to(device)
-                if targets.is_floating_point() or targets.is_complex():
-                    raise TypeError(f"labels must be class indices, got {targets.dtype}; pass labels.argmax(1)")
                 predicted = find_logits(call(model, _moved(inputs, device))).argmax(1)
-                if targets.shape != predicted.shape:
+                if targets.is_floating_point() or targets.shape != predicted.shape:
                     raise TypeError(
-                        f"labels must be class indices of shape {tuple(predicted.shape)}, got {tuple(targets.shape)}; "
-                        "of one-hot labels pass labels.argmax(1), of a column labels.squeeze(1)"
+                        f"labels must be class indices of shape {tuple(predicted.shape)}, got {tuple(targets.shape)} "
+                        f"of {targets.dtype}; of one-hot labels pass labels.argmax(1), of a column labels.squeeze(1)"
                     )
                 is_labeled = targets != ignore_index
                 right += int(((predicted == targets) & is_labeled).sum())

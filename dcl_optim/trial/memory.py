@@ -1,4 +1,4 @@
-"""What an optimizer keeps, in bytes, and what a device has handed out at most."""
+"""The bytes of tensors, and what a device has handed out at most."""
 
 from __future__ import annotations
 
@@ -7,27 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-
-__all__ = ["peak_of", "readable", "state_bytes", "tensor_bytes"]
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Count the bytes that DCP or DCL adds to the state of its base optimizer: prototypes, or companion and momentum.
-
-    Examples:
-        >>> model = torch.nn.Linear(4, 3)
-        >>> base = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> state_bytes(base)
-        0
-        >>> state_bytes(DCPOptimizer(base, model, num_classes=3))
-        56
-    """
-    if not isinstance(optimizer, (DCLOptimizer, DCPOptimizer)):
-        return 0
-    return tensor_bytes(optimizer.state_dict()) - tensor_bytes(optimizer.base.state_dict())
+__all__ = ["peak_of", "readable", "tensor_bytes"]
 
 
 def tensor_bytes(tree: Any) -> int:

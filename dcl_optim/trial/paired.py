@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = ["holm", "mean_and_error", "plus_minus", "probability", "probability_cell"]
-
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -34,33 +31,23 @@ def plus_minus(mean: float, error: float | None, sign: str = "", places: int = 2
     return f"{mean:{sign}.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
 
-def probability(mean: float, error: float, runs: int) -> float:
+def probability(mean: float, error: float | None, runs: int) -> float:
     """Compute the two-sided p of a paired t-test from the mean of the differences and its standard error.
 
-    Student's distribution with a whole number of degrees of freedom is a finite sum (Abramowitz and Stegun, Handbook of
-    Mathematical Functions, Equations 26.7.3 and 26.7.4), so that nothing but the standard library is needed.
+    It is 1 for differences that are all 0, and 0 for others that are all the same.
 
     Examples:
         >>> round(probability(2.262, 1.0, runs=10), 3)
         0.05
     """
-    if error == 0 or runs < 2:
-        return float(mean == 0 or runs < 2)
-    freedom = runs - 1
-    angle = math.atan(abs(mean) / error / math.sqrt(freedom))
-    is_odd = freedom % 2
-    term = math.cos(angle) if is_odd else 1.0
-    total = 0.0
-    for power in range(1 + is_odd, freedom, 2):
-        total += term
-        term *= power / (power + 1) * math.cos(angle) ** 2
-    within = math.sin(angle) * total
-    if is_odd:
-        within = (angle + within) * 2 / math.pi
-    return max(0.0, 1.0 - within)
+    from scipy.special import stdtr  # Student's distribution function
+
+    if not error:
+        return float(mean == 0)
+    return float(2 * stdtr(runs - 1, -abs(mean) / error))
 
 
-def holm(p: Mapping[Key, float]) -> dict[Key, float]:
+def holm(p: Mapping[Any, float]) -> dict[Any, float]:
     """Correct p values for their number (Holm 1979): the chance of one false find among all stays what p says.
 
     The k-th smallest of n is multiplied by n - k + 1, and none is smaller than one before it.
@@ -71,7 +58,7 @@ def holm(p: Mapping[Key, float]) -> dict[Key, float]:
     """
     corrected = {}
     largest = 0.0
-    for rank, name in enumerate(sorted(p, key=lambda name: p[name])):
+    for rank, name in enumerate(sorted(p, key=p.__getitem__)):
         largest = max(largest, min(1.0, (len(p) - rank) * p[name]))
         corrected[name] = largest
     return corrected

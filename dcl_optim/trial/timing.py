@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
-__all__ = ["interleaved", "is_accelerator", "quartiles", "ratios", "seconds_per_step", "steps_per_slot"]
+__all__ = ["interleaved", "is_accelerator", "quartiles", "ratios", "seconds_per_step"]
 
 Step = Callable[[], object]
 CPU = torch.device("cpu")
@@ -25,9 +26,9 @@ def is_accelerator(device: torch.device) -> bool:
 def seconds_per_step(step: Step, count: int, device: torch.device = CPU) -> float:
     """Time some steps together, with the garbage collector off.
 
-    On an accelerator these are the seconds between two events, with the device idle before the first. With one thread
-    they are the seconds of the processor that this process used, which other processes do not lengthen. With more
-    threads they are those of the wall clock.
+    On an accelerator these are seconds of the wall clock, with the device idle before the first step and after the last
+    one. With one thread they are the seconds of the processor that this process used, which other processes do not
+    lengthen. With more threads they are those of the wall clock.
 
     Args:
         step: takes one step.
@@ -38,25 +39,18 @@ def seconds_per_step(step: Step, count: int, device: torch.device = CPU) -> floa
         Seconds a step.
     """
     with _collector_off():
-        if is_accelerator(device):
-            return _between_events(step, count, device) / count
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        begin = clock()
+        begin = _clock(device)
         for _ in range(count):
             step()
-        return (clock() - begin) / count
+        return (_clock(device) - begin) / count
 
 
-def _between_events(step: Step, count: int, device: torch.device) -> float:
-    first = torch.Event(device, enable_timing=True)
-    last = torch.Event(device, enable_timing=True)
-    torch.accelerator.synchronize(device)
-    first.record()
-    for _ in range(count):
-        step()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1000  # of milliseconds
+def _clock(device: torch.device) -> float:
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
+    return time.perf_counter()
 
 
 @contextmanager
@@ -70,12 +64,6 @@ def _collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def steps_per_slot(steps: Mapping[str, Step], slot_seconds: float, device: torch.device = CPU) -> int:
-    """How many steps of the slowest take a time; all take as many steps, or their noise would differ."""
-    slowest = max(min(seconds_per_step(step, 1, device) for _ in range(2)) for step in steps.values())
-    return max(1, round(slot_seconds / slowest))
 
 
 def interleaved(
@@ -92,21 +80,18 @@ def interleaved(
     Returns:
         Seconds a step by the name, one value for each round.
     """
-    names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = deque(steps)
+    for _ in range(rounds):
+        for name in order:
             times[name].append(seconds_per_step(steps[name], count, device))
+        order.rotate(-1)
     return times
 
 
 def quartiles(values: Sequence[float]) -> dict[str, float]:
     """Return the median and the quartiles; a single value is all three."""
-    if len(values) < 2:
-        return {"median": values[0], "lower": values[0], "upper": values[0]}
-    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "lower": lower, "upper": upper}
+    return dict(zip(("lower", "median", "upper"), np.quantile(values, (0.25, 0.5, 0.75)).tolist(), strict=True))
 
 
 def ratios(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:

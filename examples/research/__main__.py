@@ -17,6 +17,7 @@ import argparse
 import difflib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ COMMANDS = {
 def run(options: argparse.Namespace) -> None:
     """Make the runs of an experiment that are not made yet."""
     name, experiment = options.experiment, EXPERIMENTS[options.experiment]
+    if options.first_seed is not None:
+        experiment = replace(experiment, first_seed=options.first_seed)
     path = options.results / f"{name}.jsonl"
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
     done = records.read(path) if options.fresh else records.finished(options.results, path.name)
@@ -93,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
     add("run table publish", "experiment", type=experiment, help=f"one of those that `{PROGRAM} list` names")
     add("run", "--seeds", type=number(int, 1), help="how many (default: the experiment's own number)")
+    add("run", "--first-seed", type=number(int, 0), help="the others follow it (default: the experiment's own)")
     add("run", "--only", nargs="+", metavar="LABEL", help="these rows of the table only")
     add("run", "--jobs", type=number(int, 1), default=1, help="runs at a time, each in its own process (default 1)")
     add("run", "--threads", type=number(int, 1), help="of a run (default: the cores divided by --jobs)")

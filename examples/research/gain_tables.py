@@ -68,12 +68,6 @@ def by_setting(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]
     return "\n".join(grid(head, lines, words=1))
 
 
-def by_row(settings: Mapping[str, Sequence[Record]], rows: Mapping[str, Row]) -> str:
-    """The gains over CE in each setting, without a test."""
-    cells = [[title, *(_cell(gain(found, row, CE)) for row in rows.values())] for title, found in settings.items()]
-    return "\n".join(grid(["", *(f"{name}, minus CE" for name in rows)], cells, words=1))
-
-
 def by_measure(found: Sequence[Record], rows: Mapping[str, Row], measures: Sequence[str]) -> str:
     """Each measure of CE, and its difference to CE of each row."""
     places = {measure: 2 if measure.endswith("%") else 3 for measure in measures}

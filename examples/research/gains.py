@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +19,7 @@ MEASURES: dict[str, Measure] = {
     "NLL, scaled": lambda record, name: record["quality"][name]["nll_scaled"],
     "ECE, %": lambda record, name: 100 * record["quality"][name]["ece"],
     "ECE, scaled, %": lambda record, name: 100 * record["quality"][name]["ece_scaled"],
-    "largest logit": lambda record, name: record["spread"][name]["top"],
-    "within / between": lambda record, name: record["spread"][name]["within"] / record["spread"][name]["between"],
     "train accuracy, %": lambda record, name: 100 * record["train_accuracy"][name],
-    "corrupted, %": lambda record, name: 100 * statistics.fmean(found[name] for found in record["corrupted"].values()),
 }
 
 

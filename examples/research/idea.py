@@ -18,7 +18,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer
-from dcl_optim.plots.canvas import new_figure
+from examples.research.canvas import new_figure
 
 DIGITS = (3, 8, 9)
 COLORS = ("#0072B2", "#D55E00", "#009E73")

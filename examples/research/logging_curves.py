@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.plots.canvas import new_figure, styles
 from examples.research.arguments import Parser, number
+from examples.research.canvas import new_figure, styles
 from examples.research.idea import digits
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""Predictions beyond their accuracy: negative log-likelihood, calibration, size and spread of logits."""
+"""Predictions beyond their accuracy: negative log-likelihood and calibration."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,8 +15,7 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
     Args:
         z: logits, (N, K).
         y: class indices, (N,).
-        temperature: that logits are divided by for the scaled ones; see
-            :func:`dcl_optim.metrics.fit_temperature`.
+        temperature: that logits are divided by for the scaled ones.
 
     Returns:
         ``nll``, the mean negative log-likelihood; ``nll_scaled``, that of the logits divided by the temperature;
@@ -41,26 +41,30 @@ def quality(z: Tensor, y: Tensor, temperature: float = 1.0) -> dict[str, float]:
     }
 
 
-def spread(z: Tensor, y: Tensor) -> dict[str, float]:
-    r"""Measure how large logits are, and how far they lie from each other within a class and between the classes.
+def fit_temperature(z: Tensor, y: Tensor) -> float:
+    """Fit the temperature by which logits are to be divided before the softmax, as docs/choosing.md does.
 
-    .. math:: s_\text{within}^2 = \frac{1}{NK} \sum_i \lVert z_i - m_{y_i} \rVert^2, \qquad
-        s_\text{between}^2 = \frac{1}{NK} \sum_i \lVert m_{y_i} - m \rVert^2
-
-    :math:`m_k` is the mean of class k's rows and m that of all rows.
+    It is 1 where none is best: every prediction is right, or the logits say no more of the labels than chance does.
 
     Args:
         z: logits, (N, K).
         y: class indices, (N,).
 
-    Returns:
-        ``top``, the mean over the rows of the largest logit minus the row's mean; ``within`` and ``between``, the two
-        roots, in units of logits.
+    Source: C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.
     """
-    members = F.one_hot(y, z.shape[1]).to(z.dtype)
-    means = (members.T @ z) / members.sum(0).clamp(min=1)[:, None]
-    return {
-        "top": float((z.amax(1) - z.mean(1)).mean()),
-        "within": float((z - means[y]).square().mean().sqrt()),
-        "between": float((means[y] - z.mean(0)).square().mean().sqrt()),
-    }
+    z = z.detach().cpu().double()
+    y = y.cpu()
+    own = z.gather(1, y[:, None])[:, 0]
+    if bool((own >= z.amax(1)).all()) or float((z.mean(1) - own).mean()) >= 0:
+        return 1.0
+    log_temperature = torch.zeros((), dtype=z.dtype, requires_grad=True)
+    optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
+
+    def nll() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(z / log_temperature.exp(), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(nll)
+    return float(log_temperature.detach().exp())

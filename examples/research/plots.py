@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from dcl_optim.plots.canvas import Style, finish, new_figure, styles
 from examples.research import evidence, pays, records, size
+from examples.research.canvas import Style, finish, new_figure, styles
 from examples.research.configuration import Configuration, Experiment
 from examples.research.datasets import load
 from examples.research.datasets.base import steps_per_epoch

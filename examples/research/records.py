@@ -27,7 +27,7 @@ RESULTS, COMMITTED = Path("runs/results"), Path("examples/research/results")
 
 CHOICES = "choices.jsonl.xz"  # in COMMITTED; each line has the name of a results file, a tab and a record
 
-BESIDE_ACCURACY = ("quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
+BESIDE_ACCURACY = ("quality", "train_accuracy", "consistency", "perplexity")
 
 Record = dict[str, Any]
 

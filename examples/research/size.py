@@ -68,7 +68,7 @@ from dataclasses import replace
 from typing import Any
 
 from examples.research.configuration import DCL, DCP, PAPER, Configuration, Experiment
-from examples.research.evidence import TITLES, fewer_epochs
+from examples.research.evidence import TITLES
 from examples.research.gains import Row
 from examples.research.networks import build
 
@@ -166,13 +166,10 @@ def _experiments() -> dict[str, Experiment]:
 def _largest() -> dict[str, Experiment]:
     """ResNet-18, on a GPU."""
     plain = replace(SETTINGS["scripts"], network=LARGEST, precision="float32")
-    known = compared(plain) | others(plain)
     labels = ("CE", "DCP", "label smoothing 0.1")
-    title = f"{', '.join(labels)} with {LARGEST}: {TITLES['scripts']}"
     seeds = 4  # what the time sufficed for
     few = replace(plain, data="kanji-fonts", train_size=800, batch_size=32, epochs=160, lr=LR_OF_FEW)
     return {
-        "size-scripts-xl": Experiment(title, "test", seeds, "CE", {label: known[label] for label in labels}),
         "size-few-xl": _on_kanji("800 images", few, labels, seeds),
         "size-noise-xl": _on_kanji("800 images, 20 % wrong labels", replace(few, label_noise=0.2), labels, seeds),
     }
@@ -188,7 +185,6 @@ def _few() -> dict[str, Experiment]:
     found["size-few-m"] = _on_kanji("800 images", plain, every)
     found["size-few-l"] = _on_kanji("800 images", replace(plain, network=NETWORKS["l"]), cheap)
     noisy = replace(plain, label_noise=0.2)
-    found["size-epochs-noise-m"] = fewer_epochs(noisy)
     found["size-noise-m"] = _on_kanji("800 images, 20 % wrong labels", noisy, every)
     found["size-fewest-m"] = _on_kanji("480 images", replace(plain, train_size=480, epochs=267), every)
     return found

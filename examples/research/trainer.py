@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from dcl_optim import metrics
 from examples.research import datasets, measures, methods, networks, non_targets
 from examples.research.checkpoint import save_atomically
 from examples.research.configuration import Configuration
@@ -34,7 +33,6 @@ AVERAGED_EVERY = 5  # steps: the averages of the weights are as good, and a fift
 # an epoch.
 SCHEDULES: dict[str, Callable[[int, int], Any]] = {
     "running-average": lambda steps, epoch: lambda step: (step - 1) / step,
-    "warm-up": lambda steps, epoch: lambda step: min(1.0, step / max(1, steps // 2)),
     "frozen-after-first-epoch": lambda steps, epoch: lambda step: 0.97 if step <= epoch else 1.0,  # for DCP's alpha
 }
 
@@ -176,11 +174,10 @@ class Run:
         """The method's predictors, the deployed one first, and the moving averages of the weights."""
         return {**self.method.predictors(), **{name: predictor(found) for name, found in self.averages.items()}}
 
-    def logits(self, part: str, corruption: str | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def logits(self, part: str) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The predictors' names, their logits of a part of the data, and its labels."""
-        corrupted = list(self.data.corrupted(part, corruption)) if corruption else None  # once for all predictors
         for name, predict in self.predictors().items():
-            pairs = [(predict(self._moved(x)).cpu(), y) for x, y in corrupted or self.data.fixed(part)]
+            pairs = [(predict(self._moved(x)).cpu(), y) for x, y in self.data.fixed(part)]
             yield name, torch.cat([z for z, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def figures(self, part: str) -> dict[str, Any]:
@@ -196,20 +193,17 @@ class Run:
                 "validation_accuracy": {name: _accuracy(z, y) for name, z, y in self.logits("validation")},
                 "seconds": round(self.seconds, 3),
             }
-        keys = ("accuracy", "quality", "spread", "train_accuracy", "consistency", "perplexity", "corrupted")
+        keys = ("accuracy", "quality", "train_accuracy", "consistency", "perplexity")
         found: dict[str, dict[str, Any]] = {key: {} for key in keys}
         validation = list(self.logits("validation"))
-        temperatures = {name: _temperature(z, y) for name, z, y in validation}
+        temperatures = {name: measures.fit_temperature(z, y) for name, z, y in validation}
         for name, z, y in validation if part == "validation" else self.logits(part):
             found["accuracy"][name] = _accuracy(z, y)
             found["quality"][name] = measures.quality(z, y, temperatures[name])
-            found["spread"][name] = measures.spread(z, y)
         for name, z, y in self.logits("train"):
             found["train_accuracy"][name] = _accuracy(z, y)
             found["consistency"][name] = float(non_targets.top_non_target_consistency(z, y).nanmean())
             found["perplexity"][name] = float(non_targets.non_target_perplexity(z, y).nanmean())
-        for corruption in self.data.corruptions if part == "test" else ():
-            found["corrupted"][corruption] = {name: _accuracy(z, y) for name, z, y in self.logits(part, corruption)}
         return found | {"seconds": round(self.seconds, 3)}
 
     def save(self, path: Path) -> None:
@@ -244,14 +238,6 @@ def load_data(configuration: Configuration, seed: int) -> Data:
         data.enlarge(SIDE)
     data.relabel(chosen.label_noise, torch.Generator().manual_seed(0 if chosen.shots is None else seed))
     return data
-
-
-def _temperature(z: Tensor, y: Tensor) -> float:
-    """The best one, or 1 if there is none, as where all is right."""
-    try:
-        return metrics.fit_temperature(z, y)
-    except ValueError:
-        return 1.0
 
 
 def _accuracy(z: Tensor, y: Tensor) -> float:

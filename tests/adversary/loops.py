@@ -12,8 +12,8 @@ from hypothesis import seed as of_seed
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.adversary.cases import Case, Literal, cases, learned, set_rates, term, wrapped
 from tests.helpers import linear_growth, running_average, through_a_file
-from tests.reliability.cases import Case, Literal, cases, learned, set_rates, term, wrapped
 
 CLEARS = ("optimizer", "optimizer, in place", "model", "base", "model, in place", "base, in place")
 TELLING = CLEARS[:4]  # that a step was skipped: in place, only the wrapper knows (docs/supported.md, limit 2)
@@ -53,7 +53,7 @@ class Loop:
     events: tuple[Event, ...]
 
     def script(self) -> str:
-        imports = "from tests.adversary.loops import *\nfrom tests.reliability.cases import *\n"
+        imports = "from tests.adversary.loops import *\nfrom tests.adversary.cases import *\n"
         return f"{imports}\nprint({self!r}.error())  # at most 1e-8\n"
 
     def error(self) -> float:
@@ -83,8 +83,7 @@ class Script:
         self.make()
 
     def make(self) -> None:
-        script = wrapped(self.case, self.loop.variant, **self.loop.options)
-        self.model, self.optimizer = script.model, script.optimizer
+        self.model, self.optimizer = wrapped(self.case, self.loop.variant, **self.loop.options)
 
     def do(self, event: Event, rate: float, x: Tensor, y: Tensor) -> None:
         set_rates(self.optimizer, rate)
@@ -207,8 +206,6 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
         case,
         sizes=for_each(st.integers(3 if case.way == "line" else 1, 5).map(lambda half: 2 * half)),
         rates=for_each(st.sampled_from([1.0, 0.5, 0.1])),
-        loop="plain",
-        parts=1,
         weight=draw(hundredths.map(lambda number: 3 * number) | growth),
         alpha=draw(hundredths | st.just(running_average) | growth),
     )

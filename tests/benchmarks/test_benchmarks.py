@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import measure, table
 from benchmarks.methods import METHODS
-from benchmarks.workloads import ON_CPU, WORKLOADS, Setting
+from benchmarks.workloads import ON_CPU, Setting
 from tests.devices.on_device import needs_device
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +35,14 @@ def test_pytest_benchmark_times_a_step_of_each_method() -> None:
         "-m", "pytest", "benchmarks", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--benchmark-disable"
     )
     assert f"{len(METHODS)} passed" in found
+
+
+def test_the_slot_is_filled_by_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = {"fast": 0.01, "slow": 0.05}
+    monkeypatch.setattr(measure, "seconds_per_step", lambda step, steps, device: cost[step()])
+    named = {name: (lambda name=name: name) for name in cost}
+    assert measure.steps_per_slot(named, 0.2, torch.device("cpu")) == 4
+    assert measure.steps_per_slot(named, 0.001, torch.device("cpu")) == 1
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -85,40 +91,6 @@ def test_ratios_are_those_of_the_rounds_and_memory_is_beyond_what_the_imports_ho
     assert line["state_bytes_added"] == 8 * MLP_PARAMETERS + torch.get_rng_state().nbytes
 
 
-def test_an_estimate_comes_first_and_then_what_is_measured(measured: tuple[dict[str, Any], str, str]) -> None:
-    title = "MLP 64-256-256-10"
-    estimate, *lines = measured[2].splitlines()
-    assert re.fullmatch(r"about (\d+\.\d) minutes if nothing else runs: steps \1", estimate)
-    assert lines == [
-        f"1 of 1: times of {title}",
-        *(f"{n} of 3: memory of {name} on {title}" for n, name in enumerate(("plain", *TINY[-2:]), 1)),
-    ]
-
-
-def test_each_table_is_measured_in_a_process_and_an_error_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    started: list[tuple[Any, int]] = []
-
-    def in_a_process(function: Any, options: argparse.Namespace, threads: int) -> dict[str, Any]:
-        started.append((function, threads))
-        if function is measure.kernels:
-            raise RuntimeError("no device")
-        return {"rounds": options.rounds, "steps": [], "wide": []}
-
-    monkeypatch.setattr(measure, "in_a_process", in_a_process)
-    monkeypatch.setattr(command, "announce", lambda names, options: None)
-    arguments = ["--rounds", "3", "--out", str(tmp_path)]
-    command.main(["steps", "wide", *arguments])
-    assert started == [(measure.steps, 2), (measure.wide, 1)]
-    found = json.loads((tmp_path / "wide.json").read_text())
-    assert found["command"] == f"python -m benchmarks steps wide {' '.join(arguments)}"
-    started.clear()
-    with pytest.raises(RuntimeError, match="no device"):
-        command.main(arguments)
-    assert started == [(measure.steps, 2), (measure.kernels, 1)]
-
-
 def test_a_process_is_a_fresh_one_with_its_threads() -> None:
     assert measure.in_a_process(torch.get_num_threads, threads=2) == 2
     with pytest.raises(KeyError, match="no row"):
@@ -139,16 +111,6 @@ def test_wrong_arguments_are_argparse_errors(arguments: str, capsys: pytest.Capt
     assert "error: " in capsys.readouterr().err
 
 
-def test_a_package_that_is_missing_is_named_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    command.parse(["--models", "cnn"])
-    with pytest.raises(SystemExit):
-        command.parse([])
-    assert "torchvision is missing: pip install torchvision" in capsys.readouterr().err
-
-
 def test_the_defaults_are_measured_by_the_line_and_by_the_term() -> None:
     ways = ["by hand", "line", "line, paper", "term", "term, paper"]
     assert list(METHODS) == ["plain", *(f"{method}, {way}" for method in ("DCP", "DCL") for way in ways)]
@@ -161,19 +123,6 @@ def test_the_defaults_are_measured_by_the_line_and_by_the_term() -> None:
 
 def test_plain_training_is_always_a_row_and_the_rows_keep_their_order() -> None:
     assert command.parse(["--methods", "DCL, term", "DCP, line"]).methods == ["plain", "DCP, line", "DCL, term"]
-
-
-def test_the_estimate_is_made_of_slots_processes_and_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "seconds_per_step", lambda step, count, device: 0.2)
-    arguments = ["--models", "mlp-small", "--rounds", "8", "--methods"]
-    without, one, two = (
-        command.parse([*arguments, *of]) for of in (["plain", "--no-memory"], ["plain"], ["DCP, line"])
-    )
-    slots = 0.7 * (8 + 2) * 2.5 * 0.2  # a slot is as long as the dearest step
-    assert measure.seconds_of_steps(without) == pytest.approx(slots)
-    assert measure.seconds_of_steps(one) == pytest.approx(slots + 4.0 + 0.7 * 5 * 2.5 * 0.2)
-    assert measure.seconds_of_steps(two) == pytest.approx(2 * measure.seconds_of_steps(one))
-    assert measure.seconds_of_kernels(two) == pytest.approx(2 * measure.seconds_of_kernels(one))
 
 
 def test_without_memory_no_process_is_started_and_the_table_has_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,19 +155,6 @@ def test_a_refusal_is_told_as_one() -> None:
     assert said.startswith("RuntimeError: weight tensor should be defined")
     row = {"dtype": "float32", "loss": "mixup", "method": "DCP, line", "refused": "RuntimeError: no labels"}
     assert table.kernels({"kernels": [row]})[-1] == "| float32 | mixup | refused |"
-
-
-def test_many_classes_leave_dcp_out() -> None:
-    works = [argparse.Namespace(classes=number) for number in (16_384, 16_385)]
-    assert measure.allowed(works[0], METHODS) == list(METHODS)
-    assert measure.allowed(works[1], METHODS) == [name for name in METHODS if "DCP" not in name]
-
-
-def test_many_classes_are_timed_in_both_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "MANY_CLASSES", {"classes-10": WORKLOADS["classes-10"]})
-    found = measure.wide(command.parse([*SMALL, "--methods", "plain", "--rounds", "1"]))["wide"]
-    assert [(point["classes"], point["precision"]) for point in found] == [(10, "float32"), (10, "autocast")]
-    assert [point["rows"][0]["ratio_to_plain"]["median"] for point in found] == [1.0, 1.0]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -254,24 +190,6 @@ def test_a_process_counts_its_own_memory_and_not_that_of_who_started_it() -> Non
     spent = measure.in_a_process(measure.memory_of, "mlp", "DCP, line", Setting())
     assert spent["peak_bytes"] < measure.resident_peak() - 500 * MIB
     assert len(held) == 250 * MIB
-
-
-def test_the_process_trains_the_row_that_was_timed_in_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting, started, asked = Setting("cpu", "bf16-channels-last", True), [], []
-    monkeypatch.setattr(measure, "start", lambda *arguments: started.append(arguments))
-    assert set(measure.memory_of("cnn", "DCL, term", setting)) == {"peak_bytes", "before_bytes", "used_bytes"}
-    assert started == [(METHODS["DCL, term"], ON_CPU["cnn"], setting, 5)]
-    monkeypatch.setattr(measure, "in_a_process", lambda *call: asked.append(call) or {"used_bytes": 1})
-    measure.weigh([{"model": "cnn", "title": "CNN", "rows": [{"name": "plain"}]}], setting)
-    assert asked == [(measure.memory_of, "cnn", "plain", setting)]
-
-
-def test_memory_is_divided_by_that_of_plain_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    bytes_of = {"plain": 40, "DCL, line": 70}
-    monkeypatch.setattr(measure, "in_a_process", lambda of, model, name, *_: {"used_bytes": bytes_of[name]})
-    figures = {"model": "mlp", "title": "MLP", "rows": [{"name": name} for name in bytes_of]}
-    measure.weigh([figures], Setting())
-    assert [row["memory_ratio_to_plain"] for row in figures["rows"]] == [1.0, 1.75]
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils import parameters_to_vector as flat
 
 from benchmarks.methods import METHODS, PrototypesByHand, Script, Training, start
@@ -70,25 +68,6 @@ def test_methods_and_networks_take_steps(method: str, workload: str) -> None:
     assert not torch.equal(weights(training), flat(work.model().parameters()))
 
 
-@pytest.mark.parametrize("work", WORKLOADS.values(), ids=WORKLOADS)
-def test_networks_have_the_logits_that_they_say(work) -> None:
-    with torch.device("meta"):
-        z = work.build()(torch.empty(2, *work.shape))
-    shape = (2 * math.prod(work.labels), work.classes) if work.flattened else (2, work.classes, *work.labels)
-    assert z.shape == shape
-
-
-class Explode(nn.Module):
-    def forward(self, x):
-        return x * float("inf")
-
-
-def test_a_diverging_method_is_not_timed() -> None:
-    diverging = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), Explode())
-    with pytest.raises(RuntimeError, match="plain diverged"):
-        start(METHODS["plain"], dataclasses.replace(WORKLOADS["mlp"], build=lambda: diverging))
-
-
 def test_state_is_counted_exactly() -> None:
     prototypes = 4 * 10 * 10
     companion = 2 * 4 * MLP_PARAMETERS  # with momentum
@@ -99,29 +78,3 @@ def test_state_is_counted_exactly() -> None:
     expected |= {"plain": 0, "DCP, by hand": prototypes, "DCL, by hand": companion}
     small = dataclasses.replace(WORKLOADS["mlp"], batch_size=4)
     assert {name: start(row, small).bytes_added() for name, row in METHODS.items()} == expected
-
-
-@pytest.mark.parametrize("method", ["plain", "DCL, by hand", "DCL, line", "DCP, term"])
-def test_bfloat16_and_channels_last_reach_model_and_companion(method: str) -> None:
-    setting = Setting(precision="bf16-channels-last")
-    training = start(METHODS[method], dataclasses.replace(WORKLOADS["cnn"], batch_size=4), setting, warm_up=1)
-    dtypes: list[torch.dtype] = []
-    networks = [training.model] + ([training.second] if training.second else [])
-    for network in networks:
-        convolution = network[4]
-        assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
-        assert convolution.weight.dtype == torch.float32
-        network.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-        convolution.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-    training.step()
-    assert set(dtypes) == {torch.bfloat16}
-    assert len(dtypes) >= 2 * len(networks)
-
-
-@pytest.mark.parametrize(("method", "networks"), [("plain", 1), ("DCL, by hand", 2)])
-def test_compiled_networks_are_compiled(method: str, networks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
-    training = start(METHODS[method], dataclasses.replace(WORKLOADS["mlp"], batch_size=4), Setting(compiled=True))
-    assert len(compiled) == networks
-    assert compiled[0] is training.model

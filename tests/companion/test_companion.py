@@ -18,7 +18,6 @@ from tests.helpers import (
     CLASSES,
     FEATURES,
     assert_same,
-    batch_norm_net,
     batches,
     dropout_net,
     mlp,
@@ -232,17 +231,6 @@ def test_companion_of_another_output_shape():
     assert_same(model.state_dict(), before)
 
 
-@pytest.mark.gpu
-def test_cuda_equals_cpu():
-    results = []
-    for device in ("cpu", "cuda"):
-        model = batch_norm_net().to(device)
-        optimizer = wrap(model)
-        train(model, optimizer, [(x.to(device), y.to(device)) for x, y in batches(20)])
-        results.append(copy.deepcopy(optimizer.companion).cpu())
-    assert_same(results[0], results[1], rtol=1e-8, atol=1e-9)
-
-
 # ---- weights that are loaded in the middle of a run, and a new companion ---------------------------------------------
 
 LOADED = r"(?s)weights were loaded into the model since.*optimizer\.reset_companion\(\)"
@@ -270,39 +258,6 @@ def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_star
     assert_same(model, expected)
     assert_same(optimizer.companion, other.companion)
     assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
-
-
-@pytest.mark.parametrize("model_first", [False, True])
-def test_weights_loaded_with_the_optimizers_state_or_before_training_bring_no_warning(model_first: bool) -> None:
-    model = mlp()
-    optimizer = wrap(nn.Sequential(model))
-    model.load_state_dict(mlp(seed=2).state_dict())
-    train(optimizer.model, optimizer, DATA)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(optimizer.model, optimizer, DATA[:2])
-    for first in (model_first, not model_first):
-        if first:
-            optimizer.model[0].load_state_dict(saved[0])
-        else:
-            optimizer.load_state_dict(saved[1])
-    train(optimizer.model, optimizer, DATA)
-    copy.deepcopy(model).load_state_dict(saved[0])
-    train(optimizer.model, optimizer, DATA)
-
-
-def test_a_reset_between_forward_and_backward_pass_leaves_nothing_to_learn() -> None:
-    model = mlp()
-    optimizer = wrap(model)
-    train(model, optimizer, DATA)
-    x, y = DATA[0]
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    optimizer.reset_companion()
-    new = optimizer.companion
-    loss.backward()
-    optimizer.step()
-    assert optimizer.companion is new
-    assert not optimizer.companion_optimizer.state
 
 
 def test_a_companion_that_was_given_is_not_built_again() -> None:

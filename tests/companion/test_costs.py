@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dcl_optim import distances
 from tests import reference
-from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, train_in_halves, wrap
+from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, wrap
 
 # ---- every k-th step -------------------------------------------------------------------------------------------------
 
@@ -53,16 +53,6 @@ def test_a_skipped_step_does_not_count():
     train(model, optimizer, batches(1))
     with pytest.raises(AssertionError):
         assert_same(optimizer.companion, before)
-
-
-def test_all_forwards_of_a_step_are_learned_from_or_none():
-    whole, parts = mlp(), mlp()
-    in_one, in_two = wrap(whole, companion_every=2), wrap(parts, companion_every=2)
-    for x, y in batches(4):
-        train(whole, in_one, [(x, y)])
-        train_in_halves(parts, in_two, [(x, y)])
-    assert_same(whole, parts, rtol=1e-10, atol=1e-12)
-    assert_same(in_one.companion, in_two.companion, rtol=1e-10, atol=1e-12)
 
 
 # ---- a share of the rows ---------------------------------------------------------------------------------------------

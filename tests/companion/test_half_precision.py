@@ -95,16 +95,6 @@ def test_parameters_in_float32_are_stepped_themselves_and_those_in_half_precisio
         assert torch.equal(weight.to(HALF), half)
 
 
-def test_a_callable_may_take_the_networks_own_parameters() -> None:
-    """As those that take a module do; they are stepped as they are."""
-    second = mlp(3, dtype=HALF)
-    optimizer = narrow(companion=second, companion_optimizer=lambda _: sgd(second), alpha=0.0)
-    before = copy.deepcopy(second)
-    train(optimizer.model, optimizer, half_batches(3))
-    assert list(map(id, weights_of(optimizer))) == list(map(id, second.parameters()))
-    assert not torch.equal(second[0].weight, before[0].weight)
-
-
 def test_rows_of_an_embedding_without_a_gradient_are_left() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(10, FEATURES, sparse=True), nn.Linear(FEATURES, CLASSES)).to(HALF)
@@ -115,20 +105,6 @@ def test_rows_of_an_embedding_without_a_gradient_are_left() -> None:
     train(model, optimizer, [(torch.tensor([[1, 2], [1, 4]]), torch.tensor([0, 1]))])
     changed = (optimizer.companion[0].weight != before).any(1)
     assert changed.tolist() == [row in (1, 2, 4) for row in range(10)]
-
-
-def test_a_batch_that_was_given_up_teaches_nothing() -> None:
-    """As one whose step a gradient scaler skips; its gradients were in half precision still."""
-    runs = []
-    for gives_up in (False, True):
-        optimizer = narrow(companion=mlp(3, dtype=HALF))
-        for batch, other in zip(half_batches(4), half_batches(4, seed=9), strict=True):
-            if gives_up:
-                optimizer.zero_grad()
-                F.cross_entropy(optimizer.model(other[0]), other[1]).backward()
-            train(optimizer.model, optimizer, [batch])
-        runs.append(optimizer)
-    assert_same_state(*runs)
 
 
 def test_weights_of_frozen_layers_stay_also_where_ranks_fill_gradients() -> None:
@@ -148,39 +124,6 @@ def test_weights_of_frozen_layers_stay_also_where_ranks_fill_gradients() -> None
 
 def load(companion: nn.Module, source: nn.Module) -> None:
     companion.load_state_dict(source.state_dict())
-
-
-class Switches(torch.optim.SGD):
-    """Has two sets of weights, as Schedule-Free: those of ``eval`` are twice those of ``train``."""
-
-    def eval(self) -> None:
-        self._times(2.0)
-
-    def train(self) -> None:
-        self._times(0.5)
-
-    def _times(self, factor: float) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.mul_(factor)
-
-
-def test_the_network_has_the_weights_of_the_optimizers_mode() -> None:
-    model = mlp(dtype=HALF)
-    optimizer = DCLOptimizer(Switches(model.parameters(), lr=0.1), model, weight=1.0)
-    train(model, optimizer, half_batches(5))
-    before, weights = copy.deepcopy(optimizer.companion), copy.deepcopy(weights_of(optimizer))
-    optimizer.eval()
-    for ours, then in zip(optimizer.companion.parameters(), before.parameters(), strict=True):
-        assert torch.equal(ours, 2.0 * then)
-    optimizer.train()
-    assert_same(optimizer.companion, before)
-    assert_same(weights_of(optimizer), weights)
-    other = mlp(7, dtype=HALF)
-    load(optimizer.companion, other)
-    optimizer.eval()
-    for ours, theirs in zip(optimizer.companion.parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, 2.0 * theirs)
 
 
 def write_in_place(companion: nn.Module, source: nn.Module) -> None:
@@ -218,17 +161,6 @@ def test_what_a_script_writes_into_the_network_stays(
     assert_same(list(found.companion.parameters()), list(other.parameters()))
     for weight, half in zip(weights_of(found), other.parameters(), strict=True):
         assert torch.equal(weight, half.float())
-
-
-def test_a_companion_that_is_reset_has_the_models_weights() -> None:
-    optimizer = narrow()
-    train(optimizer.model, optimizer, half_batches(3))
-    optimizer.reset_companion()
-    assert_same(optimizer.companion, optimizer.model)
-    for weight, theirs in zip(weights_of(optimizer), optimizer.model.parameters(), strict=True):
-        assert torch.equal(weight, theirs.float())
-    train(optimizer.model, optimizer, half_batches(3))
-    assert_rounded(optimizer)
 
 
 # ---- copies and states -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import distances
 from tests import reference
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
+from tests.helpers import FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 
 DATA = list(batches(5))
 
@@ -132,24 +132,6 @@ def test_a_reentrant_checkpoint_inside_the_model() -> None:
     assert_same(*found)
 
 
-@pytest.mark.integration
-def test_the_outputs_of_transformers() -> None:
-    """A body of theirs whose output the head that is wrapped gets."""
-    make = pytest.importorskip("transformers").modeling_outputs.BaseModelOutput
-    model = Reading(lambda batch: batch["last_hidden_state"])
-    optimizer = wrap(model)
-    prompt = nn.Parameter(torch.full((FEATURES,), 0.1, dtype=torch.float64))
-    for x, y in batches(2):
-        given = make(last_hidden_state=torch.tanh(x * prompt))
-        F.cross_entropy(model(given), y).backward()
-        optimizer.step()
-        theirs = optimizer.companion.seen[-1]
-        assert type(theirs) is type(given)
-        assert theirs.last_hidden_state is theirs["last_hidden_state"]
-    assert given.last_hidden_state.grad_fn is not None
-    assert theirs.last_hidden_state.is_leaf
-
-
 # ---- inputs that the forward pass changes ----------------------------------------------------------------------------
 
 
@@ -199,23 +181,6 @@ def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_
     train(expected, other, edited)
     assert_same(model.net, expected)
     assert_same(optimizer.companion.net, other.companion)
-
-
-def test_an_input_with_a_graph_may_be_edited_in_place() -> None:
-    """As where the body is another module, and the head that is wrapped begins with an in-place ReLU."""
-    found = []
-    for inplace in (True, False):
-        torch.manual_seed(0)
-        body, head = nn.Linear(FEATURES, 12).double(), nn.Sequential(nn.ReLU(inplace), nn.Linear(12, CLASSES)).double()
-        optimizer = wrap(head)
-        for x, y in DATA:
-            optimizer.zero_grad()
-            F.cross_entropy(head(body(x)), y).backward()
-            optimizer.step()
-        assert optimizer.logs()["penalty"] > 0
-        found.append((head, optimizer.companion, body.weight.grad))
-    for first, second in zip(*found, strict=True):
-        assert_same(first, second)
 
 
 def test_an_edit_that_begins_later_is_an_error_that_names_the_fix() -> None:

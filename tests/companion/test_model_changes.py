@@ -102,20 +102,6 @@ def test_a_model_that_is_converted_in_mid_run_is_refused_until_the_companion_is_
     assert_same(optimizer.companion, expected)
 
 
-def test_a_model_that_is_converted_before_the_first_batch_is_copied_then() -> None:
-    """Lightning and Accelerate move the model after the script has wrapped its optimizer."""
-    model, expected = mlp(), mlp().float()
-    optimizer = wrap(model)
-    optimizer.load_state_dict(optimizer.state_dict())  # of before the first batch
-    model.float()
-    data = [(x.float(), y) for x, y in DATA]
-    train(model, optimizer, data)
-    other = wrap(expected)
-    train(expected, other, data)
-    assert_same(model, expected)
-    assert_same(optimizer.companion, other.companion)
-
-
 def test_a_companion_that_was_asked_for_before_the_model_is_converted_is_copied_again() -> None:
     model = mlp()
     optimizer = wrap(model)
@@ -145,52 +131,6 @@ def test_layers_that_are_frozen_in_turn_keep_their_companion() -> None:
         assert optimizer.logs()["penalty"] > 0
     assert_same(model, hand, rtol=1e-10, atol=1e-12)
     assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
-
-
-def test_gradients_of_what_is_frozen_in_mid_run_are_left() -> None:
-    """With set_to_none=False the base goes on to step by its momentum."""
-    found = []
-    for weight in (0.0, None):
-        model = mlp()
-        base = sgd(model)
-        optimizer: Any = base if weight is None else DCLOptimizer(base, model, weight=weight)
-        train(model, optimizer, DATA[:2])
-        model[0].requires_grad_(False)
-        for x, y in DATA[2:]:
-            optimizer.zero_grad(set_to_none=False)
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        found.append(model)
-    assert_same(*found)
-
-
-class Mixed(nn.Module):
-    """A frozen body and batch norm in a narrow dtype under a head in a wide one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8)).bfloat16().requires_grad_(False)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x.bfloat16()).to(self.head.weight.dtype))
-
-
-def test_converting_a_head_leaves_the_frozen_layers_in_their_dtype() -> None:
-    """They are the model's own, which a conversion of the companion would change."""
-    model = Mixed()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(2))
-    model.head.double()
-    with pytest.raises(RuntimeError, match=r"and is .*torch.float64"):
-        train(model, optimizer, batches(1))
-    optimizer.reset_companion()
-    train(model, optimizer, batches(2))
-    for network in (model, optimizer.companion):
-        body = [*network.body.parameters(), *network.body[1].buffers()]
-        assert {tensor.dtype for tensor in body} == {torch.bfloat16, torch.long}
-        assert network.head.weight.dtype == torch.float64
 
 
 def test_modes_are_mirrored_module_by_module():
@@ -236,17 +176,6 @@ def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str
     model.float()
     model(torch.zeros(4, FEATURES))
     assert {parameter.dtype for parameter in optimizer.companion.parameters()} == {dtype}
-
-
-@pytest.mark.gpu
-def test_a_given_companion_on_a_gpu_beside_a_model_on_the_cpu() -> None:
-    model, hand = mlp(), mlp()
-    optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(model).cuda()))
-    other = wrap(hand, companion=copy.deepcopy(hand))
-    train(model, optimizer, batches(10))
-    train(hand, other, batches(10))
-    assert_same(model, hand, rtol=1e-9, atol=1e-12)
-    assert_same(optimizer.companion.network.cpu(), other.companion, rtol=1e-9, atol=1e-12)
 
 
 def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does() -> None:

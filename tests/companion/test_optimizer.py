@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.distances import mse, squared
+from dcl_optim.distances import mse
 from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, mlp, sgd, train, wrap
-from tests.reference import dcl_step
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
 
@@ -53,26 +52,6 @@ def test_groups_that_are_removed_or_change_places_have_their_own_options_in_a_ne
     assert {id(p) for group in mirrored if group["lr"] == 0.01 for p in group["params"]} == trained
 
 
-class Wider(nn.Sequential):
-    """Shares the model's names and has layers of its own before and behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, layer in (("first", mlp()[0]), ("0", nn.Linear(12, 12)), ("2", mlp()[2]), ("last", nn.Tanh())):
-            self.add_module(name, layer)
-
-
-def test_a_companions_parameters_with_names_of_their_own_end_the_first_group() -> None:
-    model, companion = mlp(), Wider().double()
-    layers = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    optimizer = DCLOptimizer(torch.optim.SGD(layers, lr=0.1), model, companion=companion)
-    named = {id(parameter): name for name, parameter in companion.named_parameters()}
-    groups = [[named[id(p)] for p in group["params"]] for group in optimizer.companion_optimizer.param_groups]
-    assert groups == [["0.weight", "0.bias", "first.weight", "first.bias"], ["2.weight", "2.bias"]]
-    train(model, optimizer, batches(2))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
 def test_companion_optimizer_of_its_own():
     model = mlp()
     optimizer = wrap(model, companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
@@ -80,15 +59,6 @@ def test_companion_optimizer_of_its_own():
     optimizer.param_groups[0]["lr"] = 0.7
     train(model, optimizer, batches(2))
     assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
-
-
-def test_a_schedule_of_the_companions_optimizer_does_not_warn_of_the_step_that_is_left_out() -> None:
-    model = mlp()
-    optimizer = wrap(model, companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.companion_optimizer, step_size=1, gamma=0.5)
-    train(model, optimizer, batches(1))
-    scheduler.step()
-    assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.01
 
 
 def test_a_companion_optimizer_that_is_none_is_refused():
@@ -276,6 +246,36 @@ def test_a_state_of_the_constructor_is_refused_at_wrapping(reads: bool) -> None:
     assert_same(model.state_dict(), before)
 
 
+class WithASharedMean(StateFromTheStart):
+    """Keeps it by its name, as IVON does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.state.clear()
+        self.state["mean"] = [torch.zeros_like(parameter) for parameter in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for parameter, mean in zip(self.param_groups[0]["params"], self.state["mean"], strict=True):
+            parameter.data -= 0.1 * mean.lerp_(parameter.grad, 0.1)
+
+
+def test_a_state_of_the_constructor_by_its_name_is_refused_at_wrapping_too() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=r"WithASharedMean cannot train the companion: its state is made in its"):
+        DCLOptimizer(WithASharedMean(model.parameters()), model)
+
+
+def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one() -> None:
+    model = nn.Embedding(FEATURES, CLASSES, sparse=True)
+    base = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    data = [(torch.arange(FEATURES), torch.arange(FEATURES) % CLASSES)] * 3
+    train(model, base, data)
+    optimizer = DCLOptimizer(base, model)
+    train(model, optimizer, data)
+    state = optimizer.companion_optimizer.state[optimizer.companion.weight]
+    assert float(state["step"]) == 2  # the first gradient is zero
+
+
 class WithoutInit(torch.optim.Optimizer):
     """A container that does not call torch's constructor."""
 
@@ -299,19 +299,6 @@ def test_a_base_without_torchs_constructor_is_refused_and_its_class_is_left_as_i
     assert WithoutInit.step is step
     assert not model._forward_hooks
     WithoutInit(sgd(model)).step()  # a plain one still steps
-
-
-@pytest.mark.parametrize("wrapper", [DCPOptimizer, DCLOptimizer])
-def test_a_wrapper_inside_of_such_a_base_trains_as_alone(wrapper: Any) -> None:
-    model, expected = mlp(), mlp()
-    inner, alone = (wrapper(sgd(network), network, weight=1.0) for network in (model, expected))
-    outer = WithoutInit(inner)
-    for x, y in batches(4):
-        inner.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        outer.step()
-    train(expected, alone, batches(4))
-    assert_same(model, expected)
 
 
 class StepsByItself(torch.optim.Optimizer):
@@ -355,22 +342,6 @@ def test_what_cannot_train_a_companion_is_refused_at_wrapping(base: Any, message
 
 
 # ---- what it follows, and what it counts -----------------------------------------------------------------------------
-
-
-def test_alpha_shapes_the_target_and_leaves_the_learning_rate():
-    """The paper, literally: the base's class and rate, and the gradient of the distance to the target."""
-
-    def make(network: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(network.parameters(), lr=0.01, eps=1e-3)
-
-    model, hand, companion = mlp(), mlp(), mlp(seed=3)
-    optimizer = DCLOptimizer(make(model), model, companion=copy.deepcopy(companion), weight=2.0, alpha=0.4)
-    optimizers = make(hand), make(companion)
-    train(model, optimizer, batches(5))
-    for x, y in batches(5):
-        dcl_step(hand, companion, *optimizers, x, y, F.cross_entropy, squared, weight=2.0, alpha=0.4)
-    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
-    assert_same(model, hand, rtol=1e-9, atol=1e-10)
 
 
 class CountsInItsGroups(torch.optim.SGD):
@@ -466,14 +437,6 @@ def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also
     train(resumed, second, data[3:])
     assert_same_networks(optimizer, second)
     assert not torch.equal(before[0].weight, optimizer.companion[0].weight)
-
-
-def test_a_companion_that_steps_less_often_counts_its_own_steps():
-    model = mlp()
-    optimizer = DCLOptimizer(CountsInItsGroups(model.parameters()), model, companion_every=2)
-    train(model, optimizer, batches(5))
-    ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
-    assert (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"])) == (5, 2, 5.0, 2.0)
 
 
 @pytest.mark.integration

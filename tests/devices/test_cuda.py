@@ -21,8 +21,6 @@ from tests.reference import EACH, assert_same_training, learned, term_of, wrap
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
-# A script that wants the same bits again asks torch for them; prototypes add up rows in any order without.
-REPEATABLE = "torch.use_deterministic_algorithms"
 STEPS = 20
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,25 +23,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def write_idx(path: Path, values: torch.Tensor) -> None:
-    header = bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
-    path.write_bytes(header + bytes(values.flatten().tolist()))
-
-
-@pytest.fixture
-def fashion(tmp_path) -> Path:
-    """Forty and twenty images in the files that torchvision leaves; the label is the bright row."""
-    folder = tmp_path / "FashionMNIST" / "raw"
-    folder.mkdir(parents=True)
-    for part, count in (("train", 40), ("t10k", 20)):
-        y = torch.arange(count) % 10
-        x = torch.randint(0, 20, (count, 28, 28), generator=torch.Generator().manual_seed(count))
-        x[torch.arange(count), 2 * y + 4] = 255
-        write_idx(folder / f"{part}-images-idx3-ubyte", x)
-        write_idx(folder / f"{part}-labels-idx1-ubyte", y)
-    return tmp_path
 
 
 @pytest.mark.parametrize("method", cells(["plain", "dcl", "dcp"], "dcl"))
@@ -68,21 +47,6 @@ def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one(tmp_path, one_t
     assert expected["epoch"] == 3
     assert "dcl_optim.DCLOptimizer" in expected["optimizer"]
     assert_same(torch.load(parts, weights_only=True), expected)
-
-
-@pytest.mark.parametrize(
-    ("method", "extra"),
-    cells(product(["plain", "dcl", "dcp"], [(), ("--amp",)]), ("dcl", ("--amp",)), ("dcp", ())),
-)
-def test_a_run_resumed_with_augmentation_is_the_uninterrupted_one(fashion, tmp_path, method, extra):
-    """Augmentation and dropout draw at random, so a stream that is not restored would show."""
-    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    common = f"--dataset fashion-mnist --data {fashion} --method {method} --epochs 3 --batch-size 16 --device cpu"
-    arguments = [*common.split(), *extra]
-    script.main([*arguments, "--checkpoint", str(whole)])
-    script.main([*arguments, "--checkpoint", str(parts), "--stop-after", "1"])
-    script.main([*arguments, "--checkpoint", str(parts), "--resume"])
-    assert_same(torch.load(parts, weights_only=True), torch.load(whole, weights_only=True))
 
 
 @pytest.mark.parametrize(("method", "kind"), [("dcl", DCLOptimizer), ("dcp", DCPOptimizer)])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from schedulefree import AdamWScheduleFree
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -167,23 +166,6 @@ def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_afte
     assert_same([*learned(half).values()], [*learned(full).values()], atol=5e-2)
 
 
-@pytest.mark.parametrize("wrapped_after", [False, True])
-def test_the_companion_is_in_and_leaves_mixed_precision_with_the_model(wrapped_after):
-    """`unwrap_model` takes Accelerate's forward off again, in the middle of a run."""
-    with accelerator(mixed_precision="bf16") as shared:
-        script = Script(shared, "dcl", wrapped_after=wrapped_after)
-        dtypes: dict[str, torch.dtype] = {}
-        for name, network in (("model", script.model), ("companion", script.ours.companion)):
-            network[0].register_forward_hook(lambda _, args, output, name=name: dtypes.update({name: output.dtype}))
-        script.epoch(0, last=1)
-        assert dtypes == {"model": torch.bfloat16, "companion": torch.bfloat16}
-        assert script.ours.logs()["penalty"] == 0.0, "a copy that computes as the model does"
-        if not wrapped_after:
-            shared.unwrap_model(script.model, keep_fp32_wrapper=False)
-            script.epoch(0, last=1)
-            assert dtypes == {"model": torch.float32, "companion": torch.float32}
-
-
 class WithAnIsland(nn.Module):
     """Its last layer stays in float32 under autocast, as numerically delicate heads do."""
 
@@ -240,28 +222,6 @@ def test_an_epoch_that_is_cut_in_two_by_save_state_goes_on_to_the_last_bit(metho
     assert_same(resumed.model, whole.model)
     assert_same(resumed.ours.state_dict(), whole.ours.state_dict())
     assert_same(resumed.scheduler.state_dict(), whole.scheduler.state_dict())
-
-
-def test_schedule_free_is_switched_through_accelerates_optimizer():
-    """Its `train` and `eval` reach the model's weights and the companion's."""
-    states = []
-    for with_accelerate in (True, False):
-        model = mlp()
-        optimizer = DCLOptimizer(AdamWScheduleFree(model.parameters(), lr=1e-2), model, weight=5.0)
-        ours = optimizer
-        with accelerator() as shared:
-            if with_accelerate:
-                model, optimizer = shared.prepare(model, optimizer)
-            optimizer.train()
-            for x, y in batches(4):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-            training = copy.deepcopy(ours.companion)
-            optimizer.eval()
-        assert differ(training, ours.companion)
-        states.append((model.state_dict(), ours.state_dict()))
-    assert_same(*states)
 
 
 def _train_on_a_rank(rank, folder, method):

@@ -17,12 +17,10 @@ from tests.integrations.lightning_modules import (
     QUIET,
     CallsItself,
     Classifier,
-    Validated,
     by_hand,
     fit,
     loader,
     network,
-    quiet_trainer,
 )
 
 pytestmark = QUIET
@@ -69,18 +67,6 @@ def test_automatic_optimization_is_the_hand_written_loop_bit_for_bit(loop, metho
     if loop == "accumulation":
         assert ours.logs()["loss_scale"] == pytest.approx(1 / 3, rel=1e-12)
         assert ours.logs()["step"] == 2 * 3, "batches 3, 6 and the last one, in two epochs"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_validation_during_and_between_epochs_changes_nothing(method):
-    watched, unwatched = Validated(method, network()), Classifier(method, network())
-    expected = fit(unwatched)
-    trainer = quiet_trainer(val_check_interval=3, num_sanity_val_steps=2)
-    torch.manual_seed(3)
-    trainer.fit(watched, loader(), loader(seed=9))
-    assert trainer.callback_metrics["validation_loss"] > 0
-    assert_same(watched.net, unwatched.net)
-    assert_same(trainer.optimizers[0].state_dict(), expected.state_dict())
 
 
 # ---- which object to wrap -------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from tests.helpers import assert_same, batches, linear_growth, mlp, running_average
+from tests.helpers import assert_same, linear_growth, mlp, running_average
 from tests.integrations import METHODS, differ, wrap
 from tests.integrations.lightning_modules import (
     BATCHES,
@@ -62,22 +61,6 @@ def test_a_run_resumed_through_the_trainer_is_the_uninterrupted_run(method, tmp_
     assert_same(trainer.optimizers[0].state_dict(), expected.state_dict())
 
 
-def test_a_checkpoint_of_a_wrapped_run_goes_on_plainly_and_gives_the_model_alone(tmp_path):
-    module = Classifier("dcl", still())
-    optimizer = fit(module)
-    module.trainer.save_checkpoint(tmp_path / "dcl.ckpt")
-    loaded = Classifier.load_from_checkpoint(tmp_path / "dcl.ckpt", method="dcl", net=still(seed=5), weights_only=True)
-    assert_same(loaded, module)
-    plain, trainer = Classifier("plain", still(seed=5)), quiet_trainer(max_epochs=3)
-    trainer.fit(plain, loader(), ckpt_path=tmp_path / "dcl.ckpt", weights_only=True)
-    optimizer.detach()
-    for x, y in loader():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(module.net(x), y).backward()
-        optimizer.step()
-    assert_same(plain.net, module.net)
-
-
 class TakesPlainStates(Classifier):
     """The recipe of docs/frameworks.md."""
 
@@ -106,42 +89,6 @@ def test_a_wrapped_run_resumes_from_the_checkpoint_of_a_plain_one(method, tmp_pa
 
 
 # ---- copies and further fits ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["deepcopy", "torch.save"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_copy_of_the_trained_module_has_plain_gradients_and_leaves_the_companion_alone(method, way):
-    module, plain, file = Classifier(method, network()), network(), io.BytesIO()
-    optimizer = fit(module)
-    before = copy.deepcopy(optimizer.state_dict())
-    plain.load_state_dict(module.net.state_dict())
-    if way == "torch.save":
-        torch.save(module, file)
-        file.seek(0)
-    twin = (torch.load(file, weights_only=False) if way == "torch.save" else copy.deepcopy(module)).net
-    assert_same(twin, plain)
-    x, y = next(batches(1))
-    for net in (twin, plain):
-        torch.manual_seed(0)
-        nn.functional.cross_entropy(net.train()(x), y).backward()
-    assert_same([p.grad for p in twin.parameters()], [p.grad for p in plain.parameters()])
-    assert_same(optimizer.state_dict(), before)
-
-
-@pytest.mark.parametrize(("method", "same_trainer"), [("dcl", True), ("dcp", False)])
-def test_a_second_fit_wraps_the_module_again(method, same_trainer):
-    module, net = Classifier(method, network()), network()
-    first = fit(module)
-    trainer = module.trainer if same_trainer else quiet_trainer(max_epochs=2)
-    trainer.fit_loop.max_epochs = 4 if same_trainer else 2
-    torch.manual_seed(3)
-    trainer.fit(module, loader())
-    second = trainer.optimizers[0]
-    by_hand(method, net).detach()
-    expected = by_hand(method, net)
-    assert second is not first
-    assert_same(module.net, net)
-    assert_same(second.state_dict(), expected.state_dict())
 
 
 # ---- averaged weights -----------------------------------------------------------------------------------------------
@@ -180,15 +127,6 @@ def test_stochastic_weight_averaging_gives_the_models_mean_and_its_schedule_driv
     assert_same([*module.parameters()], averaged, rtol=1e-9, atol=1e-12)
     assert_same(optimizer.companion, watcher.companion)
     assert optimizer.logs()["step"] == 4 * BATCHES
-
-
-def test_stochastic_weight_averaging_with_batch_norm_needs_strict_off():
-    # Lightning's extra epoch, which only refreshes batch norm, ends with a step on the gradients of the epoch before.
-    with pytest.raises(RuntimeError, match="no backward through a training forward"):
-        with_swa(Classifier("dcl", network()), Watches())
-    watcher = Watches()
-    optimizer = with_swa(Classifier("dcl", network(), strict=False), watcher)
-    assert_same([*optimizer.companion.parameters()], [*watcher.companion.parameters()])
 
 
 class WithTerm(Classifier):

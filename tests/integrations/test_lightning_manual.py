@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -98,38 +97,6 @@ def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnin
     assert_same(ours.companion, theirs.companion)
 
 
-def test_detach_through_lightnings_shell_leaves_the_base_optimizer_alone():
-    class Detaches(Manual):
-        def on_train_start(self):
-            self.optimizers().detach()
-
-    module, plain = Detaches("dcl", network()), network()
-    fit(module)
-    by_hand("plain", plain)
-    assert_same(module.net, plain)
-    assert not module.net._forward_hooks
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_state_saved_and_loaded_through_lightnings_shell_is_the_optimizers_own(method):
-    saved = []
-
-    class Saves(Manual):
-        def on_train_end(self):
-            saved.append(copy.deepcopy(self.optimizers().state_dict()))
-
-    class Loads(Manual):
-        def on_train_start(self):
-            self.optimizers().load_state_dict(copy.deepcopy(saved[0]))  # torch trains on in the tensors it was given
-            saved.append(copy.deepcopy(self.trainer.optimizers[0].state_dict()))
-
-    optimizer = fit(Saves(method, network()))
-    assert_same(saved[0], optimizer.state_dict())
-    resumed = fit(Loads(method, network(seed=5)), max_epochs=1)
-    assert_same(saved[1], saved[0])
-    assert resumed.logs()["step"] == 14 + 7
-
-
 # ---- two networks, two wrapped optimizers ----------------------------------------------------------------------------
 
 
@@ -199,30 +166,3 @@ def test_two_wrapped_optimizers_with_toggle_model_are_the_hand_written_game():
     for ours, theirs in zip(module.trainer.optimizers, (first, second), strict=True):
         assert_same(ours.state_dict(), theirs.state_dict())
         assert differ(ours.companion, ours.model)
-
-
-def test_a_toggled_off_discriminator_adds_nothing_to_the_generators_gradient():
-    gradients = []
-
-    class GeneratorsTurn(Adversaries):
-        def training_step(self, batch, batch_idx):
-            x, _ = batch
-            with self.optimizers()[0].toggle_model():
-                judged = self.discriminator(self.generator(x[:, :3]))
-                self.manual_backward(criterion(judged, torch.ones_like(judged)))
-                gradients.append([parameter.grad.clone() for parameter in self.generator.parameters()])
-
-        def configure_optimizers(self):
-            first, second = super().configure_optimizers()
-            first.detach()
-            for parameter in second.companion.parameters():
-                parameter.data += 1.0  # it disagrees with the discriminator from the first batch
-            if self.plain:
-                second.detach()
-            return first, second
-
-    for plain in (False, True):
-        module = GeneratorsTurn()
-        module.plain = plain
-        fit(module, limit_train_batches=1, max_epochs=1)
-    assert_same(*gradients)

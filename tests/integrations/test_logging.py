@@ -65,7 +65,7 @@ class Script(dict[str, Any]):
 @pytest.fixture
 def script(tmp_path, monkeypatch) -> Script:
     """In a folder of its own, and without the network."""
-    for name in ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK", "WANDB_SILENT"):
+    for name in ("DO_NOT_TRACK", "WANDB_SILENT"):
         monkeypatch.setenv(name, "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -116,39 +116,6 @@ def wandb_history(path: Path) -> dict[str, list[tuple[int, float]]]:
         items = Record.FromString(content[place - length : place]).history.item
         rows.append({"".join(item.nested_key): json.loads(item.value_json) for item in items})
     return {key: [(row["_step"], row[key]) for row in rows if row] for key in KEYS}
-
-
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # of SQLAlchemy, which MLflow uses
-def test_mlflow(script):
-    exec(block("MLflow"), script)
-    import mlflow
-
-    client = mlflow.MlflowClient("sqlite:///mlflow.db")
-    (run,) = client.search_runs(["0"])
-    assert run.info.status == "FINISHED"
-    assert sorted(run.data.metrics) == KEYS
-    for key in KEYS:
-        history = client.get_metric_history(run.info.run_id, key)
-        assert sorted((point.step, point.value) for point in history) == script.curve(key)
-
-
-def test_accelerate(script):
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(log_with="tensorboard", project_dir="runs")
-    accelerator.init_trackers("digits")
-    script["accelerator"] = accelerator
-    script["model"], script["optimizer"], loader = accelerator.prepare(script.model, script.ours, script["loader"])
-    for script["step"], batch in enumerate(loader):
-        script.train(batch)
-        if script["step"] % 50 == 0:
-            exec(block("Accelerate"), script)
-    accelerator.end_training()
-    assert script["optimizer"] is not script.ours
-    with pytest.raises(AttributeError, match="logs"):
-        script["optimizer"].logs()
-    found = events("runs/digits")
-    assert found == {key: script.curve(key) for key in KEYS}
 
 
 # ---- Lightning and Trainer ------------------------------------------------------------------------------------------

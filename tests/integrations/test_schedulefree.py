@@ -99,17 +99,6 @@ def test_prototypes_beside_a_schedule_free_optimizer_are_as_written_out(name: st
     assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), atol=1e-8)
 
 
-def test_a_step_in_eval_mode_raises_schedulefrees_own_error_and_moves_nothing() -> None:
-    model = mlp()
-    optimizer = DCLOptimizer(make("sgd", model.parameters()), model, weight=1.0)
-    x, y = next(batches(1))
-    F.cross_entropy(model(x), y).backward()
-    with pytest.raises(Exception, match="not in train mode"):
-        optimizer.step()
-    assert_same(model, mlp())
-    assert_same(optimizer.companion, mlp())
-
-
 @pytest.mark.parametrize("wrapper", [schedulefree.ScheduleFreeWrapper, schedulefree.ScheduleFreeWrapperReference])
 def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper: Any) -> None:
     model = mlp()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -155,23 +154,6 @@ def test_the_kin_trains_as_alone_and_the_companion_learns_from_the_unperturbed_m
     assert_same(plain, model)
     if name != "GSAM":  # which calls the model itself: the companion learns from the perturbed one, too
         assert_same(companion, optimizer.companion, atol=1e-12)
-
-
-def test_bsam_says_that_it_cannot_train_the_companion_and_trains_beside_another_optimizer() -> None:
-    refused = mlp()
-    optimizer = DCLOptimizer(kin("BSAM", refused), refused, weight=1.0)
-    with pytest.raises(Exception, match="the companion's optimizer: pass companion_optimizer="):
-        step_as_its_docs_say("BSAM", refused, optimizer, *next(batches(1)))
-    plain, model = mlp(), mlp()
-    base = kin("BSAM", plain)
-    second = functools.partial(torch.optim.SGD, lr=0.1)
-    optimizer = DCLOptimizer(kin("BSAM", model), model, weight=0.0, companion_optimizer=second)
-    for trained, stepping in ((plain, base), (model, optimizer)):
-        torch.manual_seed(3)  # it adds noise to the weights
-        for x, y in batches(5):
-            step_as_its_docs_say("BSAM", trained, stepping, x, y)
-    assert_same(plain, model)
-    assert not torch.equal(optimizer.companion[0].weight, mlp()[0].weight)
 
 
 def test_a_refused_state_leaves_the_inner_optimizer_bound_to_the_outer_ones_groups() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, cells
-from tests.integrations.timm_models import CLASSES, MODELS, TINY, VIT, adamw, create, images
+from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
 from tests.reference import companions_target, dcl_step, end, step_once_there_is_a_gradient
 
 WEIGHT = 0.3
@@ -55,27 +55,6 @@ def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str
     assert_same(companion, optimizer.companion, atol=1e-8)
 
 
-def test_a_distilled_model_is_held_to_its_first_head_only() -> None:
-    models = [create("deit_tiny_distilled_patch16_224", **TINY) for _ in range(2)]
-    for model in models:
-        model.set_distilled_training(True)
-    plain, model = models
-    companion = create("deit_tiny_distilled_patch16_224", seed=1, **TINY)
-    companion.set_distilled_training(True)
-    optimizer = DCLOptimizer(adamw(model), model, companion=companion, weight=WEIGHT)
-    x, y = next(images(1))
-
-    def loss_of(output: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(output[0], y) + F.cross_entropy(output[1], y.flip(0))
-
-    output = plain(x)
-    (loss_of(output) + WEIGHT * mse(output[0], companion(x)[0].detach()).mean()).backward()
-    loss_of(model(x)).backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_same(ours.grad, theirs.grad, atol=1e-12)
-    optimizer.step()
-
-
 class OnFeatures(nn.Module):
     """A head on the last feature map, which timm collects by hooks."""
 
@@ -104,19 +83,6 @@ def test_a_model_that_collects_features_by_hooks_needs_a_second_one_as_its_compa
         fit(model, optimizer, [(x, y)])
         penalties.append(optimizer.logs()["penalty"])
     assert penalties[0] == 0.0 < penalties[1]
-
-
-def test_what_timm_froze_is_shared_and_its_statistics_stay() -> None:
-    model = create("resnet10t")
-    timm.utils.freeze(model, ["conv1", "bn1", "layer1"])
-    optimizer: Any = DCLOptimizer(timm.optim.create_optimizer_v2(model, "sgd", lr=0.1, momentum=0.9), model, weight=1.0)
-    before = copy.deepcopy(model.layer1.state_dict())
-    fit(model, optimizer, images(2))
-    shared = zip(model.layer1.parameters(), optimizer.companion.layer1.parameters(), strict=True)
-    assert all(mine.data_ptr() == its.data_ptr() for mine, its in shared)
-    assert_same(before, model.layer1.state_dict())
-    assert_same(before, optimizer.companion.layer1.state_dict())
-    assert model.fc.weight.data_ptr() != optimizer.companion.fc.weight.data_ptr()
 
 
 # ---- optimizer factory and scheduler ---------------------------------------------------------------------------------
@@ -183,29 +149,6 @@ def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing: float,
 # ---- what runs beside the optimizer ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ema_first", [True, False])
-def test_model_ema_v3_beside_it_averages_as_without_and_copies_no_hook(ema_first: bool) -> None:
-    plain, model = create("mobilenetv3_small_050"), create("mobilenetv3_small_050")
-    their_ema = timm.utils.ModelEmaV3(plain, decay=0.9, use_warmup=True)
-    ema = timm.utils.ModelEmaV3(model, decay=0.9, use_warmup=True) if ema_first else None
-    optimizer = DCLOptimizer(adamw(model), model, weight=0.0)
-    ema = ema or timm.utils.ModelEmaV3(model, decay=0.9, use_warmup=True)
-    for trained, stepping, average in ((plain, adamw(plain), their_ema), (model, optimizer, ema)):
-        torch.manual_seed(5)
-        for step, (x, y) in enumerate(images(3)):
-            stepping.zero_grad()
-            F.cross_entropy(trained(x), y).backward()
-            stepping.step()
-            average.update(trained, step=step)
-    assert_same(their_ema.module, ema.module)
-    ema.module.requires_grad_(True).train()
-    F.cross_entropy(ema.module(x), y).backward()  # no business of the optimizer's
-    optimizer.zero_grad()
-    optimizer.step()
-    assert optimizer.logs()["step"] == 4.0
-    assert optimizer.logs()["penalty"] != optimizer.logs()["penalty"]  # nan: the step had no batch
-
-
 @pytest.mark.parametrize(("mode", "clip"), [("norm", 0.5), ("value", 0.01), ("agc", 0.05)])
 def test_timms_scaler_and_clipping_act_on_loss_and_penalty_together(mode: str, clip: float) -> None:
     by_hand, model = create(), create()
@@ -262,19 +205,3 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     run(resumed, second, its_scaler, data[3:])
     assert_same(model, resumed)
     assert_same(optimizer.companion, second.companion)
-
-
-def test_timms_task_holds_model_and_loss_and_trains_as_the_plain_loop() -> None:
-    plain, model = create(), create()
-    theirs = DCLOptimizer(adamw(plain), plain, weight=1.0)
-    task = timm.task.ClassificationTask(model, nn.CrossEntropyLoss(), verbose=False)
-    ours = DCLOptimizer(adamw(model), task.trainable_module, weight=1.0)
-    torch.manual_seed(5)
-    fit(plain, theirs, images(3))
-    torch.manual_seed(5)
-    for x, y in images(3):
-        ours.zero_grad()
-        task(x, y)["loss"].backward()
-        ours.step()
-    assert_same(plain, model, atol=1e-12)
-    assert_same(theirs.companion, ours.companion, atol=1e-12)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
-from torchvision.models import detection, segmentation, video
+from torchvision.models import segmentation, video
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.distances import mse, squared
+from dcl_optim import DCLOptimizer
+from dcl_optim.distances import mse
 from dcl_optim.layout import to_rows
 from tests.helpers import assert_same, cells
 from tests.reference import dcl_step
@@ -162,52 +162,3 @@ def assert_gradients_agree(expected: nn.Module, found: nn.Module) -> None:
         assert (theirs.grad is None) == (ours.grad is None)
         if theirs.grad is not None:
             assert (theirs.grad - ours.grad).norm() <= 1e-10 * total
-
-
-# ---- dense labels for prototypes -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["line", "term"])
-@pytest.mark.parametrize("make", [lraspp, deeplab])
-def test_prototypes_of_dense_labels_leave_ignored_pixels_out(make: Callable[[], nn.Module], way: str) -> None:
-    """As written out; an eighth of the loss, and of the auxiliary head's in it."""
-    model, by_hand = build(make), build(make)
-    base = sgd(by_hand.parameters())
-    settings = {"weight": WEIGHT, "alpha": 0.6, "update": "batch", "distance": "squared"}
-    optimizer: Any = DCPOptimizer(sgd(model.parameters()), model, **settings)
-    prototypes = torch.zeros(CLASSES, CLASSES, dtype=torch.float64)
-    for step, (x, y) in enumerate(batches(2, (3, 32, 32), dense=True)):
-        output = seeded(by_hand, x)
-        rows = output["out"].movedim(1, -1)[y != IGNORED]
-        labels = y[y != IGNORED]
-        penalty = squared(rows, prototypes[labels]).mean() if step else rows.sum() * 0.0
-        base.zero_grad()
-        ((segmentation_loss(output, y) + WEIGHT * penalty) / 8).backward()
-        base.step()
-        means = torch.stack([rows[labels == k].detach().mean(0) for k in range(CLASSES)])
-        prototypes = 0.6 * prototypes + 0.4 * means if step else means
-
-        output = seeded(model, x)
-        optimizer.zero_grad()
-        term = optimizer.penalty(output["out"], y, ignore_index=IGNORED) if way == "term" else 0.0
-        ((segmentation_loss(output, y) + term) / 8).backward()
-        optimizer.step()
-        assert optimizer.logs()["loss_scale"] == pytest.approx(0.125)
-        assert optimizer.logs()["penalty"] == pytest.approx(penalty.item(), rel=1e-7, abs=1e-12)
-        assert_same(optimizer.prototypes, prototypes, rtol=1e-8, atol=1e-10)
-    assert_same(by_hand, model, rtol=1e-7, atol=1e-9)
-
-
-# ---- models without logits -------------------------------------------------------------------------------------------
-
-
-def test_a_detector_gives_losses_and_no_logits_and_is_refused_at_its_first_forward() -> None:
-    torch.manual_seed(0)
-    model = detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=CLASSES)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=1.0)
-    boxes = torch.tensor([[2.0, 2.0, 20.0, 20.0]])
-    targets = [{"boxes": boxes, "labels": torch.tensor([1])} for _ in range(2)]
-    with pytest.raises(TypeError, match=r"type dict with keys 'bbox_regression', 'classification'\.\n  Fix: .*logits="):
-        model(list(torch.rand(2, 3, 32, 32)), targets)
-    optimizer.detach()
-    assert sorted(model(list(torch.rand(2, 3, 32, 32)), targets)) == ["bbox_regression", "classification"]

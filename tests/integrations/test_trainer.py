@@ -175,23 +175,6 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_resumes_bit_for_bit(method, task
     assert_same_run(again, second, model, optimizer)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_wrapped_run_resumes_from_the_checkpoint_of_a_plain_one(method, tmp_path):
-    plain, model, again = (text_classifier() for _ in range(3))
-    base = wrapped("plain", plain)
-    train(tmp_path, plain, base, sentences(), save_strategy="epoch", num_train_epochs=1)
-    model.load_state_dict(plain.state_dict())
-    expected = wrapped(method, model)
-    expected.base.load_state_dict(base.state_dict())
-
-    tape, optimizer = Tape(), wrapped(method, again)
-    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: optimizer.state_dict() | state)
-    train(tmp_path, again, optimizer, sentences(), tape, resume=str(tmp_path / f"checkpoint-{EPOCH}"))
-    repeat(model, expected, tape.updates(1, EPOCH))
-    assert optimizer.logs()["step"] == EPOCH
-    assert_same_run(again, optimizer, model, expected)
-
-
 # ---- losses that Trainer computes on the model's logits --------------------------------------------------------------
 
 
@@ -296,25 +279,3 @@ def test_the_pages_trainer_divides_loss_and_term_for_each_kind_of_model(build, d
     assert trainer.evaluate(data(4))["eval_loss"] > 0
     untrained = page["DCPTrainer"](build(), arguments(tmp_path), data_collator=Tape())
     assert untrained.evaluate(data(4))["eval_loss"] > 0
-
-
-@pytest.mark.parametrize("method", cells(METHODS, "dcl"))
-def test_train_called_twice_goes_on_with_the_same_companion(method, tmp_path):
-    model, optimizer, expected, second = pair(method, text_classifier)
-    tape = Tape()
-    trainer = train(tmp_path, model, optimizer, sentences(), tape)
-    trainer.train()
-    assert optimizer.logs()["step"] == 4 * EPOCH
-    repeat(expected, second, tape.updates(1, EPOCH))
-    assert_same_run(model, optimizer, expected, second)
-
-
-def test_the_hooks_by_which_transformers_collects_hidden_states_are_copied():
-    """It puts them on once, when they are first asked for: a copy without them would give no hidden states."""
-    model = text_classifier()
-    words = torch.stack([row["input_ids"] for row in sentences(4)])
-    states = model(input_ids=words, output_hidden_states=True).hidden_states
-    companion = wrapped("dcl", model).companion
-    found = companion(input_ids=words, output_hidden_states=True).hidden_states
-    assert_same(found, states)
-    assert found[0] is not states[0]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import assert_same, on_two_ranks, sgd, through_a_file
+from tests.helpers import assert_same, on_two_ranks, sgd
 from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS = 4, 6, 12
@@ -181,45 +181,6 @@ def test_a_batch_that_is_not_learned_from_does_not_count(skip):
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("saved_after", [0, 1, 25])
-def test_a_resumed_run_is_the_uninterrupted_one(saved_after):
-    model = network()
-    optimizer = wrap(model)
-    for t, (x, y) in enumerate(batches(saved_after + 40)):
-        if t == saved_after:
-            state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-            resumed = network(seed=7)
-            again = wrap(resumed)
-            resumed.load_state_dict(state["model"])
-            again.load_state_dict(state["optimizer"])
-        if t >= saved_after:
-            step(resumed, again, x, y)
-        step(model, optimizer, x, y)
-    assert_same(resumed, model)
-    assert_same(again.state_dict(), optimizer.state_dict())
-    assert again.logs() == optimizer.logs()
-
-
-def test_a_copy_goes_on_alone():
-    _, optimizer = trained(5)
-    before = fit_of(optimizer)
-    other = copy.deepcopy(optimizer)
-    step(other.model, other, *batches(1)[0])
-    assert_same(fit_of(optimizer), before)
-    assert not torch.equal(fit_of(other), before)
-
-
-@pytest.mark.parametrize("fit", [torch.zeros(3), None, torch.zeros(2, dtype=torch.complex64)])
-def test_a_state_that_does_not_fit_changes_nothing(fit):
-    _, optimizer = trained(5)
-    before = copy.deepcopy(optimizer.state_dict())
-    wrong = optimizer.state_dict()
-    wrong[KEY]["forecaster"]["fit"] = fit
-    with pytest.raises(ValueError, match="for 'fit'"):
-        optimizer.load_state_dict(wrong)
-    assert_same(optimizer.state_dict(), before)
 
 
 def test_it_may_be_set_in_the_middle_of_a_run():

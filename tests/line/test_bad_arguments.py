@@ -133,13 +133,14 @@ def test_model_and_base(build, error, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"alpha": lambda t: 2.0 if t == 3 else 0.5}, r"alpha=2.0 at step 3"),
-        ({"weight": lambda t: 1.0 - t / 2}, r"weight=-0.5 at step 3"),
+        ({"alpha": lambda t: 2.0 if t == 3 else 0.5}, ValueError, r"alpha=2.0 at step 3"),
+        ({"weight": lambda t: 1.0 - t / 2}, ValueError, r"weight=-0.5 at step 3"),
+        ({"weight": lambda t: "one" if t == 3 else 1.0}, TypeError, r"weight at step 3 must be a number, got str"),
     ],
 )
-def test_schedules_that_leave_their_range(options, message):
+def test_schedules_that_leave_their_range(options, error, message):
     model = mlp()
     optimizer = DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
     data = list(batches(3))
@@ -147,7 +148,7 @@ def test_schedules_that_leave_their_range(options, message):
     before = copy.deepcopy((model.state_dict(), optimizer.companion.state_dict()))
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[2][0]), data[2][1])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         loss.backward()
     assert_same((model.state_dict(), optimizer.companion.state_dict()), before)
 
@@ -163,3 +164,12 @@ def test_integers_of_other_libraries_are_integers(make):
     assert dcp.prototypes.any(1).tolist() == [True, True, False, True, True]
     dcp.detach()
     train(model, DCLOptimizer(sgd(model), model, companion_every=make(2)), batches(2))
+
+
+def test_what_is_no_closure_and_no_state_is_refused():
+    model = mlp()
+    optimizer = DCPOptimizer(torch.optim.LBFGS(model.parameters()), model)
+    with pytest.raises(TypeError, match="closure must be callable, got float"):
+        optimizer.step(1.0)
+    with pytest.raises(TypeError, match="state_dict must be a dictionary, got list"):
+        optimizer.load_state_dict([])

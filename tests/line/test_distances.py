@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.distances import DISTANCES, companion_target
-from dcl_optim.layout import from_rows, to_rows
 from dcl_optim.pull import Pull, pull_of, pull_towards_target
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train
 from tests.reference import VARIANTS, learned, term_of, wrap
@@ -91,12 +88,6 @@ def test_infonce_by_hand():
     assert distances.infonce(z, c, temperature=0.5)[:2].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_in_infonce_rows_of_z_look_for_rows_of_c():
-    """Both predictions are the same row: in the other direction each would be found with certainty, or not at all."""
-    found = distances.infonce(double([3, 0], [0, 5]), double([1, 0], [2, 0]))
-    assert found.tolist() == pytest.approx([math.log(2)] * 2)
-
-
 def test_the_repr_names_the_function_that_was_given():
     for distance, name in (("l1", "l1"), (huber, "huber"), (partial(distances.kl, temperature=2.0), "kl")):
         assert f"distance={name}" in repr(wrap("dcp", mlp(), distance=distance))
@@ -140,20 +131,6 @@ def test_nothing_is_written_to_the_logits_and_half_precision_is_lifted(name, dty
     assert_same(gradient_of(found).double(), gradient_of(exact), rtol=1e-4, atol=5e-6)
     pull_towards_target(FUNCTIONS[name], z, c, found, 0.6)
     assert_same([z, c], given)
-
-
-def test_a_custom_distance_may_keep_what_it_was_called_with():
-    kept = []
-
-    def distance(z: Tensor, c: Tensor) -> Tensor:
-        kept.append((c, c.clone()))
-        return distances.squared(z, c)
-
-    model = mlp()
-    train(model, wrap("dcp", model, distance=distance), list(batches(1)) * 5)
-    assert len(kept) == 5
-    for held, copied in kept:
-        assert_same(held, copied)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +211,7 @@ PROBES = {
 
 
 # Its logits are so large that float32 rounds them.
+@pytest.mark.filterwarnings("ignore:the penalty of DCPOptimizer is .*, which is large")
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty", "ignore:.*of the last 100 batches got no penalty")
 @pytest.mark.parametrize("lr", [1.0, 5.0])
 @pytest.mark.parametrize("name", PROBES)
@@ -391,19 +369,3 @@ def test_a_step_on_no_rows_at_all_is_the_plain_optimizers(variant, way):
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=50)
-@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
-def test_rows_and_back(shape, data):
-    dim = data.draw(st.integers(0, len(shape) - 1)) if len(shape) > 1 else 1
-    tensor = torch.randn(*shape)
-    rows = to_rows(tensor, dim)
-    assert rows.shape[1] == (tensor.shape[dim] if len(shape) > 1 else 1)
-    assert torch.equal(from_rows(rows, tensor.shape, dim), tensor)
-
-
-def test_a_row_holds_the_classes_of_one_prediction():
-    tensor = torch.arange(24).reshape(2, 3, 4)
-    assert to_rows(tensor, 1)[1].tolist() == tensor[0, :, 1].tolist()
-    assert to_rows(tensor, 2)[1].tolist() == tensor[0, 1].tolist()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd, train, wrap
+from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train, wrap
 
 COPIED_AGAIN = "trains other parameters than before.*the companion is copied from the model again"
 
@@ -127,15 +127,3 @@ def test_new_layers_are_trained_where_nothing_is_copied(wrapper: str) -> None:
     before = model[3].weight.detach().clone()
     train(model, optimizer, batches(2))
     assert not torch.equal(model[3].weight, before)
-
-
-def test_an_optimizer_that_the_model_holds_is_not_copied() -> None:
-    model = mlp()
-    model.optimizer = sgd(model)
-    train(model, model.optimizer, batches(1))
-    optimizer = DCLOptimizer(model.optimizer, model)
-    assert optimizer.companion.optimizer is model.optimizer
-    model.optimizer = optimizer
-    again = DCLOptimizer(optimizer.base, model)
-    assert again.companion.optimizer is optimizer
-    model(one()[0])

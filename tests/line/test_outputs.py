@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.outputs import conversion_source, find_logits
-from tests import reference
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 
 # ---- logits that were converted --------------------------------------------------------------------------------------
 
@@ -31,98 +29,6 @@ def test_conversion_source():
 
 
 # ---- a model that returns (logits, loss), as nanoGPT's does ----------------------------------------------------------
-
-VOCABULARY, TIME, STEPS = 11, 4, 2
-BACKENDS = ["no compiler", "eager", "aot_eager"]
-IGNORED_BY_TORCH = (
-    "ignore::DeprecationWarning",
-    "ignore::FutureWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-)
-
-
-class GPT(nn.Module):
-    """The shape of nanoGPT's: tied weights, the loss inside, logits of the last position alone without targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wte, self.mix = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 8)
-        self.lm_head = nn.Linear(8, VOCABULARY, bias=False)
-        self.wte.weight = self.lm_head.weight
-
-    def forward(self, idx, targets=None):
-        x = torch.tanh(self.mix(self.wte(idx)))
-        if targets is None:
-            return self.lm_head(x[:, [-1], :]), None
-        logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-
-
-def texts(steps):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        text = torch.randint(VOCABULARY, (6, TIME + 1), generator=generator)
-        yield text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def nanogpt(trained, call, term):
-    """nanoGPT's loop: accumulate and clip; evaluate now and then. ``term`` is the penalty, 0 by the line."""
-    for step, (x, y) in enumerate(texts(6)):
-        for part, labels in zip(x.chunk(STEPS), y.chunk(STEPS), strict=True):
-            logits, loss = call(idx=part, targets=labels)
-            assert logits.shape == (3, TIME, VOCABULARY)
-            ((loss + term(logits.flatten(0, 1), labels.flatten(), logits)) / STEPS).backward()
-        torch.nn.utils.clip_grad_norm_(trained.model.parameters(), 1.0)
-        trained.step()
-        trained.zero_grad()
-        if step % 2:
-            trained.model.eval()
-            with torch.no_grad():
-                assert call(idx=x)[0].shape == (6, 1, VOCABULARY)
-                assert call(idx=x, targets=y)[1].ndim == 0
-            trained.model.train()
-    return trained
-
-
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize(
-    ("variant", "backend"),
-    cells(itertools.product(["dcl", "dcp"], BACKENDS), ("dcl", "no compiler"), ("dcp", "eager"), ("dcp", "aot_eager")),
-)
-def test_nanogpts_loop(variant, backend):
-    """Equal to the loop with the penalty written out. A compiler hides the logits' gradient: then it is a term."""
-    found = {"find": lambda output: output[0]} if variant == "dcl" else {}
-    optimizer, hand = reference.wrap(variant, GPT()), reference.by_hand(variant, GPT(), **found)
-    way = "term" if backend == "aot_eager" else "line"
-    call = optimizer.model if backend == "no compiler" else torch.compile(optimizer.model, backend=backend)
-    nanogpt(optimizer, call, reference.term_of(optimizer, way))
-    nanogpt(hand, hand.model, reference.term_of(hand))
-    reference.assert_same_training(optimizer, hand, rtol=1e-4, atol=1e-6)
-    assert optimizer.logs()["loss_scale"] == pytest.approx(1 / STEPS)
-    if variant == "dcl":
-        assert optimizer.companion.wte.weight is optimizer.companion.lm_head.weight
-
-
-@pytest.mark.filterwarnings(*IGNORED_BY_TORCH)
-@pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_a_loss_that_a_compiled_model_hides_is_refused_at_the_first_step(kind):
-    model = GPT()
-    optimizer = kind(sgd(model), model)
-    x, y = next(texts(1))
-    torch.compile(model, backend="aot_eager")(idx=x, targets=y)[1].backward()
-    with pytest.raises(RuntimeError, match=r"did not come through the logits.*\n  Fix: .*loss \+ optimizer\.penalty\("):
-        optimizer.step()
-    assert_same(model, GPT())
 
 
 class Named(NamedTuple):

@@ -125,20 +125,6 @@ def test_generator_and_discriminator_both_wrapped():
     assert_same(trained_gan(wrap), trained_gan(by_hand), **CLOSE)
 
 
-def test_two_models_trained_in_turns_are_two_runs():
-    models = [mlp(seed=seed) for seed in (0, 1)]
-    optimizers = [wrap("dcl", model, companion=mlp(seed=3 + i)) for i, model in enumerate(models)]
-    for batch in batches(8):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, [batch])
-    for seed in (0, 1):
-        alone = mlp(seed=seed)
-        optimizer = wrap("dcl", alone, companion=mlp(seed=3 + seed))
-        train(alone, optimizer, batches(8))
-        assert_same(models[seed], alone)
-        assert_same(optimizers[seed].state_dict(), optimizer.state_dict())
-
-
 # ---- one network, wrapped more than once -----------------------------------------------------------------------------
 
 

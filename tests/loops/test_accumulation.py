@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from dcl_optim.distances import squared
 from tests import reference
-from tests.helpers import CLASSES, assert_same, batches, dropout_net, mlp, one, sgd
+from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd
 from tests.reference import ALPHA, CLOSE, VARIANTS, WEIGHT, learned, term_of, wrap
 
 WAYS = ("line", "term")
@@ -85,15 +84,6 @@ def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
     assert_same([*found[0][:2], torch.tensor(found[0][2])], [*found[1][:2], torch.tensor(found[1][2])], **CLOSE)
 
 
-def test_losses_of_parts_of_the_rows_add_up():
-    model = mlp()
-    optimizer = wrap("dcl", model)
-    x, y = one()
-    z = model(x)
-    (0.5 * F.cross_entropy(z[:8], y[:8]) + 0.5 * F.cross_entropy(z[8:], y[8:])).backward()
-    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_forward_counts_once_and_is_learned_from_once(variant):
     """As if its last backward had not come: the second one changes neither the companion nor the prototypes."""
@@ -121,21 +111,3 @@ def test_a_graph_kept_over_several_steps_is_refused(variant):
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"(?s)before the last step.*\n  Fix: call the model in each step"):
         loss.backward(inputs=[parameter])
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_several_backwards_under_activation_checkpointing(variant):
-    """The recomputation inside the second backward is no forward either."""
-    found = []
-    for checkpointed in (False, True):
-        model = dropout_net()
-        optimizer = wrap(variant, model)
-        torch.manual_seed(0)
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            z = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-            for part in (0.25, 0.75):
-                (part * F.cross_entropy(z, y)).backward(retain_graph=True)
-            optimizer.step()
-        found.append((model.state_dict(), optimizer.state_dict()))
-    assert_same(*found)

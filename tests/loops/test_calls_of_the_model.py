@@ -178,29 +178,3 @@ def test_another_thread_may_predict_during_a_training_forward_pass(kind: str, wa
     model.middle[threading.get_ident()] = lambda: in_a_thread(predict)
     watched = trained(model, kind, way, lambda x: x)
     assert_trained_alike(watched, trained(Observed(), kind, way, lambda x: x))
-
-
-@BOTH
-@WAYS
-def test_a_training_run_may_pass_while_another_thread_predicts(kind: str, way: str) -> None:
-    model = Observed()
-    begun, may_end = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        assert may_end.wait(PATIENCE)
-
-    def predict() -> None:
-        model.middle[threading.get_ident()] = wait
-        with torch.no_grad():
-            model(torch.randn(4, FEATURES, dtype=torch.float64))
-
-    thread = threading.Thread(target=predict)
-    thread.start()
-    assert begun.wait(PATIENCE)
-    try:
-        watched = trained(model, kind, way, lambda x: x)
-    finally:
-        may_end.set()
-        thread.join(PATIENCE)
-    assert_trained_alike(watched, trained(Observed(), kind, way, lambda x: x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from functools import partial
 from itertools import product
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import assert_same, batches, cells, mlp, through_a_file, train
+from tests.helpers import assert_same, batches, cells, mlp, train
 from tests.reference import dcl_step
 
 STEPS, BREAK = 12, 5
@@ -154,23 +153,6 @@ def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
     assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_rates_in_tensors_are_not_shared_and_stay_in_their_place(base):
-    """What writes into one optimizer's tensor must not reach the other's; a captured step reads one and the same."""
-    model = mlp()
-    optimizer = DCLOptimizer(tensor_rate(model, base), model, weight=1.0)
-    schedule = lr_scheduler.ExponentialLR(optimizer, 0.8)
-    theirs, ours = (o.param_groups[0]["lr"] for o in (optimizer, optimizer.companion_optimizer))
-    assert ours.data_ptr() != theirs.data_ptr()
-    for x, y in batches(3):
-        train(model, optimizer, [(x, y)])
-        schedule.step()
-    optimizer.state_dict()  # brings the companion's groups up to date
-    assert optimizer.companion_optimizer.param_groups[0]["lr"] is ours
-    assert torch.equal(ours, theirs)
-    assert float(ours) == pytest.approx(0.05 * 0.8**3)
-
-
 def build(variant, scheduler, base):
     model = mlp()
     inner = several_groups(model, base)
@@ -187,31 +169,6 @@ def run(parts, first, last):
         if first <= step < last:
             train(model, optimizer, [batch])
             step_scheduler(schedule, step)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "base", "variant"),
-    cells(
-        product(SCHEDULERS, BASES, ["dcl", "dcp"]),
-        ("LambdaLR", "adamw", "dcl"),
-        ("SequentialLR", "sgd", "dcl"),
-        ("ChainedScheduler", "adamw", "dcp"),
-        ("ReduceLROnPlateau", "sgd", "dcl"),
-        ("OneCycleLR", "sgd", "dcp"),
-        ("OneCycleLR", "adamw", "dcl"),
-    ),
-)
-def test_resumed_with_its_scheduler_equals_uninterrupted(scheduler, base, variant):
-    whole, half, again = (build(variant, scheduler, base) for _ in range(3))
-    run(whole, 0, STEPS)
-    run(half, 0, BREAK)
-    for new, old in zip(again[:2], half[:2], strict=True):
-        new.load_state_dict(through_a_file(old.state_dict()))
-    again[2].load_state_dict(copy.deepcopy(half[2].state_dict()))
-    run(again, BREAK, STEPS)
-    assert_same(again[0], whole[0])
-    assert_same(through_a_file(again[1].state_dict()), through_a_file(whole[1].state_dict()))
-    assert again[2].get_last_lr() == whole[2].get_last_lr()
 
 
 def test_scheduler_of_the_base_built_before_it_was_wrapped():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd, surviving_tensors, through_a_file
+from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd
 from tests.reference import VARIANTS, Rounded, apart, by_hand, end, learned, term_of, wrap
 
 CLIP = 0.3
@@ -153,32 +153,6 @@ def test_after_a_skipped_step_the_run_is_as_if_it_had_not_seen_the_batch(variant
     assert seen.logs()["loss_scale"] == pytest.approx(never.logs()["loss_scale"] / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_skipped_batch_draws_what_the_model_alone_draws(variant):
-    streams = []
-    for wrapped in (True, False):
-        optimizer, scaler = wrap(variant, dropout_net().float()), scaler_of()
-        if not wrapped:
-            optimizer.detach()
-        torch.manual_seed(4)
-        backward(optimizer, *data(1)[0], scaler, factor=torch.inf)
-        finish(optimizer, scaler)
-        streams.append(torch.get_rng_state())
-    assert torch.equal(*streams)
-
-
-@pytest.mark.usefixtures("older_objects")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_skipped_step_keeps_no_graph(variant):
-    optimizer, scaler, steps = apart(variant), scaler_of(), data(8)
-    train(optimizer, steps[:2], scaler, half=torch.float16)
-    usual = surviving_tensors()
-    backward(optimizer, *steps[2], scaler, half=torch.float16, factor=torch.inf)
-    finish(optimizer, scaler)
-    train(optimizer, steps[3:], scaler, half=torch.float16)
-    assert surviving_tensors() == usual
-
-
 # ---- float16: what the scale must not do -----------------------------------------------------------------------------
 
 
@@ -225,39 +199,7 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
 # ---- resumption ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_resumed_with_its_scaler_equals_uninterrupted(variant, way):
-    steps, options = data(12), {"half": torch.float16, "way": way}
-    whole, half, again = ((apart(variant), scaler_of(2.0**8, growth_interval=3)) for _ in range(3))
-    train(whole[0], steps, whole[1], **options)
-    train(half[0], steps[:6], half[1], **options)  # after which the scaler has grown
-    again[0].model.load_state_dict(through_a_file(half[0].model.state_dict()))
-    for ours, theirs in zip(again, half, strict=True):
-        ours.load_state_dict(through_a_file(theirs.state_dict()))
-    train(again[0], steps[6:], again[1], **options)
-    assert_same(again[0].model, whole[0].model)
-    for ours, theirs in zip(again, whole, strict=True):
-        assert_same(ours.state_dict(), theirs.state_dict())
-    assert whole[1].get_scale() == 2.0**12, "the scale has to have grown, before the break and after"
-
-
 # ---- autocast's cache, and no autocast at all ------------------------------------------------------------------------
-
-
-def test_autocasts_cache_of_converted_weights_changes_nothing():
-    """Two views within one region share the converted weights: the model's, and the companion's."""
-    results = []
-    for cache in (True, False):
-        optimizer = apart("dcl")
-        for x, y in data(6):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
-                losses = [F.cross_entropy(optimizer.model(view), y) for view in (x, -x)]
-            sum(losses).backward()
-            optimizer.step()
-        results.append(optimizer)  # which differ in where the two views' gradients are rounded and added up
-    assert_close(*results, end(apart("dcl")), torch.bfloat16)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -120,19 +120,6 @@ def test_a_base_whose_parameters_are_all_frozen_is_no_model_that_was_built_again
         optimizer.model.requires_grad_(False)
 
 
-def test_after_an_error_about_an_older_graph_gradients_from_elsewhere_are_still_refused() -> None:
-    (x, y), optimizer = one(), wrap("dcp", mlp())
-    parameter = optimizer.model[-1].bias
-    loss = F.cross_entropy(optimizer.model(x), y)
-    loss.backward(retain_graph=True, inputs=[parameter])
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="before the last step"):
-        loss.backward(inputs=[parameter])
-    parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match="no training forward pass"):
-        optimizer.step()
-
-
 # ---- where the logits are ------------------------------------------------------------------------------------------
 
 
@@ -243,21 +230,3 @@ def test_a_loss_that_the_script_keeps_keeps_nothing_but_numbers(variant: str, lo
             sizes.append(storages.live()[1])
         growth = [later - before for before, later in itertools.pairwise(sizes[2:])]
     assert max(growth) <= 64, "bytes a step; the logits alone have 640"
-
-
-def test_the_term_keeps_one_copy_of_the_logits_and_one_of_their_difference() -> None:
-    """Of logits that the script flattens. The hooks copy nothing once the script has called penalty."""
-    model = nn.Linear(6, 100)
-    optimizer = wrap("dcp", model)
-    x, y = torch.randn(4096, 6), torch.arange(4096) % 100
-    for number in range(2):
-        optimizer.zero_grad()
-        with no_collector(), Storages() as storages:
-            z = model(x)
-            before = storages.live()[1]
-            term = optimizer.penalty(z.view(64, 64, 100).flatten(0, 1), y)
-            kept = storages.live()[1] - before
-        (F.cross_entropy(z, y) + term).backward()
-        optimizer.step()
-        if number:
-            assert kept < 2.3 * z.numel() * z.element_size()

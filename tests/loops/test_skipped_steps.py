@@ -20,7 +20,6 @@ from tests.helpers import (
     batches,
     mlp,
     one,
-    surviving_tensors,
     train,
     training_forwards,
 )
@@ -254,20 +253,6 @@ def test_a_batch_that_is_tried_again_or_given_up_ends_where_an_undisturbed_run_d
     assert_same(found.snapshot(), Script(variant, loop).run().snapshot())
 
 
-@pytest.mark.usefixtures("older_objects")
-@pytest.mark.parametrize(("variant", "error"), CASES)
-def test_an_error_keeps_no_memory(variant, error):
-    """Counted after the next step, when everything of the failed attempt has to be gone."""
-    script, data = Script(variant, "plain").run(), list(batches(3))
-    script.attempt(*data[0], seed=0)
-    usual = surviving_tensors()
-    ERRORS[error](script)
-    with pytest.raises(torch.OutOfMemoryError):
-        script.attempt(*data[1], seed=1)
-    script.attempt(*data[2], seed=2)
-    assert surviving_tensors() == usual
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_after_ctrl_c_between_the_two_steps_the_forecaster_has_missed_one_batch(variant, loop):
@@ -291,32 +276,3 @@ def test_after_ctrl_c_between_the_two_steps_the_forecaster_has_missed_one_batch(
         for each in (script, undisturbed):
             each.attempt(*batch, seed=10 + step)
     assert_same(script.snapshot(), undisturbed.snapshot())
-
-
-def test_random_streams_after_the_companions_error_are_those_of_the_models_forward():
-    streams = []
-    for fails in (True, False):
-        script = Script("dcl", "plain")
-        x, y = next(iter(batches(1)))
-        torch.manual_seed(5)
-        if fails:
-            script.optimizer.companion[2].fails_in = "forward"
-            with pytest.raises(torch.OutOfMemoryError):
-                script.model(x)
-        else:
-            F.cross_entropy(script.model(x), y)
-        streams.append(torch.get_rng_state())
-    assert torch.equal(*streams)
-
-
-def test_an_evaluation_after_an_error_is_left_alone():
-    script = Script("dcp", "plain").run()
-    script.model[2].fails_in = "forward"
-    x, y = next(iter(batches(1)))
-    with pytest.raises(torch.OutOfMemoryError):
-        script.model(x)
-    script.model.eval()
-    assert torch.equal(script.model(x), script.model(x))
-    script.model.train()
-    F.cross_entropy(script.model(x), y).backward()
-    script.optimizer.step()

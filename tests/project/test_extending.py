@@ -21,10 +21,8 @@ from tests.helpers import (
     batches,
     dropout_net,
     mlp,
-    one,
     sgd,
     train,
-    train_in_halves,
 )
 from tests.project.test_public_api import documented
 
@@ -94,16 +92,6 @@ def test_without_weight_it_is_the_base_optimizer_to_the_last_bit() -> None:
     assert_same(model, plain)
 
 
-def test_accumulated_parts_are_the_whole_batch() -> None:
-    whole, parts = mlp(), mlp()
-    in_one, in_two = wrapped(whole), wrapped(parts)
-    for x, y in batches(5):
-        train(whole, in_one, [(x, y)])
-        train_in_halves(parts, in_two, [(x, y)])
-    assert_same(whole, parts, **CLOSE)
-    assert_same(in_one.teacher, in_two.teacher, **CLOSE)
-
-
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     straight, first, resumed = batch_norm_net(), batch_norm_net(), batch_norm_net()
     data = list(batches(10))
@@ -116,26 +104,3 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     train(resumed, second, data[4:])
     assert_same(resumed, straight)
     assert_same(second.state_dict(), uninterrupted.state_dict())
-
-
-def test_a_step_that_a_scaler_skips_leaves_the_teacher() -> None:
-    model, (x, y) = mlp(), one()
-    optimizer = wrapped(model)
-    before = copy.deepcopy(optimizer.teacher.state_dict())
-    F.cross_entropy(model(x), y).backward()
-    optimizer.zero_grad()  # and no step
-    train(model, optimizer, [(x, y)])
-    with torch.no_grad():
-        expected = {name: ALPHA * before[name] + (1 - ALPHA) * weight for name, weight in model.named_parameters()}
-    assert_same(optimizer.teacher.state_dict(), expected, **CLOSE)
-
-
-def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    model = mlp()
-    optimizer = wrapped(model)
-    before = copy.deepcopy(optimizer.teacher.state_dict())
-    state = optimizer.state_dict()
-    state["dcl_optim.MeanTeacherOptimizer"]["forecaster"] = nn.Linear(3, 3).double().state_dict()
-    with pytest.raises(ValueError, match="the state of the WeightAverage does not fit"):
-        optimizer.load_state_dict(state)
-    assert_same(optimizer.teacher.state_dict(), before)

@@ -15,7 +15,7 @@ PATHS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path i
 FILES = {name.removesuffix(".__init__"): path for name, path in sorted(PATHS.items())}
 # From the top. A file or package imports from lower layers and from itself; _ stands for all files that begin with it.
 ORDER = """
-    __main__ | demo | trial | plots | metrics dcl_optim | dcl dcp | optimizer | algorithm | companion prototypes
+    __main__ | demo | trial | dcl_optim | dcl dcp | optimizer | algorithm | companion prototypes
     | labels weights | loss | forecaster | pull progress | distances distributed outputs schedules | layout tally | _
 """
 LAYER = {unit: depth for depth, units in enumerate(ORDER.split("|")) for unit in units.split()}
@@ -51,7 +51,7 @@ def test_imports_go_down() -> None:
         for target, name in imports_of(path):
             other = unit(target)
             down = other == own or LAYER[own] < LAYER[other]
-            script = own in ("metrics", "plots", "trial", "demo", "__main__") and other != own
+            script = own in ("trial", "demo", "__main__") and other != own
             if not down or (script and name not in getattr(importlib.import_module(target), "__all__", ())):
                 wrong.append(f"{module} imports {target} {name}")
     assert not wrong

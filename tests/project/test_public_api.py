@@ -20,7 +20,7 @@ from typing import Any
 import dcl_optim
 from tests.project.typing import user_script
 
-PAGES = [Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("api", "api-metrics", "dev/building-blocks")]
+PAGES = [Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("api", "api-trial", "dev/building-blocks")]
 DIRECTIVE = re.compile(r"^::: ([\w.]+)(?:\n    options: .*?(?<!inherited_)members: \[(.*?)\])?", re.MULTILINE)
 
 FROZEN = """\
@@ -49,11 +49,17 @@ dcl_optim.distances.kl(z, c, temperature=4.0)
 dcl_optim.distances.infonce(z, c, temperature=0.1)
 dcl_optim.outputs.find_logits(output, given=None)
 dcl_optim.trial.accuracy(model, batches, *, ignore_index=-100)
-dcl_optim.trial.compare(train, weights=(0, 'auto', 1), seeds=10)
+dcl_optim.trial.compare(train, methods={'plain': 0, 'DCP': 'auto', 'DCP, weight=1': 1}, seeds=10)
 dcl_optim.trial.overhead(model, optimizer, batch, loss=cross_entropy, *, logits=None, seconds=10.0)
-dcl_optim.metrics.fit_temperature(logits, labels)
-dcl_optim.plots.seed_gains(scores, *, seeds=None, title='Gain of each seed')
-dcl_optim.plots.training_curves(histories, *, title='Training with and without a companion', split='test')
+dcl_optim.trial.comparison.Comparison(curves, seeds, interrupted=False)
+    .figures
+    .first
+    .gains(self, name, over)
+    .interrupted = False
+    .notes(self)
+    .p_values(self)
+    .plot(self, path, title='Gain of each seed')
+    .save(self, path)
 dcl_optim.demo.main(argv=None)
 dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, *, weight, alpha, logits=None, strict=True)
     .add_param_group(self, param_group)
@@ -99,6 +105,7 @@ dcl_optim.forecaster.Labels(rows, number)
 dcl_optim.progress.Forward(logits, step_number, class_dim=1, copies=True)
     .lay_out(self, class_dim)
     .logits
+    .reached(self, reach)
     .release(self)
 dcl_optim.companion.replay.Replay()
     .arguments(self, args, kwargs)

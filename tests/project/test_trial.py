@@ -1,14 +1,14 @@
-"""A trial of a script: what a step costs, and that nothing of the script changes."""
+"""A trial of a script: what a step costs, that nothing of the script changes, and what methods gain."""
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import random
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.plots import seed_gains
 from dcl_optim.trial import accuracy, compare, overhead
+from dcl_optim.trial.comparison import Comparison
+from dcl_optim.trial.figure import COLORS, draw
 from dcl_optim.trial.paired import probability
 from tests.helpers import PATIENCE
 
@@ -111,9 +112,8 @@ def test_the_table_has_times_ratios_and_bytes(capsys: pytest.CaptureFixture[str]
     lines = str(measured).splitlines()
     assert repr(measured) == str(measured)
     assert [line.partition("  ")[0] for line in lines[2:7]] == ROWS
-    assert re.fullmatch(r"cpu, \d+ threads?; \d+ rounds of \d+ steps?", lines[-1])
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"overhead: a plain step takes about \S+ ms; measuring takes about \d+ s ...\n", said)
+    assert re.fullmatch(r"cpu, \d+ threads; \d+ rounds of \d+ steps", lines[-1])
+    assert re.fullmatch(r"overhead: measuring takes about \d+ s ...\n", capsys.readouterr().err)
 
 
 def test_the_slower_row_has_the_larger_ratio() -> None:
@@ -193,6 +193,9 @@ def test_on_a_gpu() -> None:
 # ---- the comparison --------------------------------------------------------------------------------------------------
 
 
+METHODS = {"plain": 0, "DCP": "auto", "one": 1}
+
+
 def noisy(weight: Any, seed: int) -> float:
     """A gain of two points with the automatic weight, and none with 1."""
     torch.manual_seed(seed)
@@ -203,40 +206,92 @@ def noisy(weight: Any, seed: int) -> float:
 def test_the_table_is_that_of_paired_statistics() -> None:
     from scipy.stats import ttest_rel
 
-    found = compare(noisy, seeds=8)
-    assert (found.weights, found.seeds, found.interrupted) == ((0, "auto", 1), tuple(range(8)), False)
-    plain, auto, one = (torch.tensor(figures, dtype=torch.float64) for figures in found.figures)
+    found = compare(noisy, METHODS, seeds=8)
+    assert (list(found.curves), found.seeds, found.interrupted) == (list(METHODS), list(range(8)), False)
+    plain, auto, one = (torch.tensor(figures, dtype=torch.float64) for figures in found.figures.values())
     assert plain.tolist() == [noisy(0, seed) for seed in range(8)]
     raw = [ttest_rel(other, plain).pvalue for other in (auto, one)]
-    corrected = {1: 2 * raw[0], 2: raw[1]}  # Holm's: the smaller one times two
+    corrected = {"DCP": 2 * raw[0], "one": raw[1]}  # Holm's: the smaller one times two
     assert raw[0] < raw[1]
     assert found.p_values() == pytest.approx(corrected)
     difference = auto - plain
     error = (difference.std() / 8**0.5).item()
     lines = str(found).splitlines()
-    assert lines[0].split("  ")[0] == "weight"
-    assert lines[2].split() == ["0", f"{plain.mean():.2f}", "±", f"{(plain.std() / 8**0.5):.2f}"]
-    assert corrected[1] < 0.001 < corrected[2]
+    assert lines[0].split() == ["method", "mean", "minus", "plain", "p"]
+    assert lines[2].split() == ["plain", f"{plain.mean():.2f}", "±", f"{(plain.std() / 8**0.5):.2f}"]
+    assert corrected["DCP"] < 0.001 < corrected["one"]
     cells = [f"{difference.mean():+.2f}", "±", f"{error:.2f}", "<", "0.001"]
     assert lines[3].split()[4:] == cells
-    legend = "8 seeds, 0 to 7; ± one standard error; p of the paired t-test with Holm's correction for 2 tests"
-    assert lines[5:] == [legend]
+    assert lines[5] == "seeds: 8; ± one standard error; p of the paired t-test with Holm's correction"
 
 
-@pytest.mark.parametrize("runs", [2, 3, 4, 5, 10, 11, 40])
-@pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 12.0])
+def test_it_says_whether_the_others_differ_from_one_another() -> None:
+    """By the same test; the pairs of the methods beside the first are corrected together."""
+    from scipy.stats import ttest_rel
+
+    found = compare(lambda weight, seed: noisy(weight, seed) - 0.01 * noisy(0, seed + 9) * (weight == 1), METHODS, 8)
+    difference = torch.tensor(found.gains("DCP", "one"))
+    assert ttest_rel(found.figures["DCP"], found.figures["one"]).pvalue < 0.05
+    said = f"DCP minus one: {difference.mean():+.2f} ± {difference.std() / 8**0.5:.2f}"
+    assert str(found).splitlines()[6:] == ["Of the methods beside plain these differ (p < 0.05):", said]
+    alike = compare(noisy, {"plain": 0, "a": 1, "b": 0.5, "c": 2}, seeds=8)  # b and c are a
+    assert str(alike).splitlines()[7:] == ["No two of the methods beside plain differ (p >= 0.05)."]
+    assert "differ" not in str(compare(noisy, (0, 1), seeds=8))
+
+
+def test_many_pairs_are_corrected_together() -> None:
+    """A pair with p = 0.03 differs among two methods, and does not among three."""
+    runs = {"plain": [0.0] * 4, "a": [1.0, 2.0, 1.0, 2.0], "b": [1.0, 1.0, 0.5, 1.0], "c": [1.2, 1.4, 0.6, 1.5]}
+    curves = {name: [[value] for value in values] for name, values in runs.items()}
+    pair = {name: curves[name] for name in ("plain", "b", "c")}
+    assert "differ (p < 0.05):\nb minus c" in str(Comparison(pair, [0, 1, 2, 3]))
+    assert "No two of the methods" in str(Comparison(curves, [0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("runs", [2, 3, 10, 40])
+@pytest.mark.parametrize("t", [0.0, 0.3, 2.5, 12.0])
 def test_p_is_that_of_students_distribution(runs: int, t: float) -> None:
-    from scipy.special import stdtr
+    from scipy.stats import t as student
 
-    assert probability(-t, 1.0, runs) == pytest.approx(2 * stdtr(runs - 1, -t), abs=1e-12)
+    assert probability(-t, 1.0, runs) == pytest.approx(2 * student.sf(t, runs - 1), abs=1e-12)
+    assert (probability(0.0, 0.0, runs), probability(t + 1, 0.0, runs)) == (1.0, 0.0)
 
 
 def test_runs_of_a_seed_are_side_by_side_and_any_seeds_are_possible() -> None:
     asked: list[Any] = []
     found = compare(lambda weight, seed: asked.append((weight, seed)) or seed + len(asked), [0.1, 0.2], [7, 3])
     assert asked == [(0.1, 7), (0.2, 7), (0.1, 3), (0.2, 3)]
-    assert found.seeds == (7, 3)
-    assert found.gains(1) == [1, 1]
+    assert found.seeds == [7, 3]
+    assert found.gains("0.2", "0.1") == [1, 1]
+
+
+def test_methods_are_values_by_their_names() -> None:
+    """The dict's values go to the script; a list's values are their own names."""
+    asked: list[Any] = []
+
+    def train(method: Any, seed: int) -> float:
+        asked.append(method)
+        return noisy(0, seed)
+
+    settings = {"plain": {"lr": 0.1}, "slow": {"lr": 0.01}}
+    assert list(compare(train, settings, 1).curves) == ["plain", "slow"]
+    assert list(compare(train, ["plain", "DCP"], 1).curves) == ["plain", "DCP"]
+    assert asked == [{"lr": 0.1}, {"lr": 0.01}, "plain", "DCP"]
+
+
+def curve(weight: Any, seed: int) -> Any:
+    """Three values as it trains, the last of which is noisy's."""
+    yield 10.0
+    yield 50.0 + seed
+    yield noisy(weight, seed)
+
+
+def test_the_last_value_of_a_curve_counts() -> None:
+    yielded = compare(curve, METHODS, 3)
+    assert yielded.figures == compare(noisy, METHODS, 3).figures
+    assert yielded.curves["DCP"][2] == [10.0, 52.0, noisy("auto", 2)]
+    listed = compare(lambda weight, seed: list(curve(weight, seed)), METHODS, 3)
+    assert (listed.curves, str(listed)) == (yielded.curves, str(yielded))
 
 
 def test_ctrl_c_keeps_the_finished_seeds() -> None:
@@ -246,9 +301,9 @@ def test_ctrl_c_keeps_the_finished_seeds() -> None:
         return noisy(weight, seed)
 
     found = compare(train)
-    assert (found.seeds, found.interrupted) == ((0, 1), True)
+    assert (found.seeds, found.interrupted) == ([0, 1], True)
     assert found.figures == compare(noisy, seeds=2).figures
-    assert "interrupted after 2 seeds, 0 to 1" in str(found)
+    assert "interrupted; seeds: 2;" in str(found)
     with pytest.raises(KeyboardInterrupt):
         compare(train, seeds=[2])
 
@@ -269,15 +324,12 @@ def with_nan(weight: Any, seed: int) -> float:
 @pytest.mark.parametrize(
     ("train", "notes"),
     [
-        (with_nan, ["weight=1 gave no finite figure in 1 of 4 seeds: not compared."]),
+        (with_nan, ["1 gave a figure that is not finite: not compared."]),
         (
             lambda weight, seed: 50.0 + weight,
-            ["weight=0 gave 50 in all 4 seeds: does train use its seed", "weight=1 gave 51 in all 4 seeds"],
+            ["0 gave 50 in all 4 seeds: does train use its seed", "1 gave 51 in all 4 seeds"],
         ),
-        (
-            lambda weight, seed: noisy(0, seed),
-            ["weight=1 gave what weight=0 gave in all 4 seeds: does train use its weight?"],
-        ),
+        (lambda weight, seed: noisy(0, seed), ["1 gave what 0 gave in all 4 seeds: does train use its method?"]),
         (noisy, []),
     ],
 )
@@ -287,39 +339,49 @@ def test_doubtful_figures_are_said(train: Any, notes: list[str], capsys: pytest.
     assert len(said) == len(notes)
     for note, line in zip(notes, said, strict=True):
         assert note in line
-    early = [line for line in capsys.readouterr().err.splitlines() if "does train" in line]
+    early = re.findall("does train", capsys.readouterr().err)
     assert len(early) == len([note for note in said if "does train" in note])  # after three seeds already
 
 
 def test_what_is_not_finite_is_not_compared() -> None:
-    found = compare(lambda weight, seed: math.inf if weight == 1 and seed == 1 else noisy(weight, seed), seeds=4)
-    assert set(found.p_values()) == {1}
-    assert found.p_values() == compare(noisy, (0, "auto"), 4).p_values()
-    baseline = compare(lambda weight, seed: noisy(weight, seed) if weight else math.nan, seeds=4)
+    found = compare(lambda weight, seed: math.inf if weight == 1 and seed == 1 else noisy(weight, seed), METHODS, 4)
+    assert set(found.p_values()) == {"DCP"}
+    assert found.p_values() == compare(noisy, {"plain": 0, "DCP": "auto"}, 4).p_values()
+    assert "differ" not in str(found)
+    baseline = compare(lambda weight, seed: noisy(weight, seed) if weight else math.nan, METHODS, 4)
     assert baseline.p_values() == {}
     assert "+" not in str(baseline).splitlines()[3]
 
 
-@pytest.mark.parametrize("figure", [None, "80", (80.0, 0.1), True, torch.ones(2), torch.tensor(True)])
+@pytest.mark.parametrize("figure", [None, "80", (80.0, 0.1), True, torch.ones(2), torch.tensor(True), ["80"]])
 def test_a_figure_is_a_number(figure: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"train\(0, 0\) returned {type(figure).__name__}, but it must return a number"
-    ):
+    kind = type(figure[0] if isinstance(figure, list) else figure).__name__
+    with pytest.raises(TypeError, match=rf"train returned {kind} for 'plain' and seed 0; it must return a number"):
         compare(lambda weight, seed: figure)
+
+
+@pytest.mark.parametrize("figures", [[], iter(())])
+def test_a_curve_has_a_value(figures: Any) -> None:
+    with pytest.raises(TypeError, match="train returned no number for 'plain' and seed 0"):
+        compare(lambda weight, seed: figures)
 
 
 def test_tensors_and_numpy_are_numbers() -> None:
     kinds = (torch.tensor(1.5), np.float32(2.5), 3)
-    assert compare(lambda weight, seed: kinds[weight] + seed, (0, 1, 2), 1).figures == ((1.5,), (2.5,), (3.0,))
+    assert list(compare(lambda weight, seed: kinds[weight] + seed, (0, 1, 2), 1).figures.values()) == [
+        [1.5],
+        [2.5],
+        [3.0],
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"weights": (0,)}, "weights=.* has nothing to compare"),
-        ({"weights": (0, 1, 0)}, "has a weight twice"),
-        ({"seeds": [0, 0, 1, 1]}, "has a seed twice"),
-        ({"seeds": 0}, "seeds must be at least 1"),
+        ({"methods": (0,)}, r"methods has \['0'\], nothing to compare"),
+        ({"methods": {"plain": 0}}, "nothing to compare"),
+        ({"seeds": [0, 0, 1, 1]}, "seeds has .* none twice"),
+        ({"seeds": 0}, "at least one seed"),
     ],
 )
 def test_there_is_something_to_compare(arguments: dict[str, Any], said: str) -> None:
@@ -333,26 +395,128 @@ def test_one_seed_says_nothing_of_noise() -> None:
     assert str(found).splitlines()[-1] == "One seed says nothing of noise: take ten."
 
 
-def test_the_plot_has_a_point_for_each_gain(tmp_path: Path) -> None:
-    found = compare(noisy, seeds=4)
-    found.plot(tmp_path / "gains.png")
+@pytest.mark.parametrize("package", ["scipy.special", "tabulate", "tqdm", "matplotlib"])
+def test_without_the_extra_an_error_names_it_before_the_training(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"{package}.*pip install \"dcl-optim\[trial\]\""):
+        compare(lambda weight, seed: pytest.fail("it trains"))
+    if package == "tabulate":
+        with pytest.raises(ImportError, match=r"dcl-optim\[trial\]"):
+            overhead(*script())
+
+
+def test_without_the_extra_the_package_and_accuracy_work() -> None:
+    text = """
+import sys
+for name in ("matplotlib", "scipy", "sklearn", "tabulate", "tqdm"):
+    sys.modules[name] = None
+import torch, dcl_optim
+from dcl_optim.trial import accuracy, compare, overhead
+print(accuracy(torch.nn.Identity(), [(torch.eye(3), torch.arange(3))]))
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", text], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("100.0\n", "")
+
+
+def test_without_a_terminal_the_progress_is_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    compare(noisy, (0, 1), 30)
+    lines = capsys.readouterr().err.split("\r")
+    assert len(lines) < 10  # of 60 runs
+    assert "60/60" in lines[-1]
+    assert f"seed 29, 1 {noisy(1, 29):.2f}" in lines[-1]
+
+
+def test_the_file_is_json_and_has_every_value(tmp_path: Path) -> None:
+    found = compare(lambda weight, seed: [math.nan, with_nan(weight, seed)], (0, 1), 4)
+    found.save(tmp_path / "results.json")
+    text = (tmp_path / "results.json").read_text(encoding="utf-8")
+    results = json.loads(text, parse_constant=pytest.fail)  # Python's own reader takes NaN too
+    assert results["curves"]["0"] == [[None, noisy(0, seed)] for seed in range(4)]
+    assert results["curves"]["1"][3] == [None, None]
+    assert (results["seeds"], results["interrupted"], results["table"]) == (
+        [0, 1, 2, 3],
+        False,
+        str(found).splitlines(),
+    )
+
+
+# ---- the figure ------------------------------------------------------------------------------------------------------
+
+
+def runs(count: int, values: int = 5, gain: float = 0.0) -> list[list[float]]:
+    """Run number i gains i times as much."""
+    return [[50 + 8 * value + (1 + gain) * run for value in range(values)] for run in range(count)]
+
+
+def figure_of(curves: dict[str, list[list[float]]]) -> Any:
+    found = Comparison(curves, list(range(len(curves["plain"]))))
+    return draw(curves, {name: found.gains(name, "plain") for name in curves}, "digits")
+
+
+def test_what_is_drawn() -> None:
+    figure = figure_of({"plain": runs(3), "DCP": runs(3, gain=2), "DCL": runs(3, gain=-1)})
+    curves, gains = figure.axes
+    assert figure.get_suptitle() == "digits"
+    assert [text.get_text() for text in curves.get_legend().get_texts()] == ["plain", "DCP", "DCL"]
+    assert curves.lines[0].get_xdata().tolist() == [20, 40, 60, 80, 100]
+    assert curves.lines[0].get_ydata().tolist() == pytest.approx([51, 59, 67, 75, 83])
+    assert gains.get_xlabel() == "gain over plain"
+    assert [text.get_text() for text in gains.get_yticklabels()] == ["DCP", "DCL"]
+    assert gains.get_ylim()[0] > gains.get_ylim()[1]  # the first one on top
+    points = [list(line.get_xdata()) for line in gains.lines if len(line.get_xdata()) == 3]
+    assert points == [[0, 2, 4], [0, -1, -2]]
+    (dcp, _, (bar,)), (dcl, _, _) = (container.lines for container in gains.containers)
+    assert (dcp.get_xdata(), dcl.get_xdata()) == ([2], [-1])
+    left, right = bar.get_segments()[0][:, 0]
+    assert (left, right) == pytest.approx((2 - 2 / 3**0.5, 2 + 2 / 3**0.5))
+
+
+def test_band_is_one_standard_error() -> None:
+    """Values 50, 51 and 52: standard deviation 1, standard error 1/sqrt(3)."""
+    axes = figure_of({"plain": runs(3), "DCP": runs(3)}).axes[0]
+    heights = axes.collections[0].get_paths()[0].vertices
+    first = [y for x, y in heights.tolist() if x == 20]
+    assert (min(first), max(first)) == pytest.approx((51 - 3**-0.5, 51 + 3**-0.5))
+
+
+def test_a_method_has_one_color_in_both_panels() -> None:
+    curves, gains = figure_of({"plain": runs(2), "DCP": runs(2), "DCL": runs(2)}).axes
+    assert [line.get_color() for line in curves.lines] == list(COLORS[:3])
+    assert [line.get_color() for line in gains.lines if len(line.get_xdata()) == 2][1:] == [*COLORS[1:3]]
+    assert len(set(COLORS)) == len(COLORS)
+
+
+def test_a_value_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
+    curves = {"plain": runs(2), "DCP": runs(2)}
+    curves["plain"][1][1] = math.nan
+    figure = figure_of(curves)
+    figure.savefig(tmp_path / "curves.png")
+    drawn = figure.axes[0].lines[0].get_ydata().tolist()
+    assert drawn == pytest.approx([50.5, math.nan, 66.5, 74.5, 82.5], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("plain", "other"), [(runs(1, 1), runs(1, 1)), (runs(2, 1), runs(2, 1)), (runs(2), runs(2, 4))]
+)
+def test_without_curves_of_one_length_there_are_gains_alone(plain: Any, other: Any, tmp_path: Path) -> None:
+    figure = figure_of({"plain": plain, "DCP": other})
+    figure.savefig(tmp_path / "gains.png")
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "gain over plain"
+
+
+@pytest.mark.parametrize(("count", "values"), [(1, 2), (2, 2), (1, 6)])
+def test_little_to_draw(count: int, values: int, tmp_path: Path) -> None:
+    figure_of({"plain": runs(count, values), "DCP": runs(count, values)}).savefig(tmp_path / "curves.png")
+
+
+def test_the_plot_is_an_image_of_what_is_finite(tmp_path: Path) -> None:
+    before = "matplotlib.pyplot" in sys.modules
+    compare(with_nan, METHODS, 4).plot(tmp_path / "gains.png")
     assert (tmp_path / "gains.png").read_bytes()[:4] == b"\x89PNG"
-    names = {"plain": found.figures[0], "DCP, weight=auto": found.figures[1], "DCP, weight=1": found.figures[2]}
-    axes = seed_gains(names, seeds=found.seeds).axes[0]
-    points = [line for line in axes.get_lines() if line.get_linestyle() == "None"]
-    assert [line.get_label() for line in points] == list(names)[1:]
-    assert list(points[0].get_ydata()) == found.gains(1)
-
-
-def test_without_tqdm_there_are_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    clock = iter(range(0, 10**6, 61))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    compare(noisy, (0, 1), 2)
-    first, *lines = capsys.readouterr().err.splitlines()
-    assert first == "compare: 4 runs, 2 seeds of 2 weights"
-    assert [line.partition(" runs")[0] for line in lines] == [f"compare: {done} of 4" for done in (1, 2, 3, 4)]
-    assert lines[1].endswith(f"seed 0: 0 {noisy(0, 0):.2f}, 1 {noisy(1, 0):.2f}")
+    assert ("matplotlib.pyplot" in sys.modules) == before
+    with pytest.raises(ValueError, match="no method beside '0' has finite figures"):
+        compare(with_nan, (0, 1), 4).plot(tmp_path / "other.png")
 
 
 # ---- the accuracy ----------------------------------------------------------------------------------------------------
@@ -384,13 +548,13 @@ def test_accuracy_takes_what_a_model_takes_and_leaves_ignored_labels_out() -> No
 
 def test_accuracy_needs_class_indices() -> None:
     model, _, (x, y) = script()
-    with pytest.raises(TypeError, match=r"labels must be class indices, got torch\.float32; pass labels\.argmax"):
-        accuracy(model, [(x, F.one_hot(y, 3).float())])
+    with pytest.raises(TypeError, match=r"labels must be class indices.* of torch\.float32; .*pass labels\.argmax"):
+        accuracy(model, [(x, y.float())])
     with pytest.raises(
         TypeError, match=r"labels must be class indices of shape \(16,\), got \(16, 3\).*labels\.argmax"
     ):
         accuracy(model, [(x, F.one_hot(y, 3))])
-    with pytest.raises(TypeError, match=r"got \(16, 1\); .*labels\.squeeze\(1\)"):  # which torch would broadcast
+    with pytest.raises(TypeError, match=r"got \(16, 1\) of .*labels\.squeeze\(1\)"):  # which torch would broadcast
         accuracy(model, [(x, y[:, None])])
     assert model.training
     with pytest.raises(ValueError, match="batches has no labels"):
@@ -444,7 +608,7 @@ def test_overhead_from_the_shell(folder: Path) -> None:
         ("FOLDER/other.py:make", "there is no file FOLDER/other.py"),
         ("FOLDER/my-script.py:fit", "my-script.py has no function 'fit'"),
         ("FOLDER/my-script.py:wrong", "my-script.py:wrong must return (model, optimizer, batch)"),
-        ("no_such_module:make", "there is no module 'no_such_module'"),
+        ("no_such_module:make", "No module named 'no_such_module'"),
     ],
 )
 def test_what_the_command_line_names_is_there(folder: Path, place: str, said: str) -> None:
@@ -455,14 +619,15 @@ def test_what_the_command_line_names_is_there(folder: Path, place: str, said: st
 
 
 def test_compare_from_the_shell(folder: Path) -> None:
-    plot = folder / "gains.png"
-    words = ["--weights", "0", "auto", "0.3", "--seeds", "3", "--plot", str(plot)]
+    out = folder / "deep" / "gains"
+    words = ["--methods", "0", "auto", "0.3", "--seeds", "3", "--out", str(out)]
     done = run("compare", f"{folder / 'my-script.py'}:train", *words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["0", "auto", "0.3"]
-    assert lines[-1] == f"Wrote {plot}."
-    assert plot.stat().st_size > 0
+    assert lines[-1] == f"Wrote {out / 'results.json'} and {out / 'curves.png'}."
+    assert list(json.loads((out / "results.json").read_text())["curves"]) == ["0", "auto", "0.3"]
+    assert (out / "curves.png").stat().st_size > 0
 
 
 def test_ctrl_c_in_the_shell_prints_what_is_done(folder: Path) -> None:
@@ -472,13 +637,13 @@ def test_ctrl_c_in_the_shell_prints_what_is_done(folder: Path) -> None:
     (folder / "my-script.py").write_text(text)
     done = run("compare", f"{folder / 'my-script.py'}:train")
     assert done.returncode == 130
-    assert "interrupted after 2 seeds" in done.stdout
+    assert "interrupted; seeds: 2;" in done.stdout
 
 
 @pytest.mark.example
 def test_the_example_is_a_script_of_ones_own() -> None:
     script = Path(__file__).parents[2] / "examples" / "own_script.py"
-    done = run("compare", f"{script}:train", "--weights", "0", "1", "--seeds", "1")
+    done = run("compare", f"{script}:train", "--methods", "0", "1", "--seeds", "1")
     assert done.returncode == 0, done.stderr
     plain, penalized = (float(line.split()[1]) for line in done.stdout.splitlines()[2:4])
     assert 60 < plain < penalized

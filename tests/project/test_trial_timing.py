@@ -25,14 +25,6 @@ def test_the_collector_is_off_while_a_slot_runs_and_back_afterwards() -> None:
     assert (seen, gc.isenabled()) == ([False] * 3, True)
 
 
-def test_the_slot_is_filled_by_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = {"fast": 0.01, "slow": 0.05}
-    monkeypatch.setattr(timing, "seconds_per_step", lambda step, steps, device: cost[step()])
-    named = {name: (lambda name=name: name) for name in cost}
-    assert timing.steps_per_slot(named, 0.2) == 4
-    assert timing.steps_per_slot(named, 0.001) == 1
-
-
 def test_a_ratio_is_taken_within_each_round() -> None:
     """Round two ran on a machine ten times slower; the ratio does not see it."""
     assert timing.ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == {"median": 2.0, "lower": 2.0, "upper": 2.0}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCPOptimizer, _sync, distances
+from dcl_optim import DCPOptimizer, distances
 from tests.helpers import assert_same, on_two_ranks, through_a_file
 from tests.reference import dcp_step
 
@@ -189,23 +189,6 @@ def test_rows_without_a_label_show_nothing() -> None:
     assert_same(optimizer.prototypes, torch.tensor([[2.0, 8.0], [0.0, 0.0]]).double())
 
 
-def test_micro_batches_of_which_the_second_is_masked_learn_as_one_batch() -> None:
-    found = []
-    for parts in (1, 2):
-        optimizer = of_two_classes()
-        rows = torch.tensor([[1.0, 5.0], [3.0, 7.0], [2.0, -INF], [6.0, 9.0]], dtype=torch.float64)
-        labels = torch.tensor([0, 1, 0, 0])
-        for z, y in zip(rows.chunk(parts), labels.chunk(parts), strict=True):
-            (optimizer.penalty(optimizer.model(z), y) / parts).backward()
-        optimizer.step()
-        found.append(optimizer.prototypes)
-    assert_same(found[0], torch.tensor([[3.0, 7.0], [3.0, 7.0]]).double(), atol=1e-12)
-    assert_same(*found, atol=1e-12)
-
-
-# ---- states, devices and ranks ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(mask: Mask) -> None:
     whole = wrap(Masked(mask))
@@ -222,17 +205,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(mask: Mask) -> None:
     assert_same([again.model.state_dict(), again.state_dict()], [whole.model.state_dict(), whole.state_dict()])
 
 
-@pytest.mark.parametrize("number", [-INF, -1e9])
-def test_where_values_are_read_in_the_first_step_alone_it_is_the_same(number: float, monkeypatch: Any) -> None:
-    found = []
-    for rarely in (False, True):
-        if rarely:
-            monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: step == 1)
-        optimizer = wrap(Masked(other_ones_in_each_row, number))
-        for x, y in batches():
-            take_step(optimizer, x, y, "term")
-        found.append([optimizer.model.state_dict(), optimizer.prototypes])
-    assert_same(*found)
+# ---- states, devices and ranks ---------------------------------------------------------------------------------------
 
 
 def of_the_rank(rank: int, folder: Path, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCPOptimizer, _sync, distances
 from dcl_optim.labels import labels_of
-from tests.helpers import assert_same, live_tensors, train
+from tests.helpers import assert_same, train
 from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
@@ -110,29 +109,6 @@ def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkey
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
     assert_same(model, theirs, **CLOSE)
     assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
-
-
-@pytest.mark.usefixtures("older_objects")
-def test_memory_does_not_grow_with_the_forwards_before_a_step():
-    model = network()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(2))
-    elements = []
-    for x, y in batches(40):
-        F.cross_entropy(model(x), y).backward()
-        gc.collect()
-        elements.append(live_tensors()[1])
-    assert max(elements[20:]) <= max(elements[:20])
-
-
-def test_labels_may_be_written_over_before_the_step():
-    optimizer, labels = wrap(Logits(), lr=0.0), torch.tensor([3, 5])
-    z = torch.randn(2, CLASSES).double()
-    optimizer.penalty(optimizer.model(z), labels).backward()
-    labels.fill_(0)  # a buffer that the script refills
-    optimizer.step()
-    assert_same(optimizer.prototypes[[3, 5]], z)
-    assert optimizer.forecaster.seen.nonzero().flatten().tolist() == [3, 5]
 
 
 # ---- steps that learn from no row ------------------------------------------------------------------------------------
@@ -316,18 +292,6 @@ def test_a_masked_logit_leaves_the_prototypes_alone(is_soft):
     assert_same(optimizer.prototypes, expected, atol=1e-12)
 
 
-def test_hard_and_soft_labels_may_alternate_within_a_step():
-    model = network()
-    optimizer = wrap(model)
-    ((x, y),) = batches(1)
-    for labels in (y, one_hot(y)):
-        optimizer.penalty(model(x), labels).backward()
-    z = model(x).detach()
-    optimizer.step()
-    for k in y.unique():
-        assert_same(optimizer.prototypes[k], z[y == k].mean(0), **CLOSE)
-
-
 # ---- labels to rows --------------------------------------------------------------------------------------------------
 
 
@@ -429,7 +393,8 @@ def growing_margin(**options: Any) -> float:
 
 
 def test_a_margin_beyond_twenty_tells_prototypes_that_run_away():
-    assert growing_margin(alpha=0.0) > 20
+    with pytest.warns(UserWarning, match="the penalty of DCPOptimizer is .*, which is large"):
+        assert growing_margin(alpha=0.0) > 20
     assert growing_margin() < 20
 
 
@@ -585,14 +550,6 @@ def test_so_many_classes_that_their_prototypes_would_take_more_than_a_gibibyte_a
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("classes", "dtype"), [(16_384, torch.float32), (11_585, torch.float64)])
-def test_prototypes_of_up_to_a_gibibyte_are_not(classes, dtype):
-    """On a device without memory."""
-    model = nn.Linear(1, 1, device="meta", dtype=dtype)
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, num_classes=classes)
-    assert optimizer.prototypes.shape == (classes, classes)
-
-
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
@@ -642,24 +599,6 @@ def test_an_earlier_state_takes_back_what_came_after_it(batch_without_step):
     ((x, y),) = batches(1, seed=2)
     train(model, optimizer, [(x, y)])
     assert optimizer.forecaster.seen.sum() < 8
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.clear(), r"state of the prototypes does not fit: missing \['fit', 'numbers', 'values'\]"),
-        (lambda state: state.update(values=torch.zeros(3, 3)), r"shape \(3, 3\) for 'values', expected \(12, 12\)"),
-        (lambda state: state.update(numbers=torch.zeros(3)), r"shape \(3,\) for 'numbers', expected \(12,\)"),
-    ],
-)
-def test_a_state_that_does_not_fit_changes_nothing(change, message):
-    _, optimizer = trained()
-    whole = optimizer.state_dict()
-    before = copy.deepcopy(whole[KEY])
-    change(whole[KEY]["forecaster"])
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(whole)
-    assert_same(optimizer.state_dict()[KEY], before)
 
 
 def test_a_model_that_is_widened_between_backward_and_step():
@@ -846,23 +785,6 @@ def test_prototypes_have_the_dtype_of_the_logits_also_after_resuming(first_param
     assert_same(model, again, rtol=0, atol=0)
 
 
-def test_soft_labels_of_the_term_are_not_rounded_under_autocast():
-    runs = []
-    for is_half in (False, True):
-        model = network(dtype=torch.float32)
-        optimizer = wrap(model)
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            z = model(x.float())
-            shares = 0.7 * one_hot(y).float() + 0.3 / CLASSES
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
-                penalty = optimizer.penalty(z, shares)
-            (F.cross_entropy(z, shares) + penalty).backward()
-            optimizer.step()
-        runs.append(model)
-    assert_same(*runs, rtol=0, atol=0)
-
-
 def test_prototypes_of_soft_labels_are_not_rounded_if_the_backward_pass_runs_under_autocast():
     found = []
     for is_half in (False, True):
@@ -909,23 +831,3 @@ def test_weights_loaded_in_mid_run_are_warned_of_once(way: str) -> None:
     assert len(caught) == 1
     optimizer = wrap(model)  # the fix
     fold()
-
-
-@pytest.mark.parametrize("model_first", [False, True])
-def test_weights_loaded_with_the_optimizers_state_or_for_an_evaluation_at_the_end_bring_no_warning(
-    model_first: bool,
-) -> None:
-    model = network()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(3))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, batches(2))
-    for first in (model_first, not model_first):
-        if first:
-            model.load_state_dict(saved[0])
-        else:
-            optimizer.load_state_dict(saved[1])
-    train(model, optimizer, batches(2))
-    model.load_state_dict(saved[0])
-    with torch.no_grad():
-        model(next(batches(1))[0])

@@ -9,12 +9,10 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests import reference
 from tests.helpers import (
     CLASSES,
     assert_same,
@@ -24,7 +22,6 @@ from tests.helpers import (
     mlp,
     one,
     sgd,
-    through_a_file,
     train,
     wrap,
 )
@@ -56,18 +53,6 @@ def test_a_copy_of_a_model_that_holds_its_optimizer():
         train(twin, twin.trainer, batches(1))
     train(twin, wrap(twin), batches(2, seed=2))
     train(model, model.trainer, batches(1))
-
-
-@pytest.mark.parametrize("form", ["saved", "averaged"])
-def test_a_copy_of_the_model_alone_has_no_hook_of_ours(form):
-    model = mlp()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(3))
-    copied = through_a_file(model, weights_only=False) if form == "saved" else AveragedModel(model).train()
-    before = optimizer.logs()
-    backward(copied, *one(9))
-    assert optimizer.logs() == before
-    DCLOptimizer(sgd(copied), copied, weight=1.0)  # and may be wrapped itself
 
 
 def hooks(model):
@@ -121,26 +106,6 @@ def test_a_dead_optimizer_leaves_no_hook():
     wrap(model)
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-@reference.EACH
-def test_losses_and_logits_that_the_script_keeps_leave_no_hook_either(variant: str, way: str):
-    """A second stage of training with a plain optimizer would have the penalty."""
-    model, kept = mlp(), []
-    before = hooks(model)
-    optimizer = reference.wrap(variant, model)
-    for x, y in batches(3):
-        optimizer.zero_grad()
-        z = model(x)
-        loss = F.cross_entropy(z, y)
-        if way == "term":
-            loss = loss + reference.term_of(optimizer)(z, y)
-        loss.backward()
-        optimizer.step()
-        kept.append((z, loss))
-    del optimizer
-    assert hooks(model) == before
-
-
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     """As when a notebook's cell runs again, or a trainer fits again, while the first optimizer still exists."""
@@ -160,16 +125,6 @@ def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     assert second.logs()["step"] == 2
 
 
-def test_wrapping_again_adds_the_penalty_once():
-    model, expected = mlp(), mlp()
-    first = wrap(model, weight=3.0)
-    second = wrap(model)
-    train(model, second, batches(3))
-    train(expected, wrap(expected), batches(3))
-    assert_same(model, expected)
-    assert first.logs()["step"] == 0
-
-
 def test_a_shallow_copy_is_the_same_optimizer_under_a_second_name():
     model, expected = mlp(), mlp()
     optimizer = wrap(model)
@@ -179,22 +134,6 @@ def test_a_shallow_copy_is_the_same_optimizer_under_a_second_name():
     train(expected, wrap(expected), batches(4))
     assert_same(model, expected)
     assert same.logs()["step"] == optimizer.logs()["step"] == 4
-
-
-def test_a_model_widened_after_wrapping_goes_on_in_its_dtype():
-    """As when it was wide from the start, to the rounding of the steps before."""
-    results = []
-    for widened in (True, False):
-        model = mlp(dtype=torch.float32)
-        if not widened:
-            model.double()
-        optimizer = DCPOptimizer(sgd(model), model, num_classes=CLASSES, weight=1.0)
-        train(model, optimizer, batches(2, dtype=next(model.parameters()).dtype))
-        model.double()
-        train(model, optimizer, batches(6, seed=4))
-        assert optimizer.prototypes.dtype == torch.float64
-        results.append({"model": model.state_dict(), "prototypes": optimizer.prototypes})
-    assert_same(*results, rtol=1e-5, atol=1e-6)
 
 
 # ---- averages of the weights ----------------------------------------------------------------------------------------

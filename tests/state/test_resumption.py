@@ -179,32 +179,3 @@ def test_a_model_with_an_extra_state_is_resumed():
     train(model, optimizer, batches(2))
     train(again, other, batches(2))
     assert_same(other.companion[0].weight, optimizer.companion[0].weight)
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in its groups, as Schedule-Free does."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            group.setdefault("k", 0)
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            group["k"] += 1
-
-
-def test_what_an_optimizer_counts_in_its_groups_stays_each_ones_own_after_loading():
-    def built():
-        model = mlp()
-        return model, DCLOptimizer(Counting(model.parameters()), model, companion_every=2)
-
-    model, optimizer = built()
-    train(model, optimizer, batches(4))
-    again, other = built()
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(again, other, batches(2))
-    counts = [o.param_groups[0]["k"] for o in (other.base, other.companion_optimizer)]
-    assert counts == [6, 3]

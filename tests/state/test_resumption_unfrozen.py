@@ -84,15 +84,6 @@ def test_a_state_that_was_saved_with_other_frozen_layers_is_refused_and_nothing_
     assert_same(other.state_dict(), before)
 
 
-def test_a_group_that_is_frozen_follows_the_schedule_all_the_same() -> None:
-    model = square()
-    optimizer = wrap(model, 2, companion_lr_scale=2.0)
-    optimizer.param_groups[0]["lr"] = 0.25
-    train(model, optimizer, BEFORE[:1])
-    ours = optimizer.companion_optimizer.param_groups
-    assert [(len(group["params"]), group["lr"]) for group in ours] == [(0, 0.5), (2, 0.2)]
-
-
 def test_a_state_whose_parameters_have_numbers_is_loaded() -> None:
     """Saved ones are text, as torch.distributed.checkpoint makes all keys."""
     model = square()

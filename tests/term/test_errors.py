@@ -31,7 +31,7 @@ def other_model(z: Tensor) -> Tensor:
 
 Case = tuple[Callable[[Any, Tensor, Tensor], Any], type[Exception], list[str]]
 OF_DCP: dict[str, Case] = {
-    "a large label": (lambda p, z, y: p(z, y + 3), ValueError, ["labels", "0..4", "ignore_index"]),
+    "a large label": (lambda p, z, y: p(z, y + 3), ValueError, ["labels", "0..4", "ignore_index", "Hidden"]),
     "a negative label": (lambda p, z, y: p(z, 0 * y - 1), ValueError, ["labels", "-1", "ignore_index"]),
     "a label too few": (lambda p, z, y: p(z, y[1:]), ValueError, ["labels", "(15,)", "(16, 5)"]),
     "labels in a column": (lambda p, z, y: p(z, y[:, None]), ValueError, ["labels", "(16, 1)", "(16, 5)"]),

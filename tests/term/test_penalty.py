@@ -317,25 +317,6 @@ def test_once_penalty_was_called_the_line_is_off_also_in_a_resumed_run(variant: 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_term_may_come_first_in_the_sum(variant: str) -> None:
-    trained = []
-    for is_first in (True, False):
-        optimizer = wrap(variant, mlp())
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            z = optimizer.model(x)
-            if is_first:
-                loss = term_of(optimizer)(z, y)
-                loss += margins(x, z, y)
-            else:
-                loss = margins(x, z, y) + term_of(optimizer)(z, y)
-            loss.backward()
-            optimizer.step()
-        trained.append(optimizer)
-    assert_same_training(*trained)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_another_loss_of_the_logits_may_have_its_backward_pass_before_the_term(variant: str) -> None:
     found = []
     for splits in (True, False):
@@ -376,29 +357,6 @@ def test_a_term_is_not_used_after_the_step(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_gradient_that_the_script_asks_for_has_the_penalty_and_nothing_learns_from_it(variant: str) -> None:
-    """Of the rows that are learned from, and of others (an attack)."""
-    trained = []
-    for asks in (True, False):
-        optimizer = train(wrap(variant, mlp()), batches(4))
-        term = term_of(optimizer)
-        for x, y in batches(STEPS, seed=2):
-            optimizer.zero_grad()
-            for rows in (x, 2 * x) if asks else (x,):
-                z = optimizer.model(rows)
-                loss, penalty = F.cross_entropy(z, y), term(z, y)
-                if asks:
-                    (plain,) = torch.autograd.grad(loss, z, retain_graph=True)
-                    (asked,) = torch.autograd.grad(loss + penalty, z, retain_graph=True)
-                    assert_same(asked - plain, pull(optimizer, rows, y, z), atol=1e-15)
-                if rows is x:
-                    (loss + penalty).backward()
-            optimizer.step()
-        trained.append(optimizer)
-    assert_same_training(*trained)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_second_call_with_the_same_logits_is_refused_and_the_first_goes_on(variant: str) -> None:
     """As with a term for each of the two labels that mixup has: both would be learned in full."""
     trained = []
@@ -417,15 +375,6 @@ def test_a_second_call_with_the_same_logits_is_refused_and_the_first_goes_on(var
             optimizer.step()
         trained.append(optimizer)
     assert_same_training(*trained)
-
-
-def test_a_second_call_with_copies_of_the_logits_is_refused_as_one_with_the_logits() -> None:
-    """As of a trainer that converts the logits for each part of its loss."""
-    optimizer = wrap("dcl", mlp())
-    z = optimizer.model(one()[0])
-    optimizer.penalty(z.clone())
-    with pytest.raises(ValueError, match="penalty was called twice with the same logits"):
-        optimizer.penalty(z.clone())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -543,19 +492,6 @@ def test_logits_and_soft_labels_may_be_written_over_after_the_call(variant: str)
             optimizer.step()
         trained.append(optimizer)
     assert_same_training(*trained)
-
-
-def test_a_call_that_raises_does_not_count() -> None:
-    (x, y), optimizer = one(), wrap("dcp", mlp())
-    train(optimizer, batches(2))
-    z = optimizer.model(x)
-    with pytest.raises(ValueError, match="had 5 logits a row, this one has 4"):
-        optimizer.penalty(z[:, :4], y % 4)
-    optimizer.zero_grad()
-    F.cross_entropy(z, y).backward()
-    with pytest.warns(UserWarning, match="a step without a penalty"):  # and not the error of a term that was lost
-        optimizer.step()
-    assert optimizer.logs()["step"] == 3
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,4 +1,4 @@
-"""What of a pretrained network trains: all of it, its head, or LoRA's matrices and the head."""
+"""What of a pretrained network trains: all of it, or its head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-METHODS = ("full", "linear probe", "LoRA")
+METHODS = ("full", "linear probe")
 
 
 def head_name(model: nn.Module) -> str:
@@ -20,46 +20,22 @@ def renew_head(model: nn.Module) -> None:
     head.reset_parameters()
 
 
-def adapt(model: nn.Module, method: str, rank: int) -> nn.Module:
+def adapt(model: nn.Module, method: str) -> nn.Module:
     """Freeze what the method does not train.
 
     Args:
         model: a network whose last linear layer is its head; it is changed in place.
         method: one of METHODS.
-        rank: of LoRA's matrices.
 
     Raises:
-        ValueError: the method is unknown, or PEFT refuses the rank.
-        ImportError: LoRA needs peft.
+        ValueError: the method is unknown.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
-    if method == "LoRA":
-        return _lora(model, rank)
     if method == "linear probe":
         model.requires_grad_(False)
         model.get_submodule(head_name(model)).requires_grad_(True)
     return model
-
-
-def _lora(model: nn.Module, rank: int) -> nn.Module:
-    """Give all but the head W + 2BA, where B starts at 0, instead of W (Hu et al. 2022); the head trains as it is.
-
-    Grouped convolutions, as EfficientNet's depthwise ones, are left frozen: PEFT has none for them at these ranks.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install peft") from error
-    head = head_name(model)
-    places = [
-        name
-        for name, module in model.named_modules()
-        if name != head and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1))
-    ]
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=places, modules_to_save=[head])
-    adapted: nn.Module = get_peft_model(model, config)
-    return adapted
 
 
 def to_training_mode(model: nn.Module) -> None:

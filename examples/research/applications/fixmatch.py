@@ -1,16 +1,16 @@
-"""FixMatch (Sohn et al., NeurIPS 2020): its loss, its learning rate, its weak and strong views, its batches."""
+"""FixMatch (Sohn et al., NeurIPS 2020): its loss, its learning rate, its labels, its weak and strong views."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.research.augmentations import Cutout, batch_crop, seeded
 from examples.research.datasets import Data
+from examples.research.datasets.splits import stratified
 
 MAGNITUDES = 31  # the strengths that torchvision's RandAugment knows
 
@@ -43,6 +43,27 @@ def fixmatch_loss(
 def cosine(step: int, steps: int) -> float:
     r"""Give the factor on the learning rate after k of K steps, :math:`\cos(7 \pi k / 16 K)` ."""
     return math.cos(7 * math.pi * step / (16 * steps))
+
+
+def labelled(y: Tensor, count: int, seed: int) -> Tensor:
+    """The numbers of the images whose labels are used: ``count`` of them, each class in proportion.
+
+    Raises:
+        ValueError: there are not so many images, or a class would go without a label.
+    """
+    chosen = stratified(y, count, seed)
+    fewest = int(torch.bincount(y[chosen], minlength=int(y.max()) + 1).min())
+    if len(chosen) != count or not fewest:
+        raise ValueError(f"labels={count} must be at most the {len(y)} training images, and enough for every class")
+    return chosen
+
+
+def groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Parameter groups: FixMatch's weight decay is on kernels alone, not on biases and batch norm."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kernels = [weight for weight in weights if weight.ndim > 1]
+    rest = [weight for weight in weights if weight.ndim <= 1]
+    return [{"params": kernels, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
 
 
 class Views:
@@ -103,33 +124,3 @@ def _operations() -> torch.nn.Module:
     strengths = [v2.RandAugment(num_ops=1, magnitude=magnitude) for magnitude in range(MAGNITUDES)]
     made: torch.nn.Module = v2.Compose([v2.RandomChoice(strengths), v2.RandomChoice(strengths)])
     return made
-
-
-def batches(
-    views: Views, labelled: Tensor, batch_size: int, ratio: int, generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and labels without end, all randomness the generator's.
-
-    The inputs are ``batch_size`` labelled images' weak views, whose labels come along, then the weak and then the
-    strong views of ``ratio`` times as many of all training images, the labelled ones among them.
-
-    Raises:
-        ValueError: ``batch_size`` or ``ratio`` is below 1.
-    """
-    if batch_size < 1 or ratio < 1:
-        raise ValueError(f"batch_size={batch_size} and ratio={ratio} must be at least 1")
-    unlabelled = numbers(len(views.labels), ratio * batch_size, generator)
-    for chosen, others in zip(numbers(len(labelled), batch_size, generator), unlabelled, strict=False):
-        index = labelled[chosen]
-        parts = (views.weak(index, generator), views.weak(others, generator), views.strong(others, generator))
-        yield torch.cat(parts), views.labels[index]
-
-
-def numbers(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Draw ``size`` numbers below ``count`` at a time, without end: in each pass every number once, shuffled."""
-    waiting = torch.empty(0, dtype=torch.long)
-    while True:
-        while len(waiting) < size:
-            waiting = torch.cat([waiting, torch.randperm(count, generator=generator)])
-        yield waiting[:size]
-        waiting = waiting[size:]

@@ -14,7 +14,6 @@ MODULES = {
     "noto-scripts": "noto",
     "kanji-fonts": "kanji",
     "debian-sections": "debian",
-    "icons": "icons",
 }  # that build the file
 FILES = {name: Path(f"runs/data/{name}.npz") for name in MODULES}
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from examples.research.augmentations import View, batch_crop, check, seeded, training
-from examples.research.datasets import corruptions
 from examples.research.datasets.splits import check_part
 
 Pictures = tuple[Tensor, Tensor]  # (count, C, H, W) uint8 or float, and labels (count,)
@@ -24,7 +23,6 @@ class Data(Protocol):
     classes: int
     class_names: Sequence[str]
     shape: tuple[int, int, int]
-    corruptions: Sequence[str]
 
     def train_size(self) -> int:
         """The number of training samples."""
@@ -43,9 +41,6 @@ class Data(Protocol):
 
     def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of ``train``, ``validation`` or ``test`` in order and not augmented."""
-
-    def corrupted(self, part: str, corruption: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
-        """Like :meth:`fixed`, of images in one of the ``corruptions``."""
 
 
 def batches(count: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
@@ -101,8 +96,6 @@ class InMemory:
         parts: ``train``, ``validation`` and ``test``: images (count, C, H, W), uint8 or float, where 0 is black, and
             labels (count,).
         augmentation: one of :data:`examples.research.augmentations.NAMES`; those beyond ``basic`` need uint8.
-        scale: mean and standard deviation of all channels, of values between 0 and 1, instead of the training images'.
-        border: the color that crops have beyond the image.
 
     Raises:
         ValueError: the augmentation is unknown or cannot take the images.
@@ -114,28 +107,23 @@ class InMemory:
         class_names: Sequence[str],
         parts: Mapping[str, Pictures],
         augmentation: str = "none",
-        scale: tuple[float, float] | None = None,
-        border: int = 0,
     ) -> None:
         self.name, self.class_names, self.augmentation = name, tuple(class_names), check(augmentation)
-        self.classes, self._border = len(self.class_names), border
+        self.classes = len(self.class_names)
         self._parts = dict(parts)
         self._by_class = ByClass(parts["train"][1])
         images = parts["train"][0]
         channels, height, width = images.shape[1:]
         self.shape = (int(channels), int(height), int(width))
-        self.corruptions = corruptions.NAMES if images.dtype == torch.uint8 else ()
         self._scale = 1 / 255 if images.dtype == torch.uint8 else 1.0
         values = images.transpose(0, 1).flatten(1).double() * self._scale
         self._mean, self._std = (found.float()[:, None, None] for found in (values.mean(1), values.std(1)))
-        if scale is not None:
-            self._mean, self._std = (torch.full((channels, 1, 1), value) for value in scale)
         self._transform = None
         if augmentation not in ("none", "crop", "basic"):
             if images.dtype != torch.uint8:
                 raise ValueError(f"augmentation={augmentation!r} needs uint8 images, not {images.dtype}")
             mean, std = (tuple(found.flatten().tolist()) for found in (self._mean, self._std))
-            self._transform = training(augmentation, View((height, width), mean, std, border=border))
+            self._transform = training(augmentation, View((height, width), mean, std))
 
     def train_size(self) -> int:
         """The number of training samples."""
@@ -158,11 +146,6 @@ class InMemory:
     def fixed(self, part: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """See :meth:`Data.fixed`."""
         return self._in_order(*self._parts[check_part(part)], batch_size)
-
-    def corrupted(self, part: str, corruption: str, batch_size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
-        """See :meth:`Data.corrupted`."""
-        images, labels = self._parts[check_part(part)]
-        return self._in_order(corruptions.corrupt(images, corruption), labels, batch_size)
 
     def _in_order(self, images: Tensor, labels: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
@@ -204,7 +187,7 @@ class InMemory:
             seeds = draw_seeds(len(x), generator)
             return torch.stack([seeded(self._transform, one, seed) for one, seed in zip(x, seeds, strict=True)])
         if self.augmentation != "none":
-            x = batch_crop(x, generator, flip=self.augmentation == "basic", border=self._border)
+            x = batch_crop(x, generator, flip=self.augmentation == "basic")
         return self._normalised(x)
 
     def _normalised(self, x: Tensor) -> Tensor:

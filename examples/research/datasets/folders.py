@@ -82,7 +82,7 @@ class Folders:
     ) -> None:
         source, view = SOURCES[name]
         train, test = _found(name, source, folder, download)
-        self.name, self.class_names, self.corruptions = name, tuple(train.names), ()
+        self.name, self.class_names = name, tuple(train.names)
         self.classes, self.shape = len(self.class_names), (len(view.mean), *(view.scaled or view.size))
         self._workers, self._process = workers, process
         self._augmented = Transformed(train, training(augmentation, view))
@@ -131,10 +131,6 @@ class Folders:
         data, numbers = self._fixed[check_part(part)]
         keys = [[(number, 0) for number in some.tolist()] for some in numbers.split(batch_size)]
         yield from self._loader(data, keys, torch.Generator())  # without one it would draw from the global generator
-
-    def corrupted(self, part: str, corruption: str, batch_size: int = 500) -> Iterator[Batch]:
-        """There are none."""
-        raise ValueError(f"corruption={corruption!r} is unknown; {self.name} has none")
 
     def _loader(self, data: Transformed, keys: list[Any], generator: torch.Generator) -> DataLoader[Batch]:
         return DataLoader(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,6 @@ CONTENTS = {  # the arrays of the class names, and those of the inputs after the
     "noto-scripts": ("scripts", "images"),
     "kanji-fonts": ("kanji", "images"),
     "debian-sections": ("sections", "features"),
-    "icons": ("icons", "images"),
 }
 FASHION_VALIDATION = 10_000  # of the 60,000 training images
 IDX_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
@@ -74,7 +72,7 @@ def _downloaded(folder: Path) -> list[torch.Tensor]:
 
 
 def built(name: str, file: Path | None, train_size: int | None, augmentation: str) -> InMemory:
-    """Characters of fonts, 28x28, words of descriptions, 1x1xV, or icons, 3x64x64: see the module that builds them.
+    """Characters of fonts, 28x28, or words of descriptions, 1x1xV: see the module that builds them.
 
     Args:
         name: a key of :data:`examples.research.datasets.archive.MODULES`.
@@ -91,6 +89,4 @@ def built(name: str, file: Path | None, train_size: int | None, augmentation: st
         kept = subset(labels, train_size if part == "train" else None)
         x = x[kept] if x.dim() == 4 else x[kept].reshape(len(kept), 1, -1, x.shape[-1])
         parts[part] = (x, labels[kept])
-    # Icons are on white, and the networks that they fine-tune know pixels from -1 to 1.
-    options: dict[str, Any] = {"scale": (0.5, 0.5), "border": 255} if name == "icons" else {}
-    return InMemory(name, arrays[classes].tolist(), parts, augmentation, **options)
+    return InMemory(name, arrays[classes].tolist(), parts, augmentation)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer, distances
-from examples.research.methods.base import Predictor, Setting, check_count, check_range, ensemble, keywords_of
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from examples.research.methods.base import Predictor, Setting, check_range, ensemble, keywords_of
 from examples.research.methods.plain import Plain
 
-SHARED = ("weight", "alpha", "distance", "temperature")
+SHARED = ("weight", "alpha", "distance")
 
 
 class CompanionLearning(Plain):
@@ -26,8 +26,7 @@ class CompanionLearning(Plain):
     Args:
         setting: what to train with.
         options: DCLOptimizer's weight, alpha, distance, companion_lr_scale, companion_every and companion_fraction;
-            companion, a function that builds the network; temperature, of a distance by name; and those of
-            :class:`Plain`.
+            companion, a function that builds the network; and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range.
@@ -69,11 +68,7 @@ class CompanionPrototype(Plain):
         random_prototypes: a control: the standard deviation :math:`\ge 0` of prototypes that are drawn from a Gaussian
             at the start, of torch's global generator, and stay. It takes a weight and the distance "squared". Default
             0 for those that learn.
-        power: that of an :class:`AutoWeight`; None (default) for the weight among the options.
-        classes: the same rule's number of classes from which on the weight grows to 1. Default 100.
-        among: 0 (default) for that rule's own signal, the training accuracy, or k for a :class:`FitAmong`.
-        options: DCPOptimizer's weight, alpha, distance and update; temperature as in :class:`CompanionLearning`; and
-            those of :class:`Plain`.
+        options: DCPOptimizer's weight, alpha, distance and update, and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range, or of prototypes that learn with ``random_prototypes``.
@@ -84,26 +79,13 @@ class CompanionPrototype(Plain):
         setting: Setting,
         *,
         random_prototypes: float = 0.0,
-        power: float | None = None,
-        classes: float = 100.0,
-        among: int = 0,
         **options: Any,
     ) -> None:
         check_range("random_prototypes", random_prototypes, 0)
-        check_count("among", among, 0)
-        self._fit = None
-        if power is not None:
-            rule = AutoWeight(power=power, classes=classes)
-            options["weight"] = rule
-            if among:
-                self._fit = FitAmong(rule, min(among, setting.classes), setting.classes)
-                options["weight"] = self._fit.weight
         arguments, others = _split(options)
         self._drawn: nn.Embedding | None = None
         if not random_prototypes:
             super().__init__(setting, partial(DCPOptimizer, num_classes=setting.classes, **arguments), **others)
-            if self._fit is not None:
-                self.kept["fit"] = self._fit.to(self.setting.device)
             return
         self._weight = arguments.pop("weight", 1.0)
         check_range("weight", self._weight, 0)
@@ -124,52 +106,12 @@ class CompanionPrototype(Plain):
     def _penalty(self, z: Tensor, target: Tensor) -> Tensor | float:
         if self._drawn is None:
             term: Tensor = self.main.optimizer.penalty(z, target)
-            if self._fit is not None:
-                self._fit.observe(z.detach(), target)
             return term
         return self._weight * distances.squared(z, self._drawn(target)).mean()
-
-
-class FitAmong(nn.Module):
-    """The training accuracy among the rows whose label is one of the model's k likeliest, as a signal of AutoWeight.
-
-    A wrong label that the model does not fit is rarely among them, so it does not count as a misfit. The accuracy is a
-    running mean as AutoWeight's own.
-
-    Args:
-        rule: the weight at an accuracy.
-        likeliest: k.
-        classes: K.
-    """
-
-    DECAY = 0.98
-    fit: Tensor  # rows that are right, and rows whose label is among the likeliest
-
-    def __init__(self, rule: AutoWeight, likeliest: int, classes: int) -> None:
-        super().__init__()
-        self._rule, self._likeliest, self._classes = rule, likeliest, classes
-        self.register_buffer("fit", torch.zeros(2, dtype=torch.float64))
-
-    def weight(self, step: int) -> float:
-        """The weight at the accuracy before this step."""
-        right, among = self.fit.tolist()
-        accuracy = torch.tensor(right / among if among else 0.0)
-        return float(self._rule.at(accuracy, self._classes))
-
-    def observe(self, z: Tensor, target: Tensor) -> None:
-        """Take note of a step's logits and labels; a soft label counts as its largest share."""
-        y = target if target.dim() == 1 else target.argmax(1)
-        likeliest = z.topk(self._likeliest, dim=1).indices
-        right = (likeliest[:, 0] == y).sum()
-        among = (likeliest == y[:, None]).any(1).sum()
-        self.fit.mul_(self.DECAY).add_(torch.stack((right, among)))
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The wrapper's arguments, and the options of plain training."""
     others = {name: value for name, value in options.items() if name in Plain.options()}
     arguments = {name: value for name, value in options.items() if name not in others}
-    if "temperature" in arguments:
-        function = getattr(distances, arguments["distance"])
-        arguments["distance"] = partial(function, temperature=arguments.pop("temperature"))
     return arguments, others

@@ -11,27 +11,21 @@ from examples.research.methods.early_learning import EarlyLearning
 from examples.research.methods.generalized import generalized_cross_entropy
 from examples.research.methods.symmetric import reverse_cross_entropy
 
-EPSILON = 1e-7  # keeps the division by the logits' norm finite, as in LogitNorm's code
-
 
 class Criterion(nn.Module):
     r"""Cross-entropy, changed by options that may be combined; each is off at 0, its default.
 
-    .. math:: \ell = (1 - s)\, a\, \text{CE}_\varepsilon(u, y) + s\, \text{CE}(u, S_y) + b\, \text{RCE}(u, y)
-        - \beta\, H(p) + \frac{\lambda_z}{BK} \lVert z \rVert^2 + \frac{\lambda_c}{2B} \sum_i \lVert z_i - c_{y_i}
-        \rVert^2 + \lambda_e\, \text{ELR}(u)
+    .. math:: \ell = (1 - s)\, a\, \text{CE}_\varepsilon(z, y) + s\, \text{CE}(z, S_y) + b\, \text{RCE}(z, y)
+        + \frac{\lambda_z}{BK} \lVert z \rVert^2 + \frac{\lambda_c}{2B} \sum_i \lVert z_i - c_{y_i}
+        \rVert^2 + \lambda_e\, \text{ELR}(z)
 
-    z are the logits, u = z, or with ``logit_norm`` :math:`z_i / (\tau \lVert z_i \rVert)`, and p = softmax(u). All
-    numbers are of one batch; what a term remembers (S, c) changes in :meth:`learn` and :meth:`end_epoch` alone.
+    z are the logits. All numbers are of one batch; what a term remembers (S, c) changes in :meth:`learn` and
+    :meth:`end_epoch` alone.
 
     Args:
         classes: K.
         samples: size of the training set, which early_learning alone needs.
         label_smoothing: :math:`\varepsilon \in [0, 1]`, as in :class:`torch.nn.CrossEntropyLoss`.
-        confidence_penalty: :math:`\beta \ge 0`, the weight of the softmax's entropy (Pereyra et al., ICLR workshop
-            2017, Equation 3, without their threshold). They use 0.1 on images.
-        logit_norm: the temperature :math:`\tau \ge 0` of LogitNorm (Wei et al., ICML 2022, Equation 6), 0.04 in their
-            CIFAR-10 runs. As theirs, the method still predicts with z.
         logit_penalty: :math:`\lambda_z \ge 0`: DCP with the distance mse and prototypes that are all zero, in DCP's
             normalisation. A control, from no paper.
         online_label_smoothing: the share :math:`s \in [0, 1]` of the soft labels (Zhang et al., "Delving Deep into
@@ -71,8 +65,6 @@ class Criterion(nn.Module):
         samples: int = 0,
         *,
         label_smoothing: float = 0.0,
-        confidence_penalty: float = 0.0,
-        logit_norm: float = 0.0,
         logit_penalty: float = 0.0,
         online_label_smoothing: float = 0.0,
         center_loss: float = 0.0,
@@ -90,8 +82,6 @@ class Criterion(nn.Module):
         ):
             check_range(name, share, 0, 1)
         for name, value in (
-            ("confidence_penalty", confidence_penalty),
-            ("logit_norm", logit_norm),
             ("logit_penalty", logit_penalty),
             ("center_loss", center_loss),
             ("reverse", reverse),
@@ -102,8 +92,7 @@ class Criterion(nn.Module):
         if generalized and (label_smoothing or online_label_smoothing):
             raise ValueError(f"generalized={generalized!r} takes the place of cross-entropy: leave its smoothing out")
         super().__init__()
-        self._label_smoothing, self._confidence_penalty = label_smoothing, confidence_penalty
-        self._logit_norm, self._logit_penalty = logit_norm, logit_penalty
+        self._label_smoothing, self._logit_penalty = label_smoothing, logit_penalty
         self._online, self._center_loss, self._center_rate = online_label_smoothing, center_loss, 0.5
         self._generalized, self._reverse, self._forward_weight = generalized, reverse, forward_weight
         self._early_learning, self._early = early_learning, None
@@ -118,38 +107,31 @@ class Criterion(nn.Module):
 
     def forward(self, z: Tensor, y: Tensor, index: Tensor) -> Tensor:
         """Give the loss of logits (B, K) for class indices (B,), or distributions (B, K) if not ``one_class``."""
-        u = self._normalised(z)
         if self._generalized:
-            loss = generalized_cross_entropy(u, y, self._generalized)
+            loss = generalized_cross_entropy(z, y, self._generalized)
         else:
-            loss = F.cross_entropy(u, y, label_smoothing=self._label_smoothing)
+            loss = F.cross_entropy(z, y, label_smoothing=self._label_smoothing)
         loss = self._forward_weight * loss
         if self._online:
-            loss = (1 - self._online) * loss + self._online * F.cross_entropy(u, self.table[y])
-        if self._confidence_penalty:
-            log_p = F.log_softmax(u, dim=1)
-            loss = loss + self._confidence_penalty * (log_p.exp() * log_p).sum(1).mean()
+            loss = (1 - self._online) * loss + self._online * F.cross_entropy(z, self.table[y])
         if self._logit_penalty:
             loss = loss + self._logit_penalty * z.square().mean()
         if self._center_loss:
             loss = loss + self._center_loss / 2 * (z - self.centres[y]).square().sum(1).mean()
         if self._reverse:
-            loss = loss + self._reverse * reverse_cross_entropy(u, y)
+            loss = loss + self._reverse * reverse_cross_entropy(z, y)
         if self._early is not None:
-            loss = loss + self._early_learning * self._early(u, index)
+            loss = loss + self._early_learning * self._early(z, index)
         return loss
-
-    def _normalised(self, z: Tensor) -> Tensor:
-        return z / (self._logit_norm * (z.norm(dim=1, keepdim=True) + EPSILON)) if self._logit_norm else z
 
     @torch.no_grad()
     def learn(self, z: Tensor, y: Tensor, index: Tensor) -> None:
         """Take note of a step's logits, class indices and samples, once a step."""
         if self._early is not None:
-            self._early.learn(self._normalised(z), index)
+            self._early.learn(z, index)
         if self._online:
             right = z.argmax(1) == y
-            self.sums.index_add_(0, y, F.softmax(self._normalised(z), dim=1) * right[:, None])
+            self.sums.index_add_(0, y, F.softmax(z, dim=1) * right[:, None])
         if self._center_loss:
             counts = torch.zeros_like(self.centres[0]).index_add_(0, y, torch.ones_like(z[:, 0]))
             pulls = torch.zeros_like(self.centres).index_add_(0, y, self.centres[y] - z)

@@ -17,7 +17,7 @@ Shape = tuple[int, int, int]
 SMALLEST = 4  # pixels a side, below which the cnn's pooling has nothing to pool
 # Networks whose stem keeps the size of small images; at ImageNet's size that is an order of magnitude more work.
 FOR_SMALL = (*residual.WIDTHS, "resnet10-l-strided", "wrn-28-10", "wrn-28-2")
-WIDTH = 128  # of the hidden layers of mlp, which takes inputs of any size
+WIDTH = 128  # of the hidden layers of both mlp, which take inputs of any size
 
 
 def _cnn(classes: int, shape: Shape) -> nn.Module:
@@ -37,6 +37,14 @@ def _mlp(classes: int, shape: Shape) -> nn.Module:
         nn.Linear(WIDTH, WIDTH, bias=False),
         nn.BatchNorm1d(WIDTH),
         nn.ReLU(),
+        nn.Linear(WIDTH, classes),
+    )
+
+
+def _mlp_without_norm(classes: int, shape: Shape) -> nn.Module:
+    """The same without batch norm, whose statistics of ten rows are noise."""
+    return nn.Sequential(
+        *(nn.Flatten(), nn.Linear(math.prod(shape), WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
         nn.Linear(WIDTH, classes),
     )
 
@@ -68,6 +76,7 @@ _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "vit-tiny": transformer.vit_tiny,
     "swin-tiny": transformer.swin_tiny,
     "mlp": _mlp,
+    "mlp-without-norm": _mlp_without_norm,
     "cnn-without-norm": _without_norm,
 }
 NAMES = tuple(_NETWORKS)
@@ -79,7 +88,7 @@ def build(name: str, classes: int, shape: Shape, weights: Path | None = None) ->
     Args:
         name: one of NAMES.
         classes: number of logits, at least 2.
-        shape: channels, height and width of one image; from 1x4x4 on, for mlp from 1x1x1 on.
+        shape: channels, height and width of one image; from 1x4x4 on, for both mlp from 1x1x1 on.
         weights: file with a state dict of this network, by ``torch.save``. A head of another number of classes is
             left out, so the new head stays random.
 
@@ -90,7 +99,7 @@ def build(name: str, classes: int, shape: Shape, weights: Path | None = None) ->
         raise ValueError(f"name is {name!r}; it must be one of {', '.join(NAMES)}")
     if classes < 2:
         raise ValueError(f"classes is {classes}; it must be at least 2")
-    least = 1 if name == "mlp" else SMALLEST
+    least = 1 if name in ("mlp", "mlp-without-norm") else SMALLEST
     if len(shape) != 3 or shape[0] < 1 or min(shape[1:]) < least:
         raise ValueError(
             f"shape is {tuple(shape)}; it must be (channels, height, width), at least (1, {least}, {least})"

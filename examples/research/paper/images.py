@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from examples.research import datasets
-from examples.research.applications.fixmatch import Views
-from examples.research.applications.semi_supervised import labelled
+from examples.research.applications.fixmatch import Views, labelled
 from examples.research.datasets.folders import SOURCES, Folders, leave_signals
 from examples.research.datasets.listings import SIZES
 from examples.research.paper.rows import Work

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import MultiStepLR
 
 from dcl_optim import DCLOptimizer
 from examples.research.applications.distillation import methods as distilling
 from examples.research.applications.distillation import stages
-from examples.research.applications.distillation.training import scheduled
-from examples.research.applications.fixmatch import cosine, fixmatch_loss
-from examples.research.applications.optimizers import penalty
-from examples.research.applications.semi_supervised import groups
+from examples.research.applications.fixmatch import cosine, fixmatch_loss, groups
 from examples.research.methods.averages import moving_average
 from examples.research.methods.base import Method, Predictor, Trained, logits_of, predictor
 from examples.research.paper.session import alone
 
 if TYPE_CHECKING:
     from examples.research.paper.training import Training
+
+
+WARMUP = 0.05  # He et al., Tables 8 and 9: of both trainings, 40 of 800 epochs being as large a part as 5 of 100
 
 
 class Given(Trained):
@@ -59,7 +60,9 @@ class Task(Method):
         optimizer.zero_grad()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bfloat16):
             loss, outputs = self.loss(x, y)
-        (loss + penalty(optimizer, outputs)).backward()
+        if isinstance(optimizer, DCLOptimizer):
+            loss = loss + optimizer.penalty(outputs)
+        loss.backward()
         optimizer.step()
         if self._each_step:
             self.main.scheduler.step()
@@ -138,6 +141,11 @@ def _attribute(network: nn.Module) -> Predictor:
     return lambda x: attrgetter("logits")(logits_of(network, x))
 
 
+def in_steps(optimizer: Optimizer, epochs: int) -> MultiStepLR:
+    """The schedule of the distillation literature: a tenth after 5/8, 3/4 and 7/8 of the epochs."""
+    return MultiStepLR(optimizer, [round(share * epochs) for share in (5 / 8, 3 / 4, 7 / 8)])
+
+
 def distill(training: Training) -> Method:
     """One of the distillation methods, or the teacher itself."""
     work, data, chosen = training.work, training.data, training.configuration
@@ -152,7 +160,7 @@ def distill(training: Training) -> Method:
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     base = torch.optim.SGD(trained, lr=chosen.lr, momentum=0.9, weight_decay=chosen.weight_decay)
     optimizer = training.wrapped(base, network.model)
-    given = Given(network, optimizer, scheduled(optimizer, "steps", chosen.epochs))
+    given = Given(network, optimizer, in_steps(optimizer, chosen.epochs))
     return Distilled(training, given, work.details["warmup"])
 
 
@@ -197,16 +205,15 @@ def tune(training: Training) -> Method:
 
 def _autoencoder(training: Training, mask_ratio: float) -> Any:
     from examples.research.applications.masked_autoencoder.networks import autoencoder
-    from examples.research.applications.masked_autoencoder.settings import Pretraining
 
-    return autoencoder(Pretraining(size="base", patch=16, mask_ratio=mask_ratio), training.data.shape)
+    return autoencoder(training.data.shape, mask_ratio)
 
 
 def _warm_up(training: Training, optimizer: Optimizer) -> Any:
-    from examples.research.applications.masked_autoencoder.trainer import WARMUP, cosine_with_warmup
+    from transformers import get_cosine_schedule_with_warmup
 
     steps = training.steps_in_all()
-    return cosine_with_warmup(optimizer, round(WARMUP * steps), steps)
+    return get_cosine_schedule_with_warmup(optimizer, round(WARMUP * steps), steps)
 
 
 TASKS: dict[str, Callable[[Any], Method]] = {

@@ -1,18 +1,10 @@
-"""The search for DCL's default, its controls, and the network to keep; fixed before the runs.
+"""DCL's default, its controls, and the network to keep; fixed before the runs.
 
 DCL has a pair (λ, α), and gives three predictors: the model, its companion, and the mean of their softmaxes. Each run
 has the validation and test accuracy of all three.
 
-**The search.** All pairs of ``WEIGHTS`` and ``ALPHAS`` in the six settings of the search for DCP's default, on
-validation images, in two rounds of seeds. A pair is judged by the model's accuracy, since the model is what a script
-keeps unless it says otherwise. The regret of a pair in a setting is the mean accuracy of the best pair there minus the
-pair's. The pair with the smallest mean regret is the winner and the next one the runner-up, among the pairs that are
-nowhere more than 0.5 points below CE, or nowhere farther below it than today's default is.
-
-**The confirmation.** Winner and runner-up on the test images of the five other settings, in three rounds of new seeds.
-One becomes the default if its mean difference to today's default exceeds the standard error of that difference over
-settings and seeds, and if it loses more than 0.5 points to today's default in no setting. If both do, it is the winner
-unless the runner-up is better by more than the error.
+**The default** is the pair that was ahead of λ = 0.1, α = 0.6 on the test images of the five settings that the search
+left out, in three rounds of new seeds; commit 0faeaf8 has the search with its rules and its tables.
 
 **Controls**, in the same seeds: a companion that never learns; λ = 0 with the companion kept; the penalty toward an
 average of the weights in place of the companion; averages of plain training's weights; the logit penalty (of the
@@ -21,27 +13,24 @@ rivals). Each has the value with the largest mean validation gain in the setting
 **The network to keep.** By run, the predictor with the largest validation accuracy, the model if two are equal. Plain
 training has its one.
 
-**In new seeds.** All settings have today's default, winner and runner-up, and the best pair and the best value of each
-control for the setting, by the validation accuracy of the predictor that is kept, in the seeds of ``CHOSEN_ROUNDS``.
+**In new seeds.** All settings have the default, and the best pair and the best value of each control for the setting,
+by the validation accuracy of the predictor that is kept, in the seeds of ``CHOSEN_ROUNDS``.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from examples.research import records
 from examples.research.configuration import DCL, Configuration, Experiment
 from examples.research.rivals import choice
-from examples.research.rivals.settings import CHOICE_ROUNDS, FAST, PLACES, SEARCHED
+from examples.research.rivals.settings import CHOICE_ROUNDS, FAST, PLACES
 
 WEIGHTS = (0.1, 0.3, 1.0)
-ALPHAS = (0.6, 0.97, 0.99, 0.9, 0.0)  # in the order in which they are run
-TODAY = (0.1, 0.6)
-WORST = -0.5  # points below CE that a pair may lose in a setting, and below today's default in the confirmation
+ALPHAS = (0.6, 0.97, 0.99, 0.9, 0.0)
+DEFAULT = (0.1, 0.99)
 SLOW = (0.97, 0.99)  # of the companion that is kept where λ = 0
 AVERAGES = (0.99, 0.998, 0.9995)  # decays for a step of the averages of plain training's weights
 DECAY = 0.998  # of the average that takes the companion's place
@@ -167,87 +156,6 @@ def of_place(
     """The same of a setting, in the seeds of some rounds."""
     seeds = {seed for one in rounds for seed in PLACES[place].of_round(one)}
     return scores(records.finished(folder, f"{name_of(place)}.jsonl"), part, predictor, seeds)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What the search finds of a pair: its gain over CE and its regret in each setting, by the setting's name."""
-
-    pair: Pair
-    gains: Mapping[str, float]
-    regrets: Mapping[str, float]
-
-    @property
-    def mean_regret(self) -> float:
-        """The mean over the settings."""
-        return statistics.fmean(self.regrets.values())
-
-
-def judge(settings: choice.AllScores) -> list[Judged]:
-    """Judge the pairs that were run in all settings, the smallest mean regret first."""
-    found = []
-    for pair in PAIRS:
-        gains = {name: choice.mean_gain(setting, pair_row(pair)) for name, setting in settings.items()}
-        known = {name: gain for name, gain in gains.items() if gain is not None}
-        if known and len(known) == len(settings):
-            found.append((pair, known))
-    best = {name: max(gains[name] for _, gains in found) for name in settings} if found else {}
-    judged = [Judged(pair, gains, {name: best[name] - gain for name, gain in gains.items()}) for pair, gains in found]
-    return sorted(judged, key=lambda one: one.mean_regret)
-
-
-def candidates(judged: Sequence[Judged]) -> list[Pair]:
-    """The winner and the runner-up of the search, without today's default."""
-    today = [one for one in judged if one.pair == TODAY]
-    worst = min([WORST, *(min(one.gains.values()) for one in today)])
-    allowed = [one.pair for one in judged if min(one.gains.values()) >= worst]
-    return [pair for pair in allowed[:2] if pair != TODAY]
-
-
-def searched(folder: Path, predictor: str = "model") -> dict[str, dict[str, dict[int, float]]]:
-    """The validation accuracies of the search."""
-    return {name: of_place(folder, name, "validation", predictor) for name in SEARCHED}
-
-
-@dataclass(frozen=True)
-class Confirmed:
-    """A candidate against today's default: its differences in all pairs, and their mean in each setting."""
-
-    differences: Sequence[float]
-    by_setting: Mapping[str, float]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.differences)
-
-    @property
-    def error(self) -> float:
-        """The standard error over settings and seeds."""
-        return statistics.stdev(self.differences) / math.sqrt(len(self.differences))
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the candidate may become the default."""
-        return self.mean > self.error and min(self.by_setting.values()) >= WORST
-
-
-def confirm(settings: choice.AllScores, pair: Pair, other: Pair = TODAY) -> Confirmed | None:
-    """Compare a pair with another one on test images; None unless both were run in all settings."""
-    found = {name: choice.gains(setting, pair_row(pair), pair_row(other)) for name, setting in settings.items()}
-    if not all(found.values()):
-        return None
-    differences = [one for gains in found.values() for one in gains]
-    return Confirmed(differences, {name: statistics.fmean(gains) for name, gains in found.items()})
-
-
-def default(settings: choice.AllScores, found: Sequence[Pair]) -> Pair:
-    """The default that follows from the confirmation of the candidates, the winner first."""
-    shown = [pair for pair in found if (compared := confirm(settings, pair)) is not None and compared.is_shown]
-    if len(shown) < 2:
-        return shown[0] if shown else TODAY
-    winner, runner_up = shown
-    compared = confirm(settings, runner_up, winner)
-    return runner_up if compared is not None and compared.mean > compared.error else winner
 
 
 def tuned(folder: Path, place: str) -> dict[str, str]:

@@ -1,20 +1,15 @@
-"""The experiments: of each setting one for the methods, one for DCP on top of them, one for the default's search."""
+"""The experiments: of each setting one for the methods, and one for DCP on top of them."""
 
 from __future__ import annotations
 
 from examples.research.configuration import Experiment
-from examples.research.rivals import companion, rules, values
-from examples.research.rivals.settings import CHOICE_ROUNDS, FAST, PLACES, SEARCHED
+from examples.research.rivals import companion, values
+from examples.research.rivals.settings import CHOICE_ROUNDS, FAST, PLACES
 
 
 def name_of(place: str) -> str:
     """The experiment with all methods in a setting."""
     return f"rivals-{place}"
-
-
-def search_of(place: str) -> str:
-    """The experiment with the candidates for the default in a setting."""
-    return f"rivals-default-{place}"
 
 
 def top_of(place: str) -> str:
@@ -32,9 +27,6 @@ def _experiments() -> dict[str, Experiment]:
         if name in FAST:
             title = f"DCP on top of its rivals: {place.title}"
             found[top_of(name)] = Experiment(title, "both", seeds, "CE", values.on_top(place.plain))
-            title = f"candidates for DCP's default: {place.title}"
-            make_rows = rules.rows if name in SEARCHED else rules.confirmation_rows
-            found[search_of(name)] = Experiment(title, "both", seeds, "CE", make_rows(place.plain, place.classes))
     return found | companion.EXPERIMENTS
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.research import records
-from examples.research.rivals import choice, rules, values
-from examples.research.rivals.experiments import name_of, search_of
-from examples.research.rivals.settings import CHOICE_ROUNDS, FAST, KEPT, PLACES, SEARCH_ROUNDS, SEARCHED
+from examples.research.rivals import choice, values
+from examples.research.rivals.experiments import name_of
+from examples.research.rivals.settings import CHOICE_ROUNDS, FAST, PLACES
 
 BEST = 2  # rivals that are run in new seeds: over all settings, in each setting, and with DCP on top
 
@@ -44,19 +44,6 @@ class Chosen:
 def validation(folder: Path, rounds: tuple[int, ...] = CHOICE_ROUNDS) -> dict[str, dict[str, dict[int, float]]]:
     """The validation accuracies of the fast settings in the seeds of the choice."""
     return {name: of_place(folder, name_of(name), name, "validation", rounds) for name in FAST}
-
-
-def searched(folder: Path, rounds: tuple[int, ...] = SEARCH_ROUNDS) -> dict[str, dict[str, dict[int, float]]]:
-    """The same of the search for the default, where today's default may be known from the other experiment alone."""
-    found = {}
-    (default,) = values.LABELS["DCP"]
-    for name in SEARCHED:
-        scores = of_place(folder, search_of(name), name, "validation", rounds)
-        known = of_place(folder, name_of(name), name, "validation", rounds).get(default)
-        if known is not None:
-            scores.setdefault(rules.TODAY.row(PLACES[name].classes), known)
-        found[name] = scores
-    return found
 
 
 def of_place(
@@ -103,16 +90,3 @@ def rivals(labels: Mapping[str, str]) -> list[str]:
     """The rows of methods that a user may pick in place of DCP; DCL is not one, and tuned plain training has a row."""
     own = ("CE", "CE, twice the epochs", "weight decay", "DCP", "DCL")
     return [label for method, label in labels.items() if method not in own]
-
-
-def kept(settings: choice.AllScores) -> dict[str, list[str]]:
-    """The rows of each setting that have the second round.
-
-    CE, DCP's default, the best of the setting, and the best in the mean over all settings.
-    """
-    labels = list(values.rows(next(iter(FAST.values())).plain))
-    over_all = choice.ranked_over_settings(settings, labels)[:KEPT]
-    return {
-        name: list(dict.fromkeys(["CE", *values.LABELS["DCP"], *over_all, *choice.ranked(setting, labels)[:KEPT]]))
-        for name, setting in settings.items()
-    }

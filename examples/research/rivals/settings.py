@@ -81,22 +81,5 @@ EXPENSIVE: dict[str, Place] = {
 }
 PLACES = FAST | EXPENSIVE
 
-# In which the default is searched; it is confirmed in the others.
-SEARCHED = ("kanji-5-noise-20", "kanji-5", "scripts", "text", "digits-5", "fashion-500-noise-30")
-CONFIRMED = tuple(name for name in FAST if name not in SEARCHED)
-FEW_OR_WRONG = (
-    "kanji-3",
-    "kanji-5",
-    "kanji-5-noise-20",
-    "kanji-5-noise-40",
-    "digits-5",
-    "digits-30-noise-30",
-    "fashion-500-noise-30",
-)
 CHOICE_ROUNDS = (0, 1)
-KEPT = 5  # rows of a setting, and in the mean over the settings, that have the second round
-SEARCH_ROUNDS = (0, 1, 2)
-FIRST_SEARCH_ROUNDS = (0, 1)  # the first candidate for the default was taken from these
-CONFIRMATION_ROUNDS = (3, 4, 5)  # of the first candidate
-SECOND_ROUNDS = (6, 7, 8)  # of the second candidates
 CHOSEN_ROUNDS = (9, 10, 11, 12, 13)  # of the chosen values

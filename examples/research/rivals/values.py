@@ -65,9 +65,6 @@ METHODS: dict[str, dict[str, Make]] = {
     "CE, twice the epochs": {"": _twice},
     "GAM": {f"{value:g}": _by("gam", rho=value) for value in (0.2, 0.05)},
 }
-# As costly as DCL, which are compared with it.
-AS_COSTLY_AS_DCL = ("DCL", "DML", "PS-KD", "Mean Teacher", "SAM", "GAM", "CE, twice the epochs")
-
 # Learning rates, as multiples of the setting's, and weight decays of plain training; beside CE and the rows of weight
 # decay.
 RATES: dict[str, Make] = {

@@ -22,6 +22,10 @@ from examples.research.paper.training import weights_file
 CLASSES = 4
 PER_CLASS = 4  # of the training images; one of the test images
 PRETRAINED = ("resnet18", "resnet34", "resnet50", "shufflenetv2", "efficientnet-b0")
+# A masked autoencoder of this size in place of ViT-B's.
+TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+TINY |= {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1}
+TINY |= {"decoder_num_attention_heads": 4, "decoder_intermediate_size": 64}
 CIFAR10_IMAGES = 4000  # as many as FixMatch takes with labels
 
 

@@ -277,14 +277,5 @@ def test_the_loader(built, tmp_path):
     assert Counter(labels.tolist()) == {0: 2, 1: 2, 2: 2}
 
 
-def test_the_loader_says_how_to_build_the_file(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"cannot read kanji-fonts .* build it: python -m examples\.research\.datasets\.kanji"
-    ):
-        datasets.load("kanji-fonts", folder=tmp_path)
-    with pytest.raises(ValueError, match="download=True is not possible for kanji-fonts"):
-        datasets.load("kanji-fonts", download=True)
-
-
 def test_the_kanji():
     assert len(kanji.KANJI) == len(set(kanji.KANJI)) == 150

@@ -16,9 +16,7 @@ from tests.project.test_own_script import ROOT
 NEEDS = {
     "idea": "sklearn",
     "__main__": "tqdm",
-    "applications.text": "tqdm",
-    "applications.augmentations": "torchvision",
-    "applications.masked_autoencoder": "timm",
+    "applications.fine_tuning": "tqdm",
 }
 
 

@@ -259,7 +259,6 @@ WRONG = [
     ("dcp", "random_prototypes", -1.0),
     ("cs-kd", "weight", -1.0),
     ("cs-kd", "temperature", 0.0),
-    ("dcp", "among", -1),
     ("gam", "rho", -0.1),
     ("gam", "rho_gradient", -0.1),
     ("gam", "gamma", -0.1),
@@ -293,18 +292,7 @@ def test_sam_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPat
 
 def test_the_options_are_the_wrappers_that_change_what_is_learned() -> None:
     of_companions = {"companion", "companion_lr_scale", "companion_every", "companion_fraction"}
-    assert {"weight", "alpha", "distance", "temperature"} | of_companions <= set(METHODS["dcl"].options())
-    assert {"weight", "alpha", "distance", "temperature", "update"} <= set(METHODS["dcp"].options())
+    assert {"weight", "alpha", "distance"} | of_companions <= set(METHODS["dcl"].options())
+    assert {"weight", "alpha", "distance", "update"} <= set(METHODS["dcp"].options())
     with pytest.raises(ValueError, match="has no option strict"):
         make("dcl", setting(), strict=False)
-
-
-def test_a_temperature_is_that_of_the_distance() -> None:
-    """At T = 100 the divergence is 625 times as flat as at T = 4, the default."""
-    moved = []
-    for options in ({}, {"temperature": 4.0}, {"temperature": 100.0}):
-        method = started("dcl", weight=100.0, distance="kl", **options)
-        train(method, 1)
-        moved.append(method.networks()["model"][0].weight)
-    torch.testing.assert_close(moved[0], moved[1], rtol=0, atol=1e-12)
-    assert not torch.allclose(moved[1], moved[2], atol=1e-4)

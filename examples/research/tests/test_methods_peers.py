@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import AutoWeight
 from examples.research.methods import Method, make
-from examples.research.methods.companion import FitAmong
 from examples.research.tests.test_methods import (
     CLASSES,
     FEATURES,
@@ -49,8 +47,6 @@ WRAPPED: dict[str, dict[str, Any]] = {
 # Each with what is used by hand below.
 LOSSES: dict[str, float] = {
     "label_smoothing": 0.2,
-    "confidence_penalty": 0.3,
-    "logit_norm": 0.4,
     "logit_penalty": 0.6,
     "online_label_smoothing": 0.4,
     "center_loss": 0.5,
@@ -114,12 +110,6 @@ class Task:
     def __call__(self, z: Tensor, target: Tensor) -> Tensor:
         if self.option == "label_smoothing":
             return cross_entropy(z, 0.8 * target + 0.2 / CLASSES)
-        if self.option == "confidence_penalty":
-            p = probabilities(z)
-            entropies = [-sum(share * share.log() for share in row) for row in p]
-            return cross_entropy(z, target) - 0.3 * sum(entropies) / len(z)
-        if self.option == "logit_norm":
-            return cross_entropy(torch.stack([row / (0.4 * (row.square().sum().sqrt() + 1e-7)) for row in z]), target)
         if self.option == "logit_penalty":
             return cross_entropy(z, target) + 0.6 * (z * z).sum() / z.numel()
         if self.option == "online_label_smoothing":
@@ -224,12 +214,12 @@ def test_a_generalized_cross_entropy_near_zero_is_cross_entropy_and_smoothing_is
 
 
 def test_terms_add_up() -> None:
-    """On logits that a hand can follow: CE of uniform logits is log K, their entropy too."""
-    chosen = {"confidence_penalty": 0.5, "logit_penalty": 0.25, "center_loss": 2.0}
+    """On logits that a hand can follow: CE of uniform logits is log K."""
+    chosen = {"logit_penalty": 0.25, "center_loss": 2.0}
     criterion = started("plain", **chosen).criterion
     z, y = torch.ones(2, CLASSES, dtype=torch.float64), torch.tensor([0, 1])
     index = torch.tensor([0, 1])
-    expected = 0.5 * math.log(CLASSES) + 0.25 + 2.0 / 2 * CLASSES
+    expected = math.log(CLASSES) + 0.25 + 2.0 / 2 * CLASSES
     assert criterion(z, y, index).item() == pytest.approx(expected, abs=1e-12)
     criterion.learn(z, torch.tensor([2, 2]), index)  # c_2 = 0.5 · 2/3 of the way from 0 to 1
     assert criterion.centres[2].tolist() == pytest.approx([1 / 3] * CLASSES)
@@ -261,7 +251,6 @@ COMBINED: list[tuple[str, dict[str, Any]]] = [
     ("dcl", {"mixup": 0.4, **WRAPPED["dcl"]}),
     ("plain", {"early_learning": 2.0, "rho": 0.1}),
     ("dcp", {"rho": 0.1, **WRAPPED["dcp"]}),
-    ("dcp", {"power": 1.0, "among": 2}),
     ("dcp", {"online_label_smoothing": 0.5, "center_loss": 0.1, "label_smoothing": 0.1, **WRAPPED["dcp"]}),
 ]
 
@@ -343,29 +332,6 @@ def test_a_penalty_is_in_both_gradients_of_sam() -> None:
         for k in set(y.tolist()):
             prototypes.setdefault(k, z[y == k].detach().mean(0))
     assert_close(method.networks()["model"], net, 1e-6)
-
-
-# ---- the weight of DCP -----------------------------------------------------------------------------------------------
-
-
-def test_the_accuracy_among_the_likeliest_by_hand() -> None:
-    """Labels first, second and third likeliest: among two there are two rows, of which one is right."""
-    fit = FitAmong(AutoWeight(power=1.0, classes=1.0), likeliest=2, classes=CLASSES)
-    z = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(3, 1)
-    assert fit.weight(1) == pytest.approx(0.1)
-    fit.observe(z, torch.tensor([0, 1, 2]))
-    assert fit.weight(2) == pytest.approx(1 / 2)
-    fit.observe(z, torch.eye(CLASSES)[torch.tensor([0, 0, 3])])  # soft labels count as their largest share
-    assert fit.weight(3) == pytest.approx((0.98 + 2) / (0.98 * 2 + 2))
-
-
-def test_among_all_classes_the_weight_is_that_of_the_training_accuracy() -> None:
-    ours, own = (started("dcp", by_hand(), power=1.0, classes=4.0, among=among) for among in (CLASSES, 0))
-    train(ours), train(own)
-    assert_close(ours.networks()["model"], own.networks()["model"], 1e-7)
-    other = started("dcp", by_hand(), power=1.0, classes=4.0, among=1)
-    train(other)
-    assert not torch.allclose(other.networks()["model"][0].weight, own.networks()["model"][0].weight, atol=1e-5)
 
 
 # ---- two samples of a class ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.research.applications.masked_autoencoder import settings
+from examples.research.applications.masked_autoencoder import networks as autoencoders
 from examples.research.configuration import Configuration
 from examples.research.paper import checks, estimate, runs
 from examples.research.paper.command import main
@@ -27,6 +27,7 @@ from examples.research.paper.rows import Work
 from examples.research.paper.session import Session
 from examples.research.paper.training import Training
 from examples.research.tests import paper_ranks
+from examples.research.tests.paper_files import TINY
 from tests.helpers import PATIENCE
 
 OURS = SETTINGS["package"]
@@ -59,7 +60,7 @@ WORKS = {
 
 @pytest.fixture
 def session(files, tmp_path, monkeypatch):
-    monkeypatch.setitem(settings.SIZES, "base", settings.SIZES["tiny"])
+    monkeypatch.setattr(autoencoders, "SIZE", TINY)
     return Session(torch.device("cpu"), files, tmp_path, random_needs=True)
 
 
@@ -234,7 +235,7 @@ def test_a_small_run_ends_with_the_table_and_is_not_made_again(files, tmp_path, 
 
 def test_what_others_need_is_trained_once_before_them(files, tmp_path, capsys, priced, monkeypatch):
     """The encoder of seed 0, for two seeds of fine-tuning, which begin with its weights."""
-    monkeypatch.setitem(settings.SIZES, "base", settings.SIZES["tiny"])
+    monkeypatch.setattr(autoencoders, "SIZE", TINY)
     command = ["self-supervised", "mae/oxford-pet", "--epochs=1", "--seeds=2", "--batch-size=16", "--workers=0"]
     main([*command, f"--data-root={files}", f"--out={tmp_path}", "--device=cpu"])
     shown = capsys.readouterr().out

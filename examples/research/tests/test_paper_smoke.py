@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from examples.research.applications.masked_autoencoder import settings
+from examples.research.applications.masked_autoencoder import networks as autoencoders
 from examples.research.paper import tables
 from examples.research.paper.command import main
 from examples.research.paper.recipes import Recipe
@@ -30,7 +30,6 @@ SOME = [
     *(("ensembles", f"n-2/{name}") for name in ("voting", "bagging", "snapshot")),
     ("figures", "shufflenetv2/dcl"),
 ]
-WEIGHTS = {"shufflenetv2", "efficientnet-b0"}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def root(paper_root):
 
 @pytest.mark.parametrize(("table", "row"), cells(ROWS, *SOME))
 def test_a_row_runs_on_files_of_the_right_format(table, row, files, root, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(settings.SIZES, "base", settings.SIZES["tiny"])  # the size itself: the smoke test by hand
+    monkeypatch.setattr(autoencoders, "SIZE", paper_files.TINY)  # the size itself: the smoke test by hand
     command = [table, row, "--smoke", f"--data-root={root}", f"--out={tmp_path}", "--device=cpu", "--workers=0"]
     with pytest.raises(SystemExit) as ended:
         main(command)

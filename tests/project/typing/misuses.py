@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.metrics import fit_temperature
+from dcl_optim.trial import compare
 
 
 def constructors(model: nn.Module, base: torch.optim.Optimizer, name: str) -> None:
@@ -39,6 +39,6 @@ def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
     optimizer.penalty(z, z)  # pyright: ignore[reportArgumentType]
     prototypes.penalty(z)  # pyright: ignore[reportCallIssue]
     prototypes.penalty(z, z, -100)  # pyright: ignore[reportCallIssue]
-    fit_temperature(z)  # pyright: ignore[reportCallIssue]
+    compare(z)  # pyright: ignore[reportArgumentType]
     optimizer.zero_gard()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     print(optimizer.prototypes)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownArgumentType]

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, __version__
 from dcl_optim.distances import kl
-from dcl_optim.metrics import fit_temperature
+from dcl_optim.trial import accuracy, compare
 
 CLASSES, FEATURES = 3, 8
 
@@ -96,12 +96,21 @@ def prototypes() -> Tensor:
     return optimizer.prototypes
 
 
-def temperature() -> float:
-    z: Tensor = network()(batch()[0])
-    labels = torch.cat([z.argmax(1)[1:], z.argmin(1)[:1]])
-    return fit_temperature(z, labels)
+def gains() -> list[float]:
+    def train(weight: float, seed: int) -> float:
+        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+        model = network()
+        optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=weight)
+        x, y = batch()
+        z: Tensor = model(x)
+        loss = cross_entropy(z, y) + optimizer.penalty(z, y)
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
+        return accuracy(model, [(x, y)])
+
+    return compare(train, {"plain": 0.0, "DCP": 1.0}, seeds=2).gains("DCP", "plain")
 
 
 def main(folder: Path) -> None:
     torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
-    print(__version__, plain_loop(folder / "checkpoint.pt"), closure_loop(), prototypes().shape, temperature())
+    print(__version__, plain_loop(folder / "checkpoint.pt"), closure_loop(), prototypes().shape, gains())

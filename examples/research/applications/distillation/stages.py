@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from examples.research import networks
 from examples.research.networks.residual import WIDTHS, ResNet
 
-NAMES = ("cnn", "small-cnn", "small-cnn-half", "small-cnn-quarter", *WIDTHS)
+NAMES = tuple(WIDTHS)
 
 
 class Output(NamedTuple):
@@ -76,18 +75,11 @@ def build(name: str, classes: int, shape: networks.Shape) -> nn.Module:
 
 def cut(network: nn.Module) -> Staged:
     """Cut a network of :func:`build` into pieces; they are the network's own modules, so its state dict stays right."""
-    if isinstance(network, ResNet):
-        layers = [network.get_submodule(stage) for stage in network.stages]
-        first = nn.Sequential(network.conv1, network.bn1, layers[0])
-        pool = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-        return Staged([first, *layers[1:]], pool, nn.Sequential(nn.Flatten(), network.fc))
-    modules = list(network.children())
-    relus = [i - 1 for i, m in enumerate(modules) if isinstance(m, (nn.MaxPool2d, nn.AdaptiveAvgPool2d))]
-    for i in relus:
-        modules[i] = nn.ReLU()  # the network's own would overwrite the map before it
-    stages = [nn.Sequential(*modules[begin:end]) for begin, end in pairwise([0, *relus])]
-    end = relus[-1] + 2
-    return Staged(stages, nn.Sequential(*modules[relus[-1] : end]), nn.Sequential(*modules[end:]))
+    assert isinstance(network, ResNet)
+    layers = [network.get_submodule(stage) for stage in network.stages]
+    first = nn.Sequential(network.conv1, network.bn1, layers[0])
+    pool = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    return Staged([first, *layers[1:]], pool, nn.Sequential(nn.Flatten(), network.fc))
 
 
 def shapes(network: Staged, shape: networks.Shape) -> list[torch.Size]:

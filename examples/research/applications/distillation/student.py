@@ -64,8 +64,7 @@ class Review(nn.Module):
         super().__init__()
         if len(ours) != len(theirs):
             raise ValueError(
-                f"student has {len(ours) - 1} stages and teacher {len(theirs) - 1}; ReviewKD needs as many: choose "
-                "both among the ResNets, or both among the CNNs"
+                f"student has {len(ours) - 1} stages and teacher {len(theirs) - 1}; ReviewKD needs as many"
             )
         middle = min(WIDEST, ours[-1][0])
         pairs = enumerate(zip(ours, theirs, strict=True), 1)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
-from examples.research.applications.masked_autoencoder.settings import SIZES, Pretraining
-
+SIZE: dict[str, int] = {}  # ViT-B with a decoder of 8 layers: transformers' own values
 PICTURES = ("image_size", "patch_size", "num_channels")
 ENCODER = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", *PICTURES)
 
 
-def autoencoder(setting: Pretraining, shape: tuple[int, int, int]) -> ViTMAEForPreTraining:
-    """The masked autoencoder for images of a shape (channels, height, width)."""
+def autoencoder(shape: tuple[int, int, int], mask_ratio: float, patch: int = 16) -> ViTMAEForPreTraining:
+    """The masked autoencoder for images of a shape (channels, height, width); the loss is of normalized patches."""
     channels, height, width = shape
-    if height != width or setting.patch < 1 or height % setting.patch:
-        raise ValueError(f"patch={setting.patch} does not cut images of {height}x{width} evenly; choose a divisor")
-    pictures = dict(zip(PICTURES, (height, setting.patch, channels), strict=True))
-    masking = {"mask_ratio": setting.mask_ratio, "norm_pix_loss": setting.target == "normalized"}
-    model = ViTMAEForPreTraining(ViTMAEConfig(**SIZES[setting.size], **pictures, **masking))
+    if height != width or height % patch:
+        raise ValueError(f"patch={patch} does not cut images of {height}x{width} evenly; choose a divisor")
+    pictures = dict(zip(PICTURES, (height, patch, channels), strict=True))
+    model = ViTMAEForPreTraining(ViTMAEConfig(**SIZE, **pictures, mask_ratio=mask_ratio, norm_pix_loss=True))
     # transformers 5.23 ends its construction with zeros here: the decoder would not know which patch it is to fill in.
-    model.decoder.initialize_weights((height // setting.patch) ** 2)
+    model.decoder.initialize_weights((height // patch) ** 2)
     return model
 
 

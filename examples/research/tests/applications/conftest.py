@@ -12,9 +12,3 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def single(double):
-    """But not in this test."""
-    torch.set_default_dtype(torch.float32)

@@ -7,15 +7,9 @@ import math
 import torch
 
 from examples.research.applications.distillation import methods, stages
-from examples.research.applications.distillation.training import Settings
 
-CPU = torch.device("cpu")
 SHAPE = (1, 8, 8)
-TINY = Settings(
-    data="digits", train_size=100, teacher="small-cnn-half", student="small-cnn-quarter", epochs=2, teacher_epochs=1,
-    batch_size=32, lr=0.05, weight=1.0,
-)  # fmt: skip
-PAIRS = [("small-cnn", "small-cnn-quarter"), ("cnn", "small-cnn-quarter"), ("small-cnn-quarter", "cnn")]
+PAIRS = [("resnet10-s", "resnet10-xs"), ("resnet10-xs", "resnet10-s"), ("resnet8x4", "resnet8x4")]
 TAUGHT = [name for name in methods.NAMES if name != "plain"]
 
 
@@ -36,7 +30,7 @@ def kl(p, q):
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
 
 
-def network(name="small-cnn-quarter", seed=0, shape=SHAPE):
+def network(name="resnet10-xs", seed=0, shape=SHAPE):
     """A network whose batch norm has seen data, so that evaluation and training differ."""
     torch.manual_seed(seed)
     built = stages.build(name, 5, shape)
@@ -44,7 +38,7 @@ def network(name="small-cnn-quarter", seed=0, shape=SHAPE):
     return built
 
 
-def method(name, teacher="small-cnn-half", student="small-cnn-quarter"):
+def method(name, teacher="resnet10-s", student="resnet10-xs"):
     return methods.make(name, stages.cut(network(student)), stages.cut(network(teacher, seed=1)), SHAPE)
 
 

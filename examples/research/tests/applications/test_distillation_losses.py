@@ -103,23 +103,18 @@ def test_hierarchical_context_pools_to_smaller_sizes_only():
 # ---- networks in pieces ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", stages.NAMES)
-@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("name", ["resnet10-xs", "resnet8x4"])
 def test_pieces_compute_what_the_network_does(name):
     torch.manual_seed(0)
-    whole = stages.build(name, 5, (1, 12, 12))
-    x = drawn(3, 1, 12, 12)
+    whole = stages.build(name, 5, SHAPE)
+    x = drawn(3, *SHAPE)
     pieces = stages.cut(deepcopy(whole))
-    torch.testing.assert_close(pieces.eval()(x).logits, whole.eval()(x), rtol=1e-5, atol=1e-6)
-    whole.train(), pieces.train()
-    torch.manual_seed(1)
-    expected = whole(x)
-    torch.manual_seed(1)
-    output = pieces(x)
-    torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(pieces.eval()(x).logits, whole.eval()(x))
+    output = pieces.train()(x)
+    torch.testing.assert_close(output.logits, whole.train()(x))
     assert all((each < 0).any() for each in output.maps)
     assert (output.pooled >= 0).all()
-    assert stages.shapes(pieces, (1, 12, 12)) == [each.shape[1:] for each in (*output.maps, output.pooled)]
+    assert stages.shapes(pieces, SHAPE) == [each.shape[1:] for each in (*output.maps, output.pooled)]
 
 
 def test_a_resnets_maps_are_those_of_its_stages():
@@ -139,9 +134,9 @@ def test_the_networks_state_dict_is_the_pieces_own():
     assert all((value == 7).all() for value in whole.parameters())
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit-tiny", "nonsense"])
+@pytest.mark.parametrize("name", ["resnet18", "small-cnn"])
 def test_other_networks_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"network={name!r} .* cnn, .*resnet32x4"):
+    with pytest.raises(ValueError, match=f"network={name!r} .*resnet32x4"):
         stages.build(name, 5, SHAPE)
 
 
@@ -170,7 +165,7 @@ def test_fusion_is_the_one_in_loops():
     assert compared.shape == (2, 5, 4, 4)
 
 
-@pytest.mark.parametrize(("teacher", "student"), [*PAIRS, ("resnet8x4", "resnet8x4")])
+@pytest.mark.parametrize(("teacher", "student"), PAIRS)
 def test_review_gives_the_teachers_shapes_from_the_deepest_down(teacher, student):
     ours, theirs = (stages.cut(network(name)) for name in (student, teacher))
     review = Review(stages.shapes(ours, SHAPE), stages.shapes(theirs, SHAPE))
@@ -197,11 +192,11 @@ def test_review_takes_the_students_maps_after_their_relu():
 
 
 def test_review_needs_as_many_stages():
-    with pytest.raises(ValueError, match="student has 2 stages and teacher 3"):
+    with pytest.raises(ValueError, match="student has 4 stages and teacher 3"):
         method("ReviewKD", teacher="resnet8x4")
 
 
-@pytest.mark.parametrize(("teacher", "student"), [*PAIRS, ("resnet8x4", "small-cnn")])
+@pytest.mark.parametrize(("teacher", "student"), [*PAIRS, ("resnet8x4", "resnet10-xs")])
 def test_simkd_runs_the_teachers_classifier_on_its_projected_map(teacher, student):
     ours, theirs = stages.cut(network(student)), stages.cut(network(teacher, seed=1))
     model = ReusedClassifier(ours, theirs, SHAPE).eval()

@@ -1,16 +1,16 @@
-"""FixMatch's parts: the loss and the schedule by hand, the views and the batches of images that tell their number."""
+"""FixMatch's parts: the loss and the schedule by hand, the views, the labels."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torchvision
+from torch import nn
 
-from examples.research.applications.fixmatch import Views, batches, cosine, fixmatch_loss, numbers
+from examples.research.applications.fixmatch import Views, cosine, fixmatch_loss, groups, labelled
 
 
 def cross_entropy(row, label):
@@ -51,14 +51,6 @@ def test_the_learning_rate_goes_through_7_16ths_of_a_half_turn():
     assert cosine(0, 1000) == 1
     assert cosine(1000, 1000) == pytest.approx(0.1950903220161283)
     assert cosine(500, 1000) == pytest.approx(math.sqrt((1 + 0.1950903220161283) / 2))  # half the angle
-
-
-def test_a_pass_draws_every_number_once_across_batches():
-    drawn = numbers(5, 3, torch.Generator().manual_seed(0))
-    stream = torch.cat(list(itertools.islice(drawn, 10))).tolist()  # 30 numbers: six passes
-    assert all(sorted(stream[i : i + 5]) == [0, 1, 2, 3, 4] for i in range(0, 30, 5))
-    assert len({tuple(stream[i : i + 5]) for i in range(0, 30, 5)}) > 1
-    assert sorted(next(numbers(2, 6, torch.Generator())).tolist()) == [0, 0, 0, 1, 1, 1]
 
 
 def stripes():
@@ -140,14 +132,24 @@ def test_neighbours_share_their_operations():
     assert not torch.equal(seen[0], seen[4])
 
 
-def test_a_batch_is_labelled_then_weak_then_strong_views_of_the_same_pictures():
-    views = Views(stripes(), False, 1)
-    views._operations = views._cutout = lambda picture: picture
-    chosen = torch.tensor([3, 7, 11])
-    x, y = next(batches(views, chosen, 3, 4, torch.Generator().manual_seed(0)))
-    shade = (x[:, 0, 8, 8] * 0.2 + 0.3) * 255
-    number = (shade - torch.tensor([[0], [255], *([k] for k in range(20, 220, 20))])).abs().argmin(0)
-    assert number[:3].tolist() == y.tolist()
-    assert sorted(y.tolist()) == [3, 7, 11]
-    assert torch.equal(number[3:15], number[15:])
-    assert sorted(number[3:15].tolist()) == list(range(12))  # the labelled ones, too
+def test_labels_are_spread_over_the_classes():
+    y = torch.arange(200) % 10
+    chosen = labelled(y, 40, seed=0)
+    assert torch.bincount(y[chosen]).tolist() == [4] * 10
+    assert len(set(chosen.tolist())) == 40
+    assert torch.equal(chosen, labelled(y, 40, seed=0))
+    assert not torch.equal(chosen, labelled(y, 40, seed=1))
+
+
+@pytest.mark.parametrize("count", [0, 9, 201])
+def test_too_few_or_too_many_labels_are_refused(count):
+    with pytest.raises(ValueError, match=f"labels={count} must be at most the 200"):
+        labelled(torch.arange(200) % 10, count, seed=0)
+
+
+def test_only_kernels_decay():
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2)).requires_grad_()
+    kernels, rest = groups(network, 0.1)
+    assert (kernels["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert [id(p) for p in kernels["params"]] == [id(network[0].weight), id(network[2].weight)]
+    assert len(rest["params"]) == 4

@@ -1,0 +1,121 @@
+"""The float32 weights behind a network in half precision.
+
+With alpha = 0.99 most steps of the companion are below the rounding of half precision, and would be lost: a companion
+whose own weights are stepped stands still. So its optimizer steps weights of float32, and the network has their
+rounding. Training in mixed precision keeps such weights for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcl_optim._torch import version
+from dcl_optim.distributed import local_parts
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class WideWeights:
+    """A weight of float32 for each parameter in half precision; false if there is none.
+
+    The network's parameters are their rounding, unless the script has written to them since.
+
+    Args:
+        parameters: of the network, of any dtype.
+
+    Examples:
+        >>> layer = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+        >>> wide = WideWeights(layer.parameters())
+        >>> wide.behind(layer.weight).dtype
+        torch.float32
+        >>> _ = wide.behind(layer.weight).data.fill_(1.001)
+        >>> wide.write_network()
+        >>> layer.weight.tolist()
+        [[1.0, 1.0]]
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        halves = [parameter for parameter in parameters if parameter.dtype in HALF]
+        self._weights = {half: nn.Parameter(half.detach().float()) for half in halves}
+        self._written = _written(self._weights)
+
+    def keep(self, trained: Collection[Tensor]) -> None:
+        """Drop the weights that are not among these."""
+        self._weights = {half: weight for half, weight in self._weights.items() if weight in trained}
+        self._written = _written(self._weights)
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._weights
+
+    def behind(self, parameter: Tensor) -> Tensor:
+        """The weight behind a parameter, or a parameter itself that has none."""
+        return self._weights.get(parameter, parameter)
+
+    def read_network(self) -> None:
+        """Take what the script has written into parameters in half precision since they were last written here."""
+        now = _written(self._weights)
+        if now == self._written:
+            return
+        for (half, weight), before, after in zip(self._weights.items(), self._written, now, strict=True):
+            if before != after:
+                weight.data = half.detach().float()  # which also follows a move to another device
+        self._written = now
+
+    def write_network(self) -> None:
+        """Round the weights into the network's parameters."""
+        _copy(self._weights.values(), self._weights)
+        self._written = _written(self._weights)
+
+    def narrow_gradients(self) -> list[Tensor]:
+        """Those of the network's parameters, which its backward passes have added up."""
+        return [half.grad for half in self._weights if half.grad is not None]
+
+    def widen_gradients(self) -> None:
+        """Before a step: move the gradients of the network's parameters to the weights."""
+        self.read_network()
+        gradients = []
+        wide = []
+        for half, weight in self._weights.items():
+            if half.grad is not None:
+                gradients.append(half.grad)
+                weight.grad = torch.empty_like(half.grad, dtype=weight.dtype)
+                wide.append(weight.grad)
+                half.grad = None
+        _copy(gradients, wide)
+
+    def follow_frozen(self) -> None:
+        """Let those weights train whose parameters do."""
+        for half, weight in self._weights.items():
+            weight.requires_grad_(half.requires_grad)
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of the network's parameters."""
+        for half in self._weights:
+            half.grad = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_written": None}  # of a copy they are others
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._written = _written(self._weights)
+
+
+def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """How often each parameter was written to, and where its values are, which ``.data =`` changes."""
+    return list(zip(map(version, parameters), map(Tensor.data_ptr, parameters), strict=True))
+
+
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    """Copy tensors into others, whatever their dtype."""
+    with torch.no_grad():
+        into = local_parts(targets)  # torch copies no shards together
+        if into:
+            torch._foreach_copy_(into, local_parts(sources))

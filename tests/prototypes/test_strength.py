@@ -1,0 +1,99 @@
+"""The warning of a penalty that is large beside the loss of a guess."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCPOptimizer
+
+LARGE = "the penalty of DCPOptimizer is .*large beside .*the cross-entropy of a guess"
+
+
+class Logits(nn.Module):
+    """Returns its input, with a parameter that never moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def swing(number: int, **options: Any) -> tuple[DCPOptimizer, list[int]]:
+    """One class whose logits are (1, -1), then (-1, 1), and so on; and the steps in which the warning came."""
+    model = Logits()
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
+    said = []
+    for step in range(1, number + 1):
+        z = model((-1.0) ** step * torch.tensor([[1.0, -1.0]]))
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (F.cross_entropy(z, torch.zeros(1, dtype=torch.long)) + optimizer.penalty(z, torch.tensor([0]))).backward()
+            optimizer.step()
+        said += [step for one in caught if "large beside" in str(one.message)]
+    return optimizer, said
+
+
+def test_a_penalty_above_half_of_log_k_is_said_once_from_step_16_on():
+    penalty = swing(16, weight=1.0)[0].logs()["penalty"]
+    limit = math.log(2) / 2 / penalty
+    assert swing(40, weight=1.001 * limit)[1][:1] == [16]
+    assert swing(16, weight=0.999 * limit)[1] == []
+    assert swing(200, weight=100.0)[1] == [16]  # and in no other step
+    assert swing(40, weight=lambda step: 100.0 * (step != 16))[1] == [32]  # which may read values
+
+
+@pytest.mark.parametrize("distance", ["l1", "kl", "infonce"])
+def test_other_distances_are_not_compared_with_it(distance):
+    assert swing(40, weight=100.0, distance=distance)[1] == []
+
+
+def test_the_message_names_the_figures():
+    optimizer, _ = swing(15, weight=3.0)
+    z = optimizer.model(torch.tensor([[5.0, -5.0]]))
+    optimizer.zero_grad()
+    F.cross_entropy(z, torch.tensor([0])).add(optimizer.penalty(z, torch.tensor([0]))).backward()
+    with pytest.warns(UserWarning, match=r"(?s)0\.69.*a guess among 2 classes.*smaller weight than 3\."):
+        optimizer.step()
+
+
+def train_on_few_rows(optimizer_of: Any, lr: float, seed: int = 0) -> tuple[float, list[int]]:
+    """Five rows of each of three classes, three a step: the largest loss of the last epoch, and where it was warned."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(3).repeat_interleave(5)
+    x = torch.randn(3, 13, generator=generator)[y] + torch.randn(15, 13, generator=generator)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    optimizer = optimizer_of(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), model)
+    losses, said = [], []
+    for step in range(1, 401):
+        rows = torch.randperm(15, generator=generator)[:3]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[rows]), y[rows])
+        loss.backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        losses.append(loss.item())
+        said += [step for one in caught if "large beside" in str(one.message)]
+    return max(losses[-20:]), said
+
+
+def test_training_that_diverges_with_three_classes_is_told_from_training_that_does_not():
+    diverging = [train_on_few_rows(partial(DCPOptimizer, weight=1.0), 0.1, seed) for seed in range(6)]
+    assert all(loss > 0.2 for loss, _ in diverging)
+    assert sum(bool(said) for _, said in diverging) >= 2  # it was 4: a step that may read values must hit a swing
+    for weight, lr in (("auto", 0.1), (1.0, 0.01)):
+        healthy = [train_on_few_rows(partial(DCPOptimizer, weight=weight), lr, seed) for seed in range(6)]
+        assert all(loss < 0.2 for loss, _ in healthy)
+        assert not any(said for _, said in healthy)

@@ -1,0 +1,58 @@
+"""Two threads train as one after the other does."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import PATIENCE, assert_same, batch_norm_net, batches, mlp
+
+
+class Trainee:
+    """A training without random draws: dropout draws from the process's one generator, in the order of the threads."""
+
+    def __init__(self, variant: str, seed: int) -> None:
+        self.model = (mlp, batch_norm_net)[seed % 2](seed)
+        self.criterion, self.seed = nn.CrossEntropyLoss(), seed
+        base = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        if variant == "dcl":
+            self.optimizer: Any = DCLOptimizer(base, self.model, weight=1.0)
+        else:
+            self.optimizer = DCPOptimizer(base, self.model, weight=1.0)
+
+    def train(self, barrier: threading.Barrier | None = None) -> None:
+        torch.set_num_threads(1)
+        for x, y in batches(150, seed=self.seed):
+            if barrier:
+                barrier.wait(timeout=PATIENCE)
+            self.optimizer.zero_grad()
+            self.criterion(self.model(x), y).backward()
+            self.optimizer.step()
+
+    def end(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+@pytest.mark.parametrize("pair", [("dcl", "dcl"), ("dcp", "dcp"), ("dcl", "dcp")], ids="-".join)
+def test_two_threads_train_as_one_after_the_other_does(pair):
+    alone = [Trainee(variant, seed) for seed, variant in enumerate(pair)]
+    for trainee in alone:
+        trainee.train()
+    together, barrier = [Trainee(variant, seed) for seed, variant in enumerate(pair)], threading.Barrier(2)
+    threads = [threading.Thread(target=trainee.train, args=(barrier,)) for trainee in together]
+    state, interval = torch.get_rng_state(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # many more changes of threads than usual
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    for one, other in zip(alone, together, strict=True):
+        assert_same(one.end(), other.end())
+    assert torch.equal(torch.get_rng_state(), state)
