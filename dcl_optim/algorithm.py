@@ -309,7 +309,7 @@ class Algorithm:
             return None
         try:
             z = find_logits(output, self._logits)
-            if is_sharded(z):
+            if type(z) is not Tensor and is_sharded(z):
                 raise NoLogits(SHARDED_LOGITS.format(cast("Any", z).placements))
         except NoLogits as error:  # no fault if the script adds the term, or if the model called itself for them
             if predicts and not call.hooks:
@@ -437,7 +437,6 @@ class Algorithm:
         term: Tensor = _Term.apply(z, forward, weakref.ref(self))  # which keeps both by references
         return term
 
-    @outside_compiled_graphs
     def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor:
         """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
         if torch.is_grad_enabled():
@@ -463,6 +462,8 @@ class Algorithm:
         elif forward.reach is Reach.INPUTS:
             self.progress.penalty_met_for_inputs()
         return gradient
+
+    on_compiled_term = outside_compiled_graphs(on_term)
 
     def _learn_from_term(self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float) -> None:
         scale = s
@@ -693,4 +694,6 @@ class _Term(torch.autograd.Function):
         algorithm = ctx.algorithm()
         if algorithm is None:
             raise RuntimeError(STALE.format("an optimizer that is gone"))
+        if torch.compiler.is_dynamo_compiling():  # a compiled function holds the backward pass
+            return algorithm.on_compiled_term(ctx.pass_of_logits, s, ctx.dtype), None, None
         return algorithm.on_term(ctx.pass_of_logits, s, ctx.dtype), None, None

@@ -56,10 +56,10 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in found] if _any_sharded(found) else found
 
 
-def divide_(tensors: list[Tensor], divisor: float | Tensor) -> None:
-    """Divide tensors of one device in place."""
-    for together in _by_mesh(tensors):
-        torch._foreach_div_(together, divisor)
+def divide_each(tensors: list[Tensor], divisor: float | Tensor) -> None:
+    """Divide tensors in place one by one: torch takes sharded ones beside others, or of two meshes, in no one call."""
+    for tensor in tensors:
+        tensor.div_(divisor)
 
 
 def sum_of_norms(tensors: list[Tensor], norm_type: float = 2.0) -> float:

@@ -89,7 +89,7 @@ class ForecastOptimizer(OptimizerWrapper):
             )
         if not logits.is_floating_point():
             raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
-        if is_sharded(logits):
+        if type(logits) is not Tensor and is_sharded(logits):
             raise TypeError(SHARDED_LOGITS.format(cast("Any", logits).placements))
         is_for_training = torch.is_grad_enabled() and logits.requires_grad
         if is_for_training and not self._algorithm.hooks.attached:

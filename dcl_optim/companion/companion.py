@@ -21,7 +21,7 @@ from dcl_optim.companion.network import CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, try_to_copy
 from dcl_optim.companion.replay import Replay
 from dcl_optim.distances import Distance
-from dcl_optim.distributed import DataParallelGroup, divide_, refuse_flat_shards, sum_of_norms, unwrapped
+from dcl_optim.distributed import DataParallelGroup, divide_each, refuse_flat_shards, sum_of_norms, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import to_rows
 from dcl_optim.outputs import find_logits, leaves_of
@@ -280,22 +280,23 @@ class Companion(Forecaster):
                 optimizer.wide.widen_gradients()
             if has_ranks:  # every rank must bring the same tensors to the reduction
                 optimizer.fill_gradients()
-            self._average(list(gradients_of(optimizer.optimizer)))
+            self._average(list(gradients_of(optimizer.optimizer)), network.has_shards)
             optimizer.step()
             optimizer.optimizer.zero_grad()
         self._start()
 
-    def _average(self, gradients: list[Tensor]) -> None:
+    def _average(self, gradients: list[Tensor], has_shards: bool) -> None:
         """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
         total = self._total_scale
+        divide = divide_each if has_shards else torch._foreach_div_
         if isinstance(total, Tensor):
             total = total.clamp(min=TINY)
             places = list(map(attrgetter("device"), gradients))  # several, of a model over several devices
             for device in set(places):
                 here = compress(gradients, map(device.__eq__, places))
-                divide_(list(here), total.to(device))
+                divide(list(here), total.to(device))
         elif total is not None and total not in (0.0, 1.0):
-            divide_(gradients, total)
+            divide(gradients, total)
         self._group.average(gradients)
 
     def check_values(self) -> None:

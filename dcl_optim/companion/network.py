@@ -16,7 +16,7 @@ from dcl_optim._validation import check_state
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
 from dcl_optim.companion.replay import capture_rng, replayed
-from dcl_optim.distributed import DataParallelGroup
+from dcl_optim.distributed import DataParallelGroup, is_sharded
 
 LAZY = "the model has lazy layers without weights, of which no copy can be made: run a forward pass, then wrap it"
 MOVED = (
@@ -63,6 +63,7 @@ class Network:
         has_predicted: whether it has, and was found to share nothing that it trains.
         is_loaded: whether it has weights of a state.
         loaded_since: whether weights were loaded into the model since the last forward pass.
+        has_shards: whether some of its parameters are sharded.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
@@ -87,6 +88,7 @@ class Network:
             self._twins, others = _twins_of(model, base, self.module)
             self._places = list(map(_place, self._twins))
             self.optimizer = CompanionOptimizer(base, self._twins, others, options.make_optimizer, options.lr_scale)
+        self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
         self._shared: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, of the model and the copy
         if self._is_copy:

@@ -241,7 +241,6 @@ def run_scripts(rank: int, folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(# train.py\nimport deepspeed\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert script.count("\n") <= 24
     names: dict[str, Any] = {}
     exec(script, names)
     accuracy = deepspeed_engine.main(["--dtype", "bfloat16", "--checkpoint", str(folder / "checkpoint")])

@@ -95,6 +95,10 @@ def trained(stage: int, way: str, folder: Path, resumes: bool = False) -> dict[s
     trainer.train(
         resume_from_checkpoint=str(folder / f"{stage} {way}" / f"checkpoint-{steps // 2}") if resumes else None
     )
+    held = trainer.optimizer
+    while way != "hand" and not hasattr(held, "logs"):  # as docs/logging.md has it
+        held = held.optimizer
+    assert way == "hand" or held is trainer.wrapper
     run = Run.__new__(Run)
     run.stage, run.way, run.model, run.hand, run.optimizer = stage, way, model, trainer.hand, trainer.wrapper
     return run.end() | {"steps": steps}

@@ -105,7 +105,6 @@ dcl_optim.forecaster.Labels(rows, number)
 dcl_optim.progress.Forward(logits, step_number, class_dim=1, copies=True)
     .lay_out(self, class_dim)
     .logits
-    .reached(self, reach)
     .release(self)
 dcl_optim.companion.replay.Replay()
     .arguments(self, args, kwargs)
