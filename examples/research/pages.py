@@ -88,12 +88,6 @@ def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
     return gain_tables.by_setting(found, rows)
 
 
-def gains_when_tuned() -> str:
-    """The gains over plain training with the learning rate and weight decay that are best for it."""
-    found = {_parameters(name): _records(f"size-scripts-{name}-tuned") for name in size.TUNED}
-    return gain_tables.by_experiment(found, size.DRAWN, {"both": list(found.values())})
-
-
 def _parameters(name: str, setting: str = "scripts") -> str:
     """The head of a network's column."""
     return f"{size.parameters(setting, name) / 1000:,.0f} k parameters"
