@@ -1,4 +1,4 @@
-"""DeepSpeed's engine, which calls the model and steps the wrapper: what neither of them is told."""
+"""DeepSpeed's engine, which calls the model and steps the wrapper; algorithm.py knows no engine by name."""
 
 from __future__ import annotations
 

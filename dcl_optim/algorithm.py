@@ -130,7 +130,7 @@ SEEN = {
     ),
     Stage.INPUTS: (
         "a backward pass through the logits for the gradient of inputs or activations alone, as of an attack, or of a "
-        "pipeline that takes it apart from that of parameters"
+        "pipeline that takes that of parameters later"
     ),
     Stage.GRAPH_KEPT: "a backward pass with create_graph=True",
 }
@@ -159,7 +159,7 @@ NOT_ADDED = (
 )
 TERM_FOR_INPUTS = (
     "what {}.penalty returned took part in backward passes for the gradient of inputs or activations alone, as "
-    "zero-bubble pipelines take it apart from that of parameters: nothing learns from them.\n"
+    "zero-bubble pipelines take it before that of parameters: nothing learns from them.\n"
     "  Fix: in a pipeline take the schedule GPipe, 1F1B or interleaved 1F1B; else call loss.backward() without inputs="
 )
 NOT_TRAINED = (
@@ -429,8 +429,7 @@ class Algorithm:
         weight = None if self.weight.constant == 0 else self.weight(forward.step_number)
         alpha = self.alpha(forward.step_number)
         self.uses_term = True
-        self.progress.penalty_called()
-        forward.outcome = Outcome.GIVEN
+        self.progress.penalty_called(forward)
         value = pull.value()
         if forward.rows.numel():  # 0 times infinity is nan; masked logits are minus infinity
             value = torch.add(value, forward.rows.amax(), alpha=0)
@@ -462,7 +461,7 @@ class Algorithm:
             }
             self._learn_from_term(forward, pull, labels, s, alpha)
         elif forward.reach is Reach.INPUTS:
-            self.progress.term = max(self.progress.term, Term.INPUTS)
+            self.progress.penalty_met_for_inputs()
         return gradient
 
     def _learn_from_term(self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, alpha: float) -> None:

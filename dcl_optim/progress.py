@@ -203,13 +203,18 @@ class Progress:
             trained = next((parameter for parameter in parameters_of(base) if parameter.grad is not None), None)
             self.trained = None if trained is None else (trained, version(trained))
 
-    def penalty_called(self) -> None:
-        """The script has called ``penalty``."""
+    def penalty_called(self, forward: Forward) -> None:
+        """The script has called ``penalty`` with these logits."""
         self.term = max(self.term, Term.CALLED)
+        forward.outcome = Outcome.GIVEN
 
     def penalty_met(self) -> None:
         """A backward pass has come through what ``penalty`` returned."""
         self.term = Term.MET
+
+    def penalty_met_for_inputs(self) -> None:
+        """One for the gradient of inputs or activations alone has come through it."""
+        self.term = max(self.term, Term.INPUTS)
 
     def batch_missed(self, forward: Forward, is_finite: bool) -> bool:
         """A batch could not be read, or is not finite; return whether it is the first time for these logits."""

@@ -121,7 +121,7 @@ def _clone(tensor: Tensor) -> Tensor:
 def capture_rng(device: torch.device) -> RngState:
     """Read the state of the generators that a forward on this device may draw from: the CPU's and its own."""
     state = {CPU: torch.get_rng_state()}
-    if device.type not in (CPU.type, "meta"):
+    if device != CPU and device.type != "meta":
         state[device] = torch.get_device_module(device).get_rng_state(device)
     return state
 

@@ -64,9 +64,6 @@ def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> st
     more = ", ".join(
         f"{name} {statistics.fmean(100 * record['accuracy'][name] for record in some):.2f}" for name in others
     )
-    consistency, perplexity = (
-        statistics.fmean(record[key][first] for record in some) for key in ("consistency", "perplexity")
-    )
     seconds = statistics.median(record["seconds"] for record in some)
     cells = (
         label,
@@ -74,7 +71,14 @@ def _row(label: str, runs: dict[int, Record], baseline: dict[int, Record]) -> st
         difference,
         probability_cell(probability(differences)),
         more,
-        f"{consistency:.3f}",
-        f"{perplexity:.2f}",
+        _mean(some, "consistency", first, 3),
+        _mean(some, "perplexity", first, 2),
     )
     return "| " + " | ".join((*cells, f"{seconds:.0f}", str(len(some)))) + " |"
+
+
+def _mean(some: Sequence[Record], key: str, predictor: str, places: int) -> str:
+    """The mean of a measure; nothing for records of accuracies alone."""
+    if key not in some[0]:
+        return ""
+    return f"{statistics.fmean(record[key][predictor] for record in some):.{places}f}"

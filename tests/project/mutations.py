@@ -204,6 +204,13 @@ FAULTS = [
     Fault("momentum not loaded", "companion.network:Network.load_state_dict",
           drop("self.optimizer.load_state_dict(state['optimizer'])"), "resumption*"),
     Fault("ranks not averaged", "distributed:DataParallelGroup.average", NOTHING, "distributed"),
+    Fault("all ranks are those of the model", "distributed:_groups_of_model", result("result or [dist.group.WORLD]"),
+          "distributed meshes"),
+    Fault("the groups of an engine are steps", "algorithm:Algorithm.is_no_training_step",
+          replace("self._stepped.isdisjoint(stepped)", "False"), "engines"),
+    Fault("a step that an engine skips is learned", "_engine:Engine.has_skipped", result("False"), "engines"),
+    Fault("half of the penalty of a split pass", "algorithm:Algorithm.on_gradient",
+          replace("forward.is_split", "False"), "backward_passes meshes"),
 ]  # fmt: skip
 
 

@@ -25,7 +25,6 @@ def run(out: Path, *flags: str) -> dict[str, Any]:
 
 
 def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    threads = torch.get_num_threads()
     results = run(tmp_path / "deep" / "out")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "digits: 50 training images, 2 epochs, 2 seeds"
@@ -36,7 +35,24 @@ def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pyt
     assert max(map(len, lines[:-2])) <= WIDTH  # then there are paths
     assert {path.name for path in (tmp_path / "deep" / "out").iterdir()} == {"results.json", "curves.png"}
     assert [len(runs) for runs in results["curves"].values()] == [2, 2, 2, 2]
-    assert torch.get_num_threads() == threads
+
+
+def test_it_trains_with_one_thread_and_puts_their_number_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    found: list[int] = []
+    train = demo.train
+
+    def counted(method: str, seed: int, **settings: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return train(method, seed, **settings)
+
+    monkeypatch.setattr(demo, "train", counted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run(tmp_path)
+        assert (set(found), torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_same_seeds_same_numbers(tmp_path: Path):

@@ -5,6 +5,7 @@ import torch
 
 from examples.research import datasets, records, tabular
 from examples.research.datasets import tabular as tables
+from examples.research.table import markdown
 
 
 @pytest.mark.parametrize("name", tables.NAMES)
@@ -48,3 +49,11 @@ def test_the_learning_rate_is_that_of_the_choice(name):
     made = records.read(records.COMMITTED / f"{tabular.choice_of(name)}.jsonl")
     assert len(made) == len(tabular.RATES) * tabular.CHOICE_SEEDS
     assert tabular.CHOSEN[name] == tabular.best_rate(made)
+
+
+def test_records_of_accuracies_alone_have_a_table_too():
+    name = "tables-wine-5"
+    made = records.read(records.COMMITTED / f"{name}.jsonl")
+    lines = markdown(tabular.EXPERIMENTS[name], made).splitlines()
+    assert len(lines) == 2 + len(tabular.EXPERIMENTS[name].runs)
+    assert "|  |  |  |" in lines[2]  # neither other predictors nor consistency nor perplexity
