@@ -5,7 +5,7 @@ One test of each promise where its code runs; a framework has more only where it
 | promise | tested with |
 |---|---|
 | the loop by hand | Lightning, Trainer, Accelerate, timm, torchvision, skorch, ignite, fastai, DeepSpeed |
-| a resumed run is the uninterrupted one | Lightning, Trainer, Accelerate, timm, PEFT, Schedule-Free, DeepSpeed, others |
+| a resumed run is the uninterrupted one | Lightning, Trainer, Accelerate, timm, PEFT, Schedule-Free, DeepSpeed |
 | half precision | Trainer, Accelerate, timm's scaler, DeepSpeed |
 | two processes are one | Lightning, Accelerate, DeepSpeed |
 | schedulers drive both networks | timm, Lightning |
