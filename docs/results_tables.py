@@ -77,13 +77,6 @@ def source(module: str, *names: str) -> str:
     return "```python\n" + "\n\n".join(getsource(getattr(found, name)) for name in names) + "```"
 
 
-def benchmark(name: str) -> str:
-    """One of the tables of ``python -m benchmarks``: steps, kernels or wide."""
-    from benchmarks import table
-
-    return "\n".join(table.TABLES[name](_benchmark(name)))
-
-
 def benchmark_source(name: str) -> str:
     """Where the figures of a results file come from."""
     from benchmarks import table

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import grid
 from dcl_optim.trial.comparison import Comparison
-from dcl_optim.trial.paired import mean_and_error, plus_minus
 from examples.research import evidence, gain_tables, pays, records, size, tabular
 from examples.research import wrong_labels as rows_with_wrong_labels
 from examples.research.applications import fine_tuning
@@ -18,7 +16,6 @@ from examples.research.experiments import EXPERIMENTS
 from examples.research.gain_tables import by_measure
 from examples.research.gains import Row, by_gain
 from examples.research.rivals import companion_tables, tables
-from examples.research.table import accuracy, by_label, paired
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "examples" / "research" / "results"
@@ -43,21 +40,6 @@ OVERVIEW = {  # of the settings in which methods were tuned, by what decides
 def overview_accuracy() -> str:
     """The first page's table of gains: DCP beside the best rival, which is tuned for the data."""
     return tables.overview(RESULTS, OVERVIEW)
-
-
-def side_by_side(names: Sequence[str]) -> str:
-    """Experiments with the same rows: the baseline's accuracy, and each other row's difference to it."""
-    columns = []
-    for name in names:
-        found, baseline = by_label(_records(name)), EXPERIMENTS[name].baseline
-        cells = [plus_minus(*mean_and_error([accuracy(record) for record in found[baseline].values()]))]
-        others = [label for label in EXPERIMENTS[name].runs if label != baseline]
-        differences = {label: paired(runs, found[baseline]) for label, runs in found.items()}
-        cells += [plus_minus(*mean_and_error(differences[o]), sign="+") if o in found else "not run" for o in others]
-        columns.append(cells)
-    titles = [", ".join(name.split("-")[1:]) for name in names]
-    heads = [f"{baseline}, %", *(f"{label}, minus {baseline}" for label in others)]
-    return _named("\n".join(grid(["", *titles], list(zip(heads, *columns, strict=True)), words=1)))
 
 
 def _named(table: str) -> str:
@@ -86,12 +68,6 @@ def gains_on_few_kanji(experiments: Mapping[str, str]) -> str:
     made = {record["label"] for some in found.values() for record in some}
     rows = {label: Row(label) for label in ("DCP", "label smoothing 0.1", "DCL") if label in made}
     return gain_tables.by_setting(found, rows)
-
-
-def gains_when_tuned() -> str:
-    """The gains over plain training with the learning rate and weight decay that are best for it."""
-    found = {_parameters(name): _records(f"size-scripts-{name}-tuned") for name in size.TUNED}
-    return gain_tables.by_experiment(found, size.DRAWN, {"both": list(found.values())})
 
 
 def _parameters(name: str, setting: str = "scripts") -> str:
