@@ -111,7 +111,7 @@ class Prototypes(Forecaster):
         self._tally: Tally | None = None
         self._has_masks = False
         self._one = self._state.numbers.new_ones(())
-        self._no_rows = self._state.numbers.new_zeros(num_classes + 2)  # the counts of an empty batch
+        self._no_rows = self._state.numbers.new_zeros(num_classes + 1)  # the counts of an empty batch
         self._no_rows[num_classes] = NEVER  # so that no step gives row K a number above 0
 
     @property
@@ -209,7 +209,6 @@ class Prototypes(Forecaster):
         if self._tally is None:
             self._tally = Tally(self._no_rows)
         tally = self._tally
-        tally.has_rows = True
         values, shows, predicted = pull.lesson
         if labels.rows.ndim == 1:
             if self._has_masks:
@@ -219,7 +218,8 @@ class Prototypes(Forecaster):
         else:
             self._add_shares(tally, values, shows, labels.rows.to(self._one))
         if predicted is not None:
-            tally.counts[-1] += (predicted == classes_of(labels.rows)).sum()
+            num_right = (predicted == classes_of(labels.rows)).sum(dtype=tally.counts.dtype)
+            tally.num_right = num_right if tally.num_right is None else tally.num_right + num_right
 
     def _add_shares(self, tally: Tally, z: Tensor, shows: Tensor, shares: Tensor) -> None:
         """A row counts for each class by its share. A class that is masked in a row (minus infinity) moves nothing."""
@@ -230,7 +230,7 @@ class Prototypes(Forecaster):
         tally.sum_by_class()[:-1] += moved
         if self._has_masks:
             tally.entries_shown()[:-1] += numbers_known
-        tally.counts[:-2] += shares.sum(0)
+        tally.counts[:-1] += shares.sum(0)
 
     def _tally_of_step(self) -> Tally:
         if self._tally is None:
@@ -256,23 +256,25 @@ class Prototypes(Forecaster):
             return
         if self._has_masks:
             tally.entries_shown()
-        if tally.has_rows and self.num_classes > self._measures_from:
-            learn_fit_(self._state, tally)
+        if tally.num_right is not None:
+            learn_fit_(self._state, tally, tally.num_right)
         learn_(self._state, tally, alpha, self._counts_rows)
         self._tally = None
 
     def _reduce(self, tally: Tally) -> None:
         """Sum over the ranks, in two reductions, or three once one of them has found masks."""
-        has_masks = self._one.new_full((1,), self._has_masks)
-        counts = torch.cat((tally.counts, has_masks))
+        num_right = self._one.new_zeros(()) if tally.num_right is None else tally.num_right
+        has_masks = self._one.new_full((), self._has_masks)
+        counts = torch.cat((tally.counts, torch.stack((num_right, has_masks))))
         self._group.all_reduce_sum(counts)
         if not self._has_masks and _sync.may_sync(self._step_number, counts) and bool(counts[-1] > 0):
             self._begin_masks()
         if self._has_masks:
             self._group.all_reduce_sum(tally.entries_shown())
         self._group.all_reduce_sum(tally.sum_by_class())
-        tally.counts = counts[:-1]
-        tally.has_rows = True
+        tally.counts = counts[:-2]
+        if self.num_classes > self._measures_from:
+            tally.num_right = counts[-2]
 
     def forget(self) -> None:
         self._tally = None

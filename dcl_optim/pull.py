@@ -82,7 +82,7 @@ class Pull(NamedTuple):
             of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
         if of_rows is None:
             of_rows = constant(1.0, self.slope.device)
-        return factor, of_rows[:, None] if of_rows.ndim else of_rows
+        return factor, of_rows.unsqueeze(1) if of_rows.ndim else of_rows
 
 
 def nothing(logits: Tensor) -> Tensor:

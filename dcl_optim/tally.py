@@ -55,11 +55,11 @@ class Tally:
         no_rows: the counts of no batch, which are copied.
 
     Attributes:
-        counts: the rows of each class, those without a label, and those that were predicted right, (K + 2,).
+        counts: the rows of each class, and those without a label, (K + 1,).
+        num_right: those that were predicted right, a scalar; None if no batch has measured it.
         parts: classes and differences z - p of rows, as long as there are no more rows than classes.
         sums: the differences by class, (K + 1, K); None as long as there are parts alone.
         shown: the rows that show each entry, (K + 1, K); None without masks.
-        has_rows: whether a batch was learned from; if not, all were skipped.
     """
 
     def __init__(self, no_rows: Tensor) -> None:
@@ -67,19 +67,19 @@ class Tally:
         self.parts: list[tuple[Tensor, Tensor]] = []
         self.sums: Tensor | None = None
         self.shown: Tensor | None = None
-        self.has_rows = False
+        self.num_right: Tensor | None = None
 
     def add_rows(self, classes: Tensor, apart: Tensor, one: Tensor) -> None:
         """Add rows of one class each, with their differences z - p; ``one`` is 1 in the dtype of the counts."""
         self.counts.index_add_(0, classes, one.expand(len(classes)))
         self.parts.append((classes, apart))
-        if sum(len(rows) for rows, _ in self.parts) > len(self.counts) - 2:
+        if sum(len(rows) for rows, _ in self.parts) > len(self.counts) - 1:
             self.sum_by_class()  # which takes less memory than the rows
 
     def sum_by_class(self) -> Tensor:
         """Add the differences up by class, (K + 1, K)."""
         if self.sums is None:
-            self.sums = self.counts.new_zeros(len(self.counts) - 1, len(self.counts) - 2)
+            self.sums = self.counts.new_zeros(len(self.counts), len(self.counts) - 1)
         for classes, apart in self.parts:
             self.sums.index_add_(0, classes, apart)
         self.parts = []
@@ -88,13 +88,14 @@ class Tally:
     def entries_shown(self) -> Tensor:
         """The rows that show each entry, (K + 1, K): all those of before masks were found."""
         if self.shown is None:
-            numbers = self.counts[:-1]
-            self.shown = numbers[:, None].expand(len(numbers), len(numbers) - 1).clone()
+            numbers = self.counts[:, None]
+            self.shown = numbers.expand(len(numbers), len(numbers) - 1).clone()
         return self.shown
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Follow the state to another device, and to a wider dtype."""
         self.counts = self.counts.to(device, dtype)
+        self.num_right = None if self.num_right is None else self.num_right.to(device, dtype)
         self.parts = [(classes.to(device), apart.to(device, dtype)) for classes, apart in self.parts]
         self.sums = None if self.sums is None else self.sums.to(device, dtype)
         self.shown = None if self.shown is None else self.shown.to(device, dtype)
@@ -111,8 +112,8 @@ def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
             :math:`n_k \leftarrow \alpha n_k + m_k,\; p^k \leftarrow p^k + \frac{1}{n_k}\sum (z_i - p^k)`; else each
             batch, which is Equation 6, where the first mean becomes the prototype.
     """
-    counts = tally.counts[:-1]
-    is_here = counts > 0
+    counts = tally.counts
+    is_here = counts > constant(0.0, counts.device)
     ages = is_here >= is_here.any()  # the classes that are here, or all if none is
     if counts_rows:
         numbers = torch.add(counts, state.numbers, alpha=alpha)
@@ -121,7 +122,7 @@ def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
         numbers = torch.maximum(alpha * state.numbers, is_here.to(counts))
         divisors = counts / (1.0 - alpha * state.numbers.clamp(0.0, 1.0))
     torch.where(ages, numbers, state.numbers, out=state.numbers)
-    divisors = torch.where(is_here, divisors, constant(math.inf, counts.device))[:, None]
+    divisors = torch.where(is_here, divisors, constant(math.inf, counts.device)).unsqueeze(1)
     if tally.shown is not None:
         divisors = _begin_entries(state, tally.shown, divisors)
     if tally.sums is not None:
@@ -138,9 +139,9 @@ def _begin_entries(state: State, shown: Tensor, divisors: Tensor) -> Tensor:
     return torch.where(is_first, shown, divisors)
 
 
-def learn_fit_(state: State, tally: Tally) -> None:
+def learn_fit_(state: State, tally: Tally, num_right: Tensor) -> None:
     """Add to the numbers of rows that were predicted right and that have a label, in place."""
-    fit = torch.stack((tally.counts[-1], tally.counts[:-2].sum()))
+    fit = torch.stack((num_right, tally.counts[:-1].sum()))
     torch.add(fit, state.fit, alpha=DECAY, out=state.fit)
 
 

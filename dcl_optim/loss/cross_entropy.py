@@ -207,10 +207,10 @@ def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | No
     else:
         lowest = torch.add(g, p, alpha=-TINY)  # of entries that are all zero, as of a certain label, the likeliest
         y = lowest.argmin(1)
-    r = p.scatter_(1, y[:, None], form.smoothing - 1.0, reduce="add")  # p - q
+    r = p.scatter_(1, y.unsqueeze(1), form.smoothing - 1.0, reduce="add")  # p - q
     if form.smoothing:
         r.sub_(form.smoothing / z.shape[1])
-    length = norm(r.mul_(live[:, None]))
+    length = norm(r.mul_(live.unsqueeze(1)))
     whole = norm(g)
     a = whole / length if last is None else _slope(whole, length, len(z), last)
     rest = norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
