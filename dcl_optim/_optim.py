@@ -25,12 +25,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def trains_any(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains a parameter now, or has none, as between the steps of DeepSpeed's ZeRO 3."""
-    groups = optimizer.param_groups
-    return (
-        any(any(map(requires_grad, group["params"])) for group in groups)
-        or next(parameters_of(optimizer), None) is None
-    )
+    """Whether an optimizer trains a parameter now."""
+    return any(any(map(requires_grad, group["params"])) for group in optimizer.param_groups)
 
 
 def has_other_parameters(optimizer: Optimizer, model: nn.Module) -> bool:

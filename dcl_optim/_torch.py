@@ -6,7 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from enum import IntEnum
+from enum import Enum
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -33,13 +33,13 @@ _fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engin
 _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-class Reach(IntEnum):
+class Reach(Enum):
     """Where a backward pass brings gradients to."""
 
     NOTHING = 0  # it asks for the gradient of the logits
     INPUTS = 1  # it names what it asks for, and no parameter is among them: an attack, or the gradient of activations
-    PARAMETERS = 2  # it names what it asks for, parameters among them
-    ALL = 3  # all leaves
+    PART = 2  # it names what it asks for, some parameters among them
+    ALL = 3  # all parameters
 
 
 def reach_of_backward(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> Reach:
@@ -51,8 +51,10 @@ def reach_of_backward(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimi
     if _fills_all_leaves():
         return Reach.ALL
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    reaches_any = any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
-    return Reach.PARAMETERS if reaches_any else Reach.INPUTS
+    reached = [_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters]
+    if all(reached):
+        return Reach.ALL
+    return Reach.PART if any(reached) else Reach.INPUTS
 
 
 def _gets_gradient(node: Any) -> bool:
@@ -77,6 +79,12 @@ def is_batched() -> bool:
     depth = torch._C._vmapmode_increment_nesting()  # the only way to ask
     torch._C._vmapmode_decrement_nesting()
     return depth > 1 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the backward pass that runs now was compiled, by torch.compile with its option compiled_autograd."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 REPLICA = "_is_replica"  # an attribute of the copies that nn.DataParallel makes of its module in each forward pass

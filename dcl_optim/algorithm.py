@@ -26,6 +26,7 @@ from dcl_optim._torch import (
     Reach,
     constant,
     current_backward,
+    in_compiled_autograd,
     is_batched,
     is_recorded,
     outside_compiled_graphs,
@@ -143,7 +144,8 @@ FIXES = {
     Stage.FORWARD: "pass logits=<their function>, or add the penalty to the loss, {}",
     Stage.INPUTS: (
         "train by loss.backward() without inputs=, through these logits; in a pipeline take the schedule GPipe, 1F1B "
-        "or interleaved 1F1B"
+        "or interleaved 1F1B; if the training loss is that of others, pass logits=<their function>, or add the penalty "
+        "to the loss, {}"
     ),
     Stage.GRAPH_KEPT: "run a backward pass without it before the step",
 }
@@ -257,7 +259,7 @@ class Algorithm:
         calls = self._calls.setdefault(threading.get_ident(), [])
         call = Call()
         calls.append(call)
-        if not module.training or not torch.is_grad_enabled() or is_recorded() or not trains_any(self._base):
+        if not module.training or not torch.is_grad_enabled() or is_recorded() or not self._trains_any():
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
@@ -275,6 +277,10 @@ class Algorithm:
         ):
             self.forget()
         self.forecaster.before_forward(args, kwargs, self.progress.number)
+
+    def _trains_any(self) -> bool:
+        """Whether the base trains a parameter now, or has none, as between the steps of DeepSpeed's ZeRO 3."""
+        return trains_any(self._base) or next(parameters_of(self._base), None) is None
 
     def _look_around(self) -> None:
         """Ask what need not be asked at each forward pass: at the first, and once weights or a state were loaded."""
@@ -437,7 +443,7 @@ class Algorithm:
         term: Tensor = _Term.apply(z, forward, weakref.ref(self))  # which keeps both by references
         return term
 
-    def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor:
+    def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
         if torch.is_grad_enabled():
             raise RuntimeError(ONCE.format(self._name))
@@ -446,9 +452,8 @@ class Algorithm:
         pull, labels, weight, alpha, _ = forward.given
         if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
-        if weight is None:  # compiled autograd adds what it gets, so no None; and -0.0 changes no bit
-            gradient = torch.full(forward.shape, -0.0, dtype=dtype, device=s.device)
-        else:
+        gradient = None
+        if weight is not None:
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
             self.progress.penalty_met()
@@ -461,6 +466,8 @@ class Algorithm:
             self._learn_from_term(forward, pull, labels, s, alpha)
         elif forward.reach is Reach.INPUTS:
             self.progress.penalty_met_for_inputs()
+        if gradient is None and in_compiled_autograd():  # which takes no None; and -0.0 changes no bit
+            gradient = torch.full(forward.shape, -0.0, dtype=dtype, device=s.device)
         return gradient
 
     on_compiled_term = outside_compiled_graphs(on_term)
@@ -535,8 +542,6 @@ class Algorithm:
         elif stage is Stage.NOTHING and has_other_parameters(self._base, self.model):
             seen, fix = OF_AN_ENGINE[0], OF_AN_ENGINE[1].format(self.reader.term)
             allowed = ""
-        elif stage is Stage.INPUTS:
-            allowed = ""
         return NOT_REGULARIZED.format(self._name, seen, fix, allowed)
 
     def is_no_training_step(self) -> bool:
@@ -560,7 +565,7 @@ class Algorithm:
         """Whether torch.distributed.checkpoint creates the state, with lr 0; or DeepSpeed, with gradients of 0."""
         if not any(float(group.get("lr", 1.0)) for group in self._base.param_groups):
             return True
-        is_before_training = self._must_look and has_other_parameters(self._base, self.model)
+        is_before_training = self._must_look and self.num_steps == 0 and has_other_parameters(self._base, self.model)
         return is_before_training and not have_gradients(self._base, other_than_zero=True)
 
     def step_base(self, closure: Callable[[], Any]) -> Any:
@@ -598,24 +603,26 @@ class Algorithm:
         """Both networks have stepped."""
         progress = self.progress
         progress.end()
-        if _sync.is_sync_step(progress.number):
-            self.reader.count()
-            self._check_strength()
-            self.forecaster.check_values()
         if progress.stage < Stage.GRADIENTS:
             self.last = {}  # those of an older batch
         if self._is_replaced:
             self._stepped = set(map(id, parameters_of(self._base)))
         self._has_learned = True
         self.progress = Progress(progress.number + 1)
+        if _sync.is_sync_step(progress.number):
+            self._must_look = True
+            self.reader.count()
+            self.forecaster.check_values()
+            self._check_strength(progress.number)
         if progress.not_finite:
             warn_once(self._said, NOT_FINITE)
 
-    def _check_strength(self) -> None:
-        """Warn of a penalty that is more than half of log K, the loss of a guess. Synchronizes."""
+    def _check_strength(self, step_number: int) -> None:
+        """Warn of a penalty with a given weight that is more than half of log K, the loss of a guess. Synchronizes."""
         num_classes = self.forecaster.num_classes
         is_squared = self.forecaster.distance in (mse, squared)  # others have other sizes
-        if num_classes < 2 or not is_squared or self.progress.number < SETTLED or "penalty" not in self.last:
+        is_given = not isinstance(self.weight, FollowingFit)
+        if num_classes < 2 or not (is_given and is_squared) or step_number < SETTLED or "penalty" not in self.last:
             return
         weight = float(self.last["weight"])
         penalty = weight * float(self.last["penalty"]())

@@ -77,7 +77,7 @@ class DCPOptimizer(ForecastOptimizer):
     Warns:
         UserWarning: the labels of a later batch cannot be read, and it gets no penalty; a batch is not finite; weights
             were loaded into the model, and no state into the optimizer; there are several ranks, and no group; or the
-            penalty is large beside the loss of a guess, as where training diverges.
+            penalty with a given weight is large beside the loss of a guess, as where training diverges.
 
     Examples:
         >>> import torch

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dcl_optim import _torch
 
 SEVERAL_RANKS = (
-    "torch.distributed has {} ranks, but the model is neither in DistributedDataParallel nor sharded by fully_shard: "
-    "each rank has prototypes or a companion of its batches alone.\n"
+    "torch.distributed has {} ranks, but the model was found neither in DistributedDataParallel nor as one that "
+    "fully_shard got: each rank has prototypes or a companion of its batches alone.\n"
     "  Fix: if the ranks train one model, as with DeepSpeed or where the script averages the gradients, pass "
     "process_group=torch.distributed.group.WORLD; if each trains another one, process_group=None"
 )
@@ -113,27 +113,24 @@ class DataParallelGroup:
         self._has_looked = False
         self._has_warned = False
         self.size = process_group.size() if is_group else 1
-        self._find()
+        self.find()
 
     def find(self) -> None:
-        """Look for the model's group at each forward pass of the model; one that was found stays.
-
-        Warns:
-            UserWarning: there are several ranks, and no group was found at the first forward pass.
-        """
-        if not self._groups and self._given is not None and dist.is_available() and dist.is_initialized():
-            self._find()
-            if not self._groups and not self._has_warned:
-                self._has_warned = True
-                if dist.get_world_size() > 1 and not _any_sharded([*self._model.parameters()]):
-                    _torch.warn(SEVERAL_RANKS.format(dist.get_world_size()))
-
-    def _find(self) -> None:
+        """Look for the model's group, now and at each forward pass of the model; one that was found stays."""
         if not self._groups and self._given is not None and dist.is_available() and dist.is_initialized():
             # Later only for what may have come since.
             self._groups = _groups_of(_torch.running_ddp()) if self._has_looked else _groups_of_model(self._model)
             self._has_looked = True
             self.size = math.prod(map(dist.get_world_size, self._groups))
+
+    def warn_of_ranks(self) -> None:
+        """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
+        is_looking = not self._groups and self._given is not None and dist.is_available() and dist.is_initialized()
+        if not is_looking or self._has_warned or _any_sharded([*self._model.parameters()]):
+            return
+        self._has_warned = True
+        if dist.get_world_size() > 1:
+            _torch.warn(SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""

@@ -67,7 +67,7 @@ class Forward:
         class_dim: the dimension of the classes.
         backward: the backward pass that brought the last gradient, by autograd's number.
         reach: where the last backward pass that named what it asks for brought gradients to; None before one.
-        is_split: whether such passes have brought gradients to parameters and to inputs, each without the other.
+        is_split: whether such passes have brought gradients to inputs alone, and to some of the parameters alone.
         outcome: what it has become.
         is_one_of_several: whether the model returned other tensors that may be the logits.
         prediction: what the forecaster keeps for the backward pass, which only its ``predict`` writes.

@@ -276,6 +276,9 @@ class Prototypes(Forecaster):
         if self.num_classes > self._measures_from:
             tally.num_right = counts[-2]
 
+    def check_values(self) -> None:
+        self._group.warn_of_ranks()
+
     def forget(self) -> None:
         self._tally = None
 

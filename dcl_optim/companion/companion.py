@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
@@ -157,7 +157,8 @@ class Companion(Forecaster):
         if network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
-        self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
+        first = next(chain(parameters_of(self._base), self._model.parameters()))
+        self._replay.before_forward(args, kwargs, first.device)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self._network
@@ -300,6 +301,7 @@ class Companion(Forecaster):
         self._group.average(gradients)
 
     def check_values(self) -> None:
+        self._group.warn_of_ranks()
         if self._network is None or _is_finite(self.optimizer) or not _is_finite(self._base):  # the same on all ranks
             return
         what = "load weights into optimizer.companion, or wrap again"

@@ -106,7 +106,7 @@ class Network:
 
         Raises:
             RuntimeError: the model has moved, and the companion is more than a copy of it.
-            ValueError: the base has none of the parameters that the companion was made for.
+            ValueError: the base has none of the model's parameters.
         """
         places = list(map(_place, self._twins))
         if self._is_copy and places != self._places:
@@ -117,9 +117,9 @@ class Network:
         ids = [list(map(id, filter(requires_grad, group["params"]))) for group in self._base.param_groups]
         if ids == self._last:
             return False
-        self._last = ids
-        if self._twins and self._twins.keys().isdisjoint(parameters_of(self._base)):
+        if self._twins.keys().isdisjoint(parameters_of(self._base)) and has_other_parameters(self._base, self._model):
             raise ValueError(REPLACED)
+        self._last = ids
         trained = _trained_by(self._base)
         for theirs, ours in self._twins.items():
             ours.requires_grad_(theirs in trained)

@@ -118,6 +118,21 @@ def test_the_companion_is_copied_again_where_a_group_is_added(change: Callable[[
     assert [group["lr"] for group in optimizer.companion_optimizer.param_groups] == [0.1, 0.05]
 
 
+def test_the_companion_is_copied_again_where_other_parameters_replace_the_groups() -> None:
+    """As in layer-wise training. The error about an engine's parameters is for those that the model does not have."""
+    model, data = mlp(), list(batches(4))
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
+    train(model, optimizer, data[:2])
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": model[0].parameters()})
+    with pytest.warns(UserWarning, match=COPIED_AGAIN):
+        train(model, optimizer, data[2:3])
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, data[3:])
+    assert optimizer.logs()["penalty"] > 0
+    assert not torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize("wrapper", ["DCL, given companion", "DCP"])
 def test_new_layers_are_trained_where_nothing_is_copied(wrapper: str) -> None:
     model = mlp()

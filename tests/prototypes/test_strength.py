@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCPOptimizer
+from dcl_optim import AutoWeight, DCPOptimizer
 
 LARGE = "the penalty of DCPOptimizer is .*large beside .*the cross-entropy of a guess"
 
@@ -60,6 +60,20 @@ def test_it_is_said_once_and_in_a_step_from_100_on_that_may_read_values() -> Non
 @pytest.mark.parametrize("distance", ["l1", "kl", "infonce"])
 def test_other_distances_are_not_compared_with_it(distance):
     assert swing(100, weight=100.0, distance=distance)[1] == []
+
+
+def test_an_automatic_weight_is_not_warned_of():
+    """With few classes it is too small to diverge by, and around a trained model its penalty is large at first."""
+    assert swing(100, weight=AutoWeight(floor=100.0))[1] == []
+
+
+def test_an_error_in_place_of_the_warning_leaves_a_whole_step():
+    optimizer, _ = swing(99, weight=100.0)
+    z = optimizer.model(torch.tensor([[5.0, -5.0]]))
+    (F.cross_entropy(z, torch.tensor([0])) + optimizer.penalty(z, torch.tensor([0]))).backward()
+    with pytest.raises(UserWarning, match=LARGE):
+        optimizer.step()
+    assert optimizer.logs()["step"] == 100
 
 
 def test_the_message_names_the_figures():

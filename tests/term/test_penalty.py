@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, _sync, distances
+from dcl_optim import DCLOptimizer, DCPOptimizer, _sync, distances
 from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp, one, sgd
 from tests.reference import (
     CLOSE,
@@ -508,3 +508,23 @@ def test_a_second_backward_pass_has_the_penalty_again_and_nothing_learns_from_it
             optimizer.step()
         trained.append(optimizer)
     assert_same_training(*trained)
+
+
+def test_weight_0_gives_no_gradient_to_a_head_that_the_loss_does_not_reach() -> None:
+    """A gradient of 0 in place of none would let weight decay and momentum move it."""
+
+    def trained(has_term: bool) -> dict[str, Tensor]:
+        model = TwoHeads()
+        base = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+        optimizer: Any = DCPOptimizer(base, model, weight=0, logits=lambda output: output[0]) if has_term else base
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            first, second = model(x)
+            loss = F.cross_entropy(first, y)
+            if has_term:
+                loss = loss + optimizer.penalty(second, y)
+            loss.backward()
+            optimizer.step()
+        return model.state_dict()
+
+    assert_same(trained(True), trained(False))
