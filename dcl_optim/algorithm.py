@@ -610,7 +610,9 @@ class Algorithm:
         self._has_learned = True
         self.progress = Progress(progress.number + 1)
         if _sync.is_sync_step(progress.number):
-            self._must_look = True
+            self._must_look = (
+                self._must_look or progress.number == 1
+            )  # the script may have called the model itself first
             self.reader.count()
             self.forecaster.check_values()
             self._check_strength(progress.number)
