@@ -610,9 +610,8 @@ class Algorithm:
         self._has_learned = True
         self.progress = Progress(progress.number + 1)
         if _sync.is_sync_step(progress.number):
-            self._must_look = (
-                self._must_look or progress.number == 1
-            )  # the script may have called the model itself first
+            if progress.number == 1:  # an engine may have come after a first call of the model
+                self._must_look = True
             self.reader.count()
             self.forecaster.check_values()
             self._check_strength(progress.number)
