@@ -18,7 +18,8 @@ SEVERAL_RANKS = (
     "torch.distributed has {} ranks, but the model was found neither in DistributedDataParallel nor as one that "
     "fully_shard got: each rank has prototypes or a companion of its batches alone.\n"
     "  Fix: if the ranks train one model, as with DeepSpeed or where the script averages the gradients, pass "
-    "process_group=torch.distributed.group.WORLD; if each trains another one, process_group=None"
+    "process_group=torch.distributed.group.WORLD; if each trains another one, or has all rows (tensor parallel), "
+    "process_group=None"
 )
 
 SHARDED_LOGITS = (
@@ -126,7 +127,7 @@ class DataParallelGroup:
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
         is_looking = not self._groups and self._given is not None and dist.is_available() and dist.is_initialized()
-        if not is_looking or self._has_warned or _any_sharded([*self._model.parameters()]):
+        if not is_looking or self._has_warned:
             return
         self._has_warned = True
         if dist.get_world_size() > 1:
