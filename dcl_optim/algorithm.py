@@ -283,7 +283,7 @@ class Algorithm:
         return trains_any(self._base) or next(parameters_of(self._base), None) is None
 
     def _look_around(self) -> None:
-        """Ask what need not be asked at each forward pass: at the first, and once weights or a state were loaded."""
+        """Ask what seldom changes: at the first forward pass, after the first step, and once something was loaded."""
         self._must_look = False
         self._engine = calling_engine()
         self._is_replaced = has_other_parameters(self._base, self.model)

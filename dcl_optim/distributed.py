@@ -118,16 +118,19 @@ class DataParallelGroup:
 
     def find(self) -> None:
         """Look for the model's group, now and at each forward pass of the model; one that was found stays."""
-        if not self._groups and self._given is not None and dist.is_available() and dist.is_initialized():
+        if self._is_looking():
             # Later only for what may have come since.
             self._groups = _groups_of(_torch.running_ddp()) if self._has_looked else _groups_of_model(self._model)
             self._has_looked = True
             self.size = math.prod(map(dist.get_world_size, self._groups))
 
+    def _is_looking(self) -> bool:
+        """Whether no group was given or found, and there are ranks to look for."""
+        return not self._groups and self._given is not None and dist.is_available() and dist.is_initialized()
+
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
-        is_looking = not self._groups and self._given is not None and dist.is_available() and dist.is_initialized()
-        if not is_looking or self._has_warned:
+        if not self._is_looking() or self._has_warned:
             return
         self._has_warned = True
         if dist.get_world_size() > 1:

@@ -66,7 +66,7 @@ class Forward:
         nodes: the autograd nodes that a gradient of the logits goes on to; None if the logits are a leaf.
         class_dim: the dimension of the classes.
         backward: the backward pass that brought the last gradient, by autograd's number.
-        reach: where the last backward pass that named what it asks for brought gradients to; None before one.
+        reach: where the last backward pass that named less than all parameters brought gradients to; None before one.
         is_split: whether such passes have brought gradients to inputs alone, and to some of the parameters alone.
         outcome: what it has become.
         is_one_of_several: whether the model returned other tensors that may be the logits.

@@ -206,9 +206,7 @@ class Prototypes(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         assert labels is not None
-        if self._tally is None:
-            self._tally = Tally(self._no_rows)
-        tally = self._tally
+        tally = self._tally_of_step()
         values, shows, predicted = pull.lesson
         if labels.rows.ndim == 1:
             if self._has_masks:

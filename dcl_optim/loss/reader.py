@@ -200,11 +200,7 @@ class LossReader:
         """Choose form and class dimension, and read."""
         total = _total(gradient)
         if not 0 < total < math.inf:
-            if total == 0 and gradient[0].numel() == 1:  # a softmax of one logit is 1
-                message = self._unreadable(forward.rows, False, False, False, False)
-                warn_once(self._said, f"a batch gets no penalty: {message}")
-            elif total != 0 and forward.outcome is Outcome.OPEN:
-                self.skip()
+            self._note_empty(forward, gradient, total)
             return None
         known_dim = self._dim_of(gradient)
         dims = range(1, max(gradient.ndim, 2)) if known_dim is None else [known_dim]
@@ -229,6 +225,14 @@ class LossReader:
         if is_softmax and choice.form.smoothing != LOG:
             warn_once(self._said, SOFTMAX_TWICE)
         return self._keep(choice, forward)
+
+    def _note_empty(self, forward: Forward, gradient: Tensor, total: float) -> None:
+        """Note a gradient that is zero or not finite."""
+        if total == 0 and gradient[0].numel() == 1:  # a softmax of one logit is 1
+            message = self._unreadable(forward.rows, False, False, False, False)
+            warn_once(self._said, f"a batch gets no penalty: {message}")
+        elif total != 0 and forward.outcome is Outcome.OPEN:
+            self.skip()
 
     def _smoothed_forms(self, found: Form, says: bool) -> list[Form]:
         """The forms that a gradient may have in the arithmetic of the one that was found, in the order to try them."""
