@@ -181,7 +181,7 @@ MINIMIZES_A_VALUE = (
 class Given(NamedTuple):
     """What the penalty term keeps for its backward pass; the weight is None if it is 0 in all steps.
 
-    The value is without the weight, and not finite if one of the logits is not.
+    The value, which is without the weight then, is not finite if one of the logits is not.
     """
 
     pull: Pull
@@ -436,7 +436,7 @@ class Algorithm:
         alpha = self.alpha(forward.step_number)
         self.uses_term = True
         self.progress.penalty_called(forward)
-        value = pull.value()
+        value = pull.value(1.0 if weight is None else weight)
         if forward.rows.numel():  # 0 times infinity is nan; masked logits are minus infinity
             value = torch.add(value, forward.rows.amax(), alpha=0)
         forward.given = Given(pull, labels, weight, alpha, value)
@@ -693,9 +693,8 @@ class _Term(torch.autograd.Function):
         ctx.pass_of_logits = forward
         ctx.algorithm = algorithm
         ctx.dtype = z.dtype
-        weight = forward.given.weight
-        penalty: Tensor = forward.given.value
-        return torch.zeros_like(penalty) if weight is None else penalty * weight
+        value: Tensor = forward.given.value
+        return torch.zeros_like(value) if forward.given.weight is None else value.detach()
 
     @staticmethod
     def backward(ctx: Any, s: Tensor) -> Any:

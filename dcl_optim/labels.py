@@ -100,8 +100,8 @@ def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) ->
             _check_shares(shares)
         return Labels(shares, len(shares))
     classes = labels.detach().flatten().long()
-    if may_read:
-        _check_classes(classes, shape[1], ignore_index)
+    if may_read and len(classes) and _are_classes(classes, shape[1], ignore_index):
+        return Labels(classes.clone(), len(classes))
     has_label = classes != ignore_index
     classes = classes.where(has_label, constant(shape[1], classes.device))
     return Labels(classes, has_label.sum(dtype=torch.float32))
@@ -118,12 +118,11 @@ def _are_probabilities(logits: Tensor) -> bool:
     return bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4))
 
 
-def _check_classes(classes: Tensor, num_classes: int, ignore_index: int) -> None:
-    if not len(classes):
-        return
+def _are_classes(classes: Tensor, num_classes: int, ignore_index: int) -> bool:
+    """Whether all rows have a label; raise ValueError for one that is neither a class nor to be ignored."""
     least, most = torch.stack(torch.aminmax(classes)).tolist()
     if least >= 0 and most < num_classes:
-        return
+        return not 0 <= ignore_index < num_classes
     is_out = (classes < 0) | (classes >= num_classes)
     wrong = classes[is_out & (classes != ignore_index)]
     if len(wrong):
@@ -131,6 +130,7 @@ def _check_classes(classes: Tensor, num_classes: int, ignore_index: int) -> None
             f"labels has {int(wrong[0])}; labels must lie in 0..{num_classes - 1} or equal ignore_index={ignore_index}"
             ": is there a logit for each class? Hidden states and the K - 1 logits of ordinal losses are none"
         )
+    return False
 
 
 def _check_shares(shares: Tensor) -> None:

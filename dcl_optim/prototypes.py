@@ -152,12 +152,10 @@ class Prototypes(Forecaster):
             weights = self._state.numbers.index_select(0, labels.rows).clamp_(0.0, 1.0)
         else:
             c, weights = self._of_shares(labels.rows)
-        number = labels.number
-        number = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
         z = forward.rows
         if self._has_masks:
             z = torch.threshold(z, MASKED, -math.inf)
-        pull = pull_of(self.distance, z, c, weights / number)
+        pull = pull_of(self.distance, z, c, weights, labels.number)
         predicted = z.argmax(1) if self.num_classes > self._measures_from else None
         if pull.norms is not None and not self._has_masks and labels.rows.ndim == 1:
             return pull._replace(lesson=Lesson(pull.slope, None, predicted))

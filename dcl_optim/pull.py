@@ -17,12 +17,13 @@ Scale = float | Tensor
 
 
 class Pull(NamedTuple):
-    r"""The penalty :math:`\Delta(z, c) = \sum_i w_i\,\delta(z_i, c_i)` of N rows, with its gradient for z.
+    r"""The penalty :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)` of N rows, with its gradient for z.
 
     The gradient of row i is ``slope[i] * factor * weights[i] / lengths[i]``.
 
     Attributes:
-        value: called without arguments, it gives the penalty, a scalar: only logs and the term ask for it.
+        value: called with a factor, or without one for 1, it gives the penalty times that, a scalar: only logs and the
+            term ask for it.
         slope: (N, K), in float32 or wider.
         factor: a number.
         weights: (N,); None for 1.
@@ -31,7 +32,7 @@ class Pull(NamedTuple):
         lesson: what the forecaster learns from, without the labels: it may not read the logits again.
     """
 
-    value: Callable[[], Tensor]
+    value: Callable[..., Tensor]
     slope: Tensor
     factor: float
     weights: Tensor | None = None
@@ -90,24 +91,34 @@ def nothing(logits: Tensor) -> Tensor:
     return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def pull_of(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None = None) -> Pull:
-    r"""The penalty :math:`\sum_i w_i\,\delta(z_i, c_i)` of rows, with c held constant; no graph is used or kept.
+def pull_of(
+    distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None = None, number: Scale | None = None
+) -> Pull:
+    r"""The penalty :math:`\frac1n\sum_i w_i\,\delta(z_i, c_i)` of rows, with c held constant; no graph is used or kept.
 
     Args:
         distance: a function (z, c) of rows that returns one value a row.
         z, c: rows (N, K).
-        weights: :math:`w_i`, (N,); None (default) for 1/N.
+        weights: :math:`w_i`, (N,); None (default) for 1.
+        number: n, of which at least 1 is taken; None (default) for N. One on the device goes with weights.
 
     Examples:
         >>> from dcl_optim.distances import squared
         >>> pull_of(squared, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).value()
         tensor(2.5000)
     """
+    divisor = float(max(len(z), 1))
+    if isinstance(number, Tensor):
+        assert weights is not None
+        divisor = 1.0
+        weights = weights / number.clamp(min=1)
+    elif number is not None:
+        divisor = max(number, 1.0)
     if distance is mse or distance is squared:  # in every step by default, so written out
         slope = difference(z, c)
         norms = torch.linalg.vector_norm(slope, dim=1)
-        return _squared_pull(distance, slope, norms, weights)
-    return _differentiated_pull(distance, z, c, weights)
+        return _squared_pull(distance, slope, norms, weights, divisor)
+    return _differentiated_pull(distance, z, c, weights, divisor)
 
 
 def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, alpha: float) -> Pull:
@@ -119,35 +130,36 @@ def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, al
         pull: what :func:`pull_of` gave for z and c, whose slope is used again.
         alpha: the share of c in the target.
     """
+    number = float(max(len(z), 1))
     if pull.norms is None:
-        return _differentiated_pull(distance, c, companion_target(z, c, alpha), None)
+        return _differentiated_pull(distance, c, companion_target(z, c, alpha), None, number)
     # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
     share = 1.0 - alpha
-    towards = _squared_pull(distance, pull.slope, pull.norms, None, share)
+    towards = _squared_pull(distance, pull.slope, pull.norms, None, number, share)
     return towards._replace(factor=-share * towards.factor)
 
 
-def _squared_pull(distance: Distance, slope: Tensor, norms: Tensor, weights: Tensor | None, share: float = 1.0) -> Pull:
+def _squared_pull(
+    distance: Distance, slope: Tensor, norms: Tensor, weights: Tensor | None, number: float, share: float = 1.0
+) -> Pull:
     """The penalty whose difference is this share of the slope."""
-    number, num_classes = slope.shape
+    num_classes = slope.shape[1]
     radius = math.inf
     if distance is mse and num_classes > 1 and share > 0.0:
         radius = RADIUS * num_classes / share
-    factor = 2.0 / max(num_classes, 1)
-    if weights is None:
-        factor /= max(number, 1)
+    factor = 2.0 / max(num_classes, 1) / number
 
-    def value() -> Tensor:
+    def value(scale: Scale = 1.0) -> Tensor:
         distances = huber(norms, radius)
         total = distances.sum() if weights is None else torch.dot(distances, weights.to(distances))
-        return total * factor
+        return total * (factor * scale)
 
     if radius == math.inf:
         return Pull(value, slope, factor, weights, None, norms)
     return Pull(value, slope, factor * radius, weights, norms.clamp(min=radius), norms)
 
 
-def _differentiated_pull(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None) -> Pull:
+def _differentiated_pull(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None, number: float) -> Pull:
     leaf = wide(z).detach().requires_grad_()
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         values = distance(leaf, wide(c).detach())
@@ -159,12 +171,12 @@ def _differentiated_pull(distance: Distance, z: Tensor, c: Tensor, weights: Tens
             )
         (slope,) = torch.autograd.grad(values.sum(), leaf)
     distances = values.detach()
-    factor = 1.0 if weights is not None else 1.0 / max(len(leaf), 1)
+    factor = 1.0 / number
     slope = slope.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def value() -> Tensor:
+    def value(scale: Scale = 1.0) -> Tensor:
         if weights is None:
-            return distances.sum() * factor
-        return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), weights.to(distances)) * factor
+            return distances.sum() * (factor * scale)
+        return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), weights.to(distances)) * (factor * scale)
 
     return Pull(value, slope, factor, weights)

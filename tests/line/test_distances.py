@@ -98,7 +98,7 @@ def test_the_repr_names_the_function_that_was_given():
 
 def by_rows(distance: Any, z: Tensor, c: Tensor) -> Pull:
     """The sum over rows."""
-    return pull_of(distance, z, c, torch.ones(len(z), dtype=z.dtype))
+    return pull_of(distance, z, c, torch.ones(len(z), dtype=z.dtype), number=1)
 
 
 def gradient_of(found: Pull) -> Tensor:
