@@ -477,10 +477,10 @@ class Algorithm:
         if labels is None:
             scale = torch.hypot(s, constant(LEAST_SCALE, s.device))  # |s|, but never 0
         if forward.rows.numel():
-            value = forward.given.value
+            is_finite = torch.add(forward.given.value, scale, alpha=0) < torch.inf  # 0 times infinity is nan
             if not forward.may_read:
-                labels, scale = _only_if_finite(value, labels, scale, forward.rows.shape[1])
-            elif not bool(torch.add(value, scale, alpha=0) < torch.inf):  # 0 times infinity is nan
+                labels, scale = _only_if(is_finite, labels, scale, forward.rows.shape[1])
+            elif not bool(is_finite):
                 self._miss(forward, is_finite=False)
                 return
         if self.progress.batch_learned(forward):
@@ -674,14 +674,11 @@ class Algorithm:
         return self.__dict__ | without | {"progress": self.progress.without_forwards()}
 
 
-def _only_if_finite(
-    value: Tensor, labels: Labels | None, scale: Tensor, num_classes: int
-) -> tuple[Labels | None, Tensor]:
+def _only_if(is_finite: Tensor, labels: Labels | None, scale: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:
     """Labels and scale of a batch that is finite; else no row has a label, or without labels the scale is 0."""
     if labels is None:
-        return None, torch.add(scale, value, alpha=0).nan_to_num_(0.0, 0.0)
+        return None, scale.where(is_finite, constant(0.0, scale.device))
     none = num_classes if labels.rows.ndim == 1 else 0.0
-    is_finite = torch.add(value, scale, alpha=0) < torch.inf
     return labels._replace(rows=labels.rows.where(is_finite, constant(none, scale.device))), scale
 
 
