@@ -232,4 +232,5 @@ class OptimizerInternals(Optimizer):
 @functools.lru_cache(maxsize=64, typed=True)  # 1 and 1.0 are two tensors
 def constant(value: float, device: torch.device) -> Tensor:
     """A number as a tensor; making it anew in each step would be one kernel more."""
-    return torch.full((), value, device=device)
+    with torch.inference_mode(False):  # an inference tensor could be in no graph later
+        return torch.full((), value, device=device)

@@ -110,10 +110,11 @@ DETACHED = (
     "  Fix: leave the term out, or wrap the base optimizer again"
 )
 CHANGED = (
-    "the weights were changed twice without a step of {name}: the base {base} was stepped, or another method wrote to "
-    "them. Prototypes and companion learn nothing so.\n"
-    "  Fix: if the script changes weights and restores them (FGM, weight noise), pass strict=False; else call step() "
-    "of the wrapper, with SAM step(closure), also in trainers. See docs/get-started.md"
+    "the weights were changed twice without a step of {name}: the base {base} or another optimizer was stepped, or "
+    "another method wrote to them. Prototypes and companion learn nothing so.\n"
+    "  Fix: call step() of the wrapper, with SAM step(closure), also in trainers; to go on with another optimizer call "
+    "detach() first; if the script changes weights and restores them (FGM, weight noise), or a layer writes to its own "
+    "(nn.Embedding(max_norm=)), pass strict=False. See docs/get-started.md"
 )
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
@@ -494,10 +495,12 @@ class Algorithm:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
+    @outside_compiled_graphs
     def end_calls(self) -> None:
         """Called where no call of the model can run in this thread: drop those that an interrupt has ended."""
         self._calls.pop(threading.get_ident(), None)
 
+    @outside_compiled_graphs
     def before_step(self) -> None:
         """Raise unless the gradients are those of Equation 2, or were cleared; then the batches are forgotten."""
         progress = self.progress
@@ -544,6 +547,7 @@ class Algorithm:
             allowed = ""
         return NOT_REGULARIZED.format(self._name, seen, fix, allowed)
 
+    @outside_compiled_graphs
     def is_no_training_step(self) -> bool:
         """Whether this call steps the base alone: it creates a state, or it is the rest of a step that was counted.
 
@@ -599,6 +603,7 @@ class Algorithm:
         if is_line and isinstance(self._base, torch.optim.LBFGS):
             raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, self.reader.term))
 
+    @outside_compiled_graphs
     def end_step(self) -> None:
         """Both networks have stepped."""
         progress = self.progress

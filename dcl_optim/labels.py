@@ -44,14 +44,13 @@ class FirstLook:
 
     def refuse_in_batch(self, labels: Tensor, num_classes: int) -> None:
         """Raise ValueError if the labels of a batch, (N,) or (N, K), are its rows' places, as of in-batch negatives."""
-        self.may_be_in_batch = False
         number = len(labels)
-        if number != num_classes or number < FEWEST_ROWS:
-            return
-        classes = classes_of(labels)
-        is_in_place = classes == torch.arange(number, device=classes.device)
-        if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
-            raise ValueError(IN_BATCH.format(number))
+        if number == num_classes and number >= FEWEST_ROWS:
+            classes = classes_of(labels)
+            is_in_place = classes == torch.arange(number, device=classes.device)
+            if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
+                raise ValueError(IN_BATCH.format(number))
+        self.may_be_in_batch = False
 
     def check_logits(self, logits: Tensor, may_read: bool) -> None:
         """Raise ValueError for probabilities: a sigmoid's, or if all the first rows that the term got sum to 1."""

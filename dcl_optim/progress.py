@@ -72,6 +72,7 @@ class Forward:
         is_one_of_several: whether the model returned other tensors that may be the logits.
         prediction: what the forecaster keeps for the backward pass, which only its ``predict`` writes.
         given: what the penalty term keeps for its backward pass.
+        losses: what the loss reader has seen of the losses whose gradients have come, and has not counted yet.
     """
 
     def __init__(self, logits: Tensor, step_number: int, class_dim: int = 1, copies: bool = True) -> None:
@@ -90,6 +91,7 @@ class Forward:
         self.is_one_of_several = False
         self.prediction: Any = None
         self.given: Any = None
+        self.losses: list[Any] = []
 
     @property
     def logits(self) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcl_optim import _sync
+from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_state
 from dcl_optim.distances import Distance
 from dcl_optim.distributed import DataParallelGroup
@@ -244,6 +245,7 @@ class Prototypes(Forecaster):
         if self.num_classes:
             self._tally_of_step()
 
+    @outside_compiled_graphs
     def learn(self, alpha: float) -> None:
         if self._group.size > 1 and self.num_classes:  # also without a batch: the other ranks wait
             self._reduce(self._tally_of_step())

@@ -66,23 +66,16 @@ SAVED = {
 }
 
 
-class _Seen(NamedTuple):
-    """What is counted of a batch when values may be read.
+class _Loss(NamedTuple):
+    """What is counted of one loss of a forward pass when values may be read.
 
     Attributes:
-        backward: the backward pass, by autograd's number.
         num_live: how many rows have a gradient, or whether any has.
-        fits: whether its loss was read.
+        fits: whether it was read.
     """
 
-    backward: int
     num_live: Tensor | float
     fits: Tensor | float
-
-    @property
-    def is_missed(self) -> bool:
-        """Whether there was a loss to read, and it was not read."""
-        return bool(self.num_live) and not self.fits
 
 
 class _Choice(NamedTuple):
@@ -103,7 +96,7 @@ class LossReader:
     Attributes:
         class_dim: the dimension of the classes, of logits with more than two; None before it is known.
         not_found: why an output of the model showed no logits.
-        num_skipped: batches without a penalty, of those that were counted.
+        num_skipped: forward passes without a penalty, of those that were counted.
     """
 
     def __init__(self, name: str, reads_labels: bool) -> None:
@@ -115,10 +108,10 @@ class LossReader:
         self._name = name
         self._form: Form | None = None  # of the gradients; None before one is known
         self._scale: Scale | None = None  # the last s that was read
-        self._num_silent = 0  # of the last batches with a gradient, one after the other, that were not read
+        self._num_silent = 0  # of the last forward passes with a gradient, one after the other, that were not read
         self._said: set[str] = set()
         self._num_said = 0  # unread batches of which the last warning told
-        self._not_counted: list[_Seen] = []
+        self._not_counted: list[list[_Loss]] = []  # by forward passes
 
     @property
     def scale(self) -> Scale:
@@ -193,8 +186,11 @@ class LossReader:
         return reading if self.reads_labels else reading._replace(scale=reading.scale * reading.fits)
 
     def _note(self, forward: Forward, num_live: Tensor | bool, fits: Tensor | bool) -> None:
-        if forward.outcome is Outcome.OPEN:  # else these logits have their penalty from another loss
-            self._not_counted.append(_Seen(forward.backward, num_live, fits))
+        if forward.outcome is Outcome.LEARNED:  # from another loss
+            return
+        if not forward.losses:
+            self._not_counted.append(forward.losses)
+        forward.losses.append(_Loss(num_live, fits))
 
     def _choose(self, forward: Forward, gradient: Tensor, last_scale: Tensor | None) -> Reading | None:
         """Choose form and class dimension, and read."""
@@ -268,18 +264,17 @@ class LossReader:
         is_long = is_known and forward.step_number > TRUSTED
         if says and not is_known:
             raise RuntimeError(message)
-        if (says or not is_known) and not is_long:  # a model may be certain for good
-            num_silent = self._count_silent(_on_host(self._not_counted))
-            if num_silent + 1 >= PATIENCE:
-                raise RuntimeError(IN_A_ROW.format(PATIENCE) + message if is_known else message)
         self._note(forward, True, False)
+        may_end = (says or not is_known) and not is_long  # a model may be certain for good
+        if may_end and self._count_silent(_on_host(self._not_counted)) >= PATIENCE:
+            raise RuntimeError(IN_A_ROW.format(PATIENCE) + message if is_known else message)
         # Else the batch may say nothing by chance, or these logits have their penalty from another loss.
         if forward.outcome is Outcome.OPEN and (is_known or forward.is_one_of_several):
             self._warn(message, again=is_long)
 
     def _warn(self, message: str, again: bool) -> None:
         """Tell of unread batches, once, and in a long run again each time that their number has doubled."""
-        number = self.num_skipped + sum(one.is_missed for one in self._not_counted)
+        number = self.num_skipped + sum(map(_is_missed, self._not_counted))
         if not self._num_said:
             warn(f"a batch gets no penalty: {message}")
         elif again and number >= 2 * self._num_said:
@@ -317,36 +312,44 @@ class LossReader:
         self.num_skipped += 1
 
     def count(self) -> None:
-        """Count the batches without a penalty of those that were noted. Synchronizes.
+        """Count the forward passes without a penalty of those that were noted. Synchronizes.
 
-        A batch in whose backward pass another loss was read has its penalty from that one.
+        One of whose losses one was read has its penalty from that.
         """
-        seen = _on_host(self._not_counted)
-        read_in = {one.backward for one in seen if one.fits and one.backward != -1}  # -1: compiled autograd
-        self.num_skipped += sum(one.is_missed and one.backward not in read_in for one in seen)
-        self._num_silent = self._count_silent(seen)
+        losses = _on_host(self._not_counted)
+        self.num_skipped += sum(map(_is_missed, losses))
+        self._num_silent = self._count_silent(losses)
+        for counted in self._not_counted:
+            counted.clear()
         self._not_counted = []
 
-    def _count_silent(self, seen: list[_Seen]) -> int:
-        """The number of batches since the last one that was read, with those that are not counted yet."""
+    def _count_silent(self, losses: list[list[_Loss]]) -> int:
+        """The number of forward passes since the last one that was read, with those that are not counted yet."""
         number = self._num_silent
-        for one in seen:
-            if one.fits:
+        for of_pass in losses:
+            if any(one.fits for one in of_pass):
                 number = 0
-            number += one.is_missed
+            number += _is_missed(of_pass)
         return number
 
 
-def _on_host(seen: list[_Seen]) -> list[_Seen]:
+def _is_missed(losses: list[_Loss]) -> bool:
+    """Whether there was a loss to read of a forward pass, and none was read."""
+    return any(bool(one.num_live) for one in losses) and not any(one.fits for one in losses)
+
+
+def _on_host(losses: list[list[_Loss]]) -> list[list[_Loss]]:
     """The same as numbers of the host, which waits for a device once."""
-    num_live = [one.num_live for one in seen if isinstance(one.num_live, Tensor)]
-    fits = [one.fits for one in seen if isinstance(one.fits, Tensor)]
-    if not fits:
-        return seen
-    device = fits[-1].device
-    columns = [torch.stack([value.to(device) for value in column]).float() for column in (num_live, fits)]
+    on_device = [one for of_pass in losses for one in of_pass if isinstance(one.fits, Tensor)]
+    if not on_device:
+        return losses
+    device = torch.as_tensor(on_device[-1].fits).device
+    columns = [
+        torch.stack([torch.as_tensor(value, device=device) for value in column]).float()
+        for column in zip(*on_device, strict=True)
+    ]
     numbers = iter(torch.stack(columns, 1).tolist())
-    return [_Seen(one.backward, *next(numbers)) if isinstance(one.fits, Tensor) else one for one in seen]
+    return [[_Loss(*next(numbers)) if isinstance(one.fits, Tensor) else one for one in of_pass] for of_pass in losses]
 
 
 def _sample(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
