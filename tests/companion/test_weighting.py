@@ -94,7 +94,3 @@ def test_factors_of_different_sizes_do_not_overflow_in_float16(factors):
 
 
 # ---- in 16 bits the companion learns as in float32 -------------------------------------------------------------------
-
-
-def flat(network: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().float().flatten() for parameter in network.parameters()])

@@ -490,25 +490,6 @@ def test_a_loss_that_is_read_counts_beside_one_of_another_forward_pass_that_is_n
 # ---- the number of classes, and their dimension ----------------------------------------------------------------------
 
 
-def test_too_many_classes_are_refused_at_the_first_backward():
-    model = nn.Linear(1, 20_000)
-    optimizer = make("dcp", model)
-    with pytest.raises(ValueError, match=r"(?s)num_classes=20000.*limit 1 GiB.*DCLOptimizer"):
-        F.cross_entropy(model(torch.randn(2, 1)), torch.tensor([0, 1])).backward()
-    assert not optimizer.prototypes.numel()
-
-
-def test_another_number_of_logits_is_an_error():
-    model = mlp()
-    optimizer = make("dcp", model)
-    train(model, optimizer, vectors(2))
-    model[2].weight.data, model[2].bias.data = torch.randn(7, 12).double(), torch.zeros(7).double()
-    x, y = one()
-    loss = F.cross_entropy(model(x), y)
-    with pytest.raises(ValueError, match=r"had 5 logits a row.*build the base optimizer and wrap it again"):
-        loss.backward()
-
-
 class Given(nn.Module):
     """Returns its parameter, of any shape."""
 

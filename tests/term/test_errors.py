@@ -87,19 +87,6 @@ def test_dcl_needs_no_labels_and_says_which_output_is_the_logits() -> None:
         optimizer.penalty(side)
 
 
-@pytest.mark.parametrize(("classes", "options"), [(8, {}), (7, {}), (8, {"num_classes": 8})])
-def test_scores_against_the_batch_have_no_classes(classes: int, options: dict[str, int]) -> None:
-    """CLIP's labels: the place of each row. Fewer than eight rows lie in the order of their labels by chance."""
-    torch.manual_seed(0)
-    optimizer = wrap("dcp", nn.Linear(FEATURES, classes).double(), **options)
-    (x, _), places = next(batches(1, classes)), torch.arange(classes)
-    if classes < 8 or options:
-        assert train(optimizer, [(x, places)]).prototypes.any()
-        return
-    with pytest.raises(ValueError, match=r"(?s)in-batch negatives.*num_classes=8"):
-        optimizer.penalty(optimizer.model(x), places)
-
-
 LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "softmax": (lambda z: z.softmax(1), True),
     "softmax in bfloat16": (lambda z: z.bfloat16().softmax(1), True),
