@@ -9,7 +9,7 @@ One test of each promise where its code runs; a framework has more only where it
 | half precision | Trainer, Accelerate, timm's scaler, DeepSpeed |
 | two processes are one | Lightning, Accelerate, DeepSpeed |
 | schedulers drive both networks | timm, Lightning |
-| the term with weights or mixed labels | timm, DeepLab, Trainer, Lightning |
+| the term with mixed labels | timm |
 | logging | TensorBoard, Weights and Biases, Lightning, Trainer |
 """
 

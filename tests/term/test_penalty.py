@@ -44,6 +44,10 @@ def focal_with_entropy(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
     return (0.1 * (logs.exp() * logs).sum(1) - (1 - own.exp()).square() * own).mean()
 
 
+def class_weights(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, weight=torch.linspace(0.2, 3.0, CLASSES).to(z))
+
+
 def distillation(x: Tensor, z: Tensor, y: Tensor, temperature: float = 3.0) -> Tensor:
     teacher = F.log_softmax(x[:, :CLASSES] / temperature, 1)
     soft = F.kl_div(F.log_softmax(z / temperature, 1), teacher, log_target=True, reduction="batchmean")
@@ -63,7 +67,7 @@ def binary(x: Tensor, z: Tensor, y: Tensor) -> Tensor:
 
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-OF_CLASSES = (cross_entropy, focal_with_entropy, distillation, margins)
+OF_CLASSES = (cross_entropy, class_weights, focal_with_entropy, distillation, margins)
 BY_THE_LINE = [(variant, "line", cross_entropy) for variant in VARIANTS]
 LOSSES = [*product(VARIANTS, ["term"], OF_CLASSES), ("dcl", "term", regression), ("dcl", "term", binary), *BY_THE_LINE]
 
