@@ -159,8 +159,15 @@ def detached(optimizer: Any, z: Tensor, y: Tensor) -> None:
     (F.cross_entropy(z, y) + term_of(optimizer)(z, y).detach()).backward()
 
 
+def cleared_after_it_was_computed(optimizer: Any, z: Tensor, y: Tensor) -> None:
+    """As torch's tutorial clears."""
+    term_of(optimizer)(z, y)
+    optimizer.zero_grad()
+    F.cross_entropy(z, y).backward()
+
+
 @pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("way", [forgotten, detached])
+@pytest.mark.parametrize("way", [forgotten, detached, cleared_after_it_was_computed])
 @EACH
 def test_a_term_in_no_backward_pass_is_an_error_at_the_step(variant: str, way: Any, closure: bool) -> None:
     optimizer, calm = (wrap(variant, mlp()) for _ in range(2))

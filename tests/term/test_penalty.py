@@ -498,22 +498,6 @@ def test_logits_and_soft_labels_may_be_written_over_after_the_call(variant: str)
     assert_same_training(*trained)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_second_backward_pass_has_the_penalty_again_and_nothing_learns_from_it(variant: str) -> None:
-    trained = []
-    for backwards in (2, 1):
-        optimizer = wrap(variant, mlp())
-        for x, y in batches(STEPS):
-            optimizer.zero_grad()
-            z = optimizer.model(x)
-            loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
-            for _ in range(backwards):
-                (2 / backwards * loss).backward(retain_graph=True)
-            optimizer.step()
-        trained.append(optimizer)
-    assert_same_training(*trained)
-
-
 def test_weight_0_gives_no_gradient_to_a_head_that_the_loss_does_not_reach() -> None:
     """A gradient of 0 in place of none would let weight decay and momentum move it."""
 
