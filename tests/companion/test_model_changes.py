@@ -142,6 +142,7 @@ def test_modes_are_mirrored_module_by_module():
     assert not optimizer.companion[1].training
     assert optimizer.companion[1].num_batches_tracked == 0
     model[1].train()
+    optimizer.companion.eval()
     train(model, optimizer, batches(2))
     assert optimizer.companion[1].num_batches_tracked == 2
 

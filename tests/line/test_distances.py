@@ -88,11 +88,6 @@ def test_infonce_by_hand():
     assert distances.infonce(z, c, temperature=0.5)[:2].tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_repr_names_the_function_that_was_given():
-    for distance, name in (("l1", "l1"), (huber, "huber"), (partial(distances.kl, temperature=2.0), "kl")):
-        assert f"distance={name}" in repr(wrap("dcp", mlp(), distance=distance))
-
-
 # ---- rows and gradients ----------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
-from tests.helpers import CLASSES, assert_same, batches, gradients_put_back, mlp
+from tests.helpers import assert_same, batches, gradients_put_back, mlp
 
 NAN, INF = float("nan"), float("inf")
 SAID = "non-finite logits or loss"
@@ -174,29 +174,3 @@ def test_where_it_is_not_found_out_training_goes_on_too(variant, distance, bad):
 
 
 # ---- masks that differ by row ----------------------------------------------------------------------------------------
-
-
-class MaskedByRow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = F.one_hot(x[:, 0].abs().mul(10).long() % 2, CLASSES).bool()
-        return self.net(x).masked_fill(mask, -INF)
-
-
-@pytest.mark.parametrize("distance", ["mse", "l1", "kl"])
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
-def test_logits_masked_differently_in_each_row_are_no_such_batch(variant, distance):
-    model = MaskedByRow()
-    dcl = variant == "dcl"
-    kind = DCLOptimizer if dcl else DCPOptimizer
-    optimizer: Any = kind(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, distance=distance)
-    for x, _ in batches(6):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), 2 + torch.arange(len(x)) % (CLASSES - 2)).backward()
-        optimizer.step()
-    assert 0 < optimizer.logs()["penalty"] < INF
-    tensors = [*model.parameters(), *(optimizer.companion.parameters() if dcl else [optimizer.prototypes])]
-    assert all(bool(tensor.isfinite().all()) for tensor in tensors)
