@@ -220,24 +220,6 @@ def test_the_first_batch_of_many_pixels_is_read():
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 3, rel=1e-3)
 
 
-TERM = {"dcl": r"loss \+ optimizer\.penalty\(logits\);", "dcp": r"loss \+ optimizer\.penalty\(logits, labels\);"}
-ROWS = "the rows have different factors.*focal or symmetric losses.*mixup"
-
-
-@pytest.mark.parametrize(("loss", "seen"), [(squares, "do not sum to 0"), (weighted, ROWS), (mixed, ROWS)])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_loss_without_a_known_form_is_refused_before_anything_is_learned(variant, loss, seen):
-    """Its factor may be that of a gradient scaler or of accumulation, which nothing shows."""
-    model = mlp()
-    optimizer = make(variant, model)
-    x, y = one()
-    with pytest.raises(RuntimeError, match=rf"(?s)cannot read the (labels|factor).*{seen}.*{TERM[variant]}"):
-        loss(model(x), y).backward()
-    assert math.isnan(optimizer.logs()["penalty"])
-    assert not any(parameter.grad is not None for parameter in model.parameters())
-    assert optimizer.logs()["step"] == 0
-
-
 def test_the_first_look_takes_rows_that_have_a_gradient():
     """Where the first million logits are of ignored rows, and where one row of very many is another."""
     model = nn.Linear(2, 8)

@@ -236,11 +236,6 @@ def test_values_tell_which_forward_pass_it_was_also_in_a_step_that_should_not_wa
     assert_equals_the_step_by_hand("dcl", "term", siamese)
 
 
-def test_prototypes_do_not_ask_for_the_models_mode() -> None:
-    optimizer, hand = wrap("dcp", mlp().eval()), by_hand("dcp", mlp())
-    assert_same_training(train(optimizer, batches(STEPS)), train(hand, batches(STEPS)), **CLOSE)
-
-
 # ---- the value, and the gradient at the logits -----------------------------------------------------------------------
 
 
