@@ -401,6 +401,3 @@ def test_a_copy_that_was_made_before_the_models_weights_is_warned_of() -> None:
         model(DATA[0][0])
     optimizer.reset_companion()
     train(model, optimizer, DATA)
-
-
-# ---- trained tensors outside of modules ------------------------------------------------------------------------------

@@ -354,6 +354,3 @@ def test_a_step_on_no_rows_at_all_is_the_plain_optimizers(variant, way):
         theirs.step()
     assert_same(model, plain)
     assert not optimizer.logs()["penalty"] > 0.0
-
-
-# ---- layout ----------------------------------------------------------------------------------------------------------

@@ -78,9 +78,6 @@ def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
     assert_same(*models, rtol=1e-9, atol=1e-12)
 
 
-# ---- calls that no hook sees -----------------------------------------------------------------------------------------
-
-
 # ---- copies and pickles of a wrapped module --------------------------------------------------------------------------
 
 

@@ -171,6 +171,3 @@ def test_where_it_is_not_found_out_training_goes_on_too(variant, distance, bad):
         assert all(bool(parameter.isfinite().all()) for parameter in script.model.parameters())
     assert script.is_finite()
     assert 0 < script.optimizer.logs()["penalty"] < INF
-
-
-# ---- masks that differ by row ----------------------------------------------------------------------------------------

@@ -196,9 +196,6 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
     assert optimizer.logs()["penalty"] > 0
 
 
-# ---- resumption ------------------------------------------------------------------------------------------------------
-
-
 # ---- autocast's cache, and no autocast at all ------------------------------------------------------------------------
 
 

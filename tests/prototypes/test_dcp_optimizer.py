@@ -1,4 +1,4 @@
-"""DCPOptimizer: the documentation of its arguments, the number of classes, the ways of the labels, and the logits."""
+"""DCPOptimizer: the documentation of its arguments, the number of classes, and the ways of the labels."""
 
 from __future__ import annotations
 
@@ -94,6 +94,3 @@ def test_every_way_of_the_labels_is_the_reference(loss_of: Callable[..., Tensor]
     rows = torch.stack([prototypes[k] for k in range(CLASSES)])
     found = model.net.state_dict(), optimizer.prototypes
     assert_same(found, (theirs.state_dict(), rows), rtol=1e-10, atol=1e-12)
-
-
-# ---- the logits ------------------------------------------------------------------------------------------------------
