@@ -256,22 +256,6 @@ def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper: Any, 
 # ---- weights in float16 ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_weights_in_float16_train_as_those_in_float32_do(wrapper: Any) -> None:
-    found = []
-    for dtype in (torch.float32, torch.float16):
-        model = mlp(dtype=torch.float32).to(dtype)
-        optimizer = wrapper(sgd(model, momentum=0.0), model, weight=1.0)
-        train(model, optimizer, batches(10, dtype=dtype))
-        assert optimizer.logs()["penalty"] > 0
-        learned = optimizer.prototypes if wrapper is DCPOptimizer else optimizer.companion[2].weight
-        found.append([*model.float().parameters(), learned.float()])
-    plain = mlp(dtype=torch.float32)
-    train(plain, sgd(plain, momentum=0.0), batches(10, dtype=torch.float32))
-    assert_same(*found, rtol=0.0, atol=5e-3)
-    assert max((a - b).abs().max() for a, b in zip(found[0], plain.parameters(), strict=False)) > 1e-2
-
-
 def test_a_name_may_be_asked_for_before_the_constructor() -> None:
     class Flagged(DCPOptimizer):
         def __init__(self, *arguments: Any) -> None:

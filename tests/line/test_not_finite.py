@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
-from tests.helpers import assert_same, batches, gradients_put_back, mlp
+from tests.helpers import assert_same, batches, mlp
 
 NAN, INF = float("nan"), float("inf")
 SAID = "non-finite logits or loss"
@@ -123,26 +123,6 @@ def test_a_gradient_scaler_that_starts_too_high_comes_down(variant):
     assert not torch.equal(script.model[0].weight, before)
     assert script.optimizer.logs()["loss_scale"] == pytest.approx(scaler.get_scale(), rel=0.05)
     assert script.is_finite()
-
-
-@pytest.mark.filterwarnings(f"ignore:{SAID}")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_other_forwards_of_the_step_are_learned_from(variant):
-    """As if the bad one, from which the base gets a gradient of zero, had not been there."""
-    found = []
-    for meets_it in (True, False):
-        script, data = Script(variant), list(batches(9))
-        script.train(data[:4])
-        script.optimizer.zero_grad()
-        script.backward(*data[4])
-        if meets_it:
-            with gradients_put_back(script.model):
-                nan_in_the_input(script, *data[5])
-        script.backward(*data[6])
-        script.optimizer.step()
-        script.train(data[7:])
-        found.append(script.state())
-    assert_same(*found)
 
 
 # ---- where values may not be read ------------------------------------------------------------------------------------
