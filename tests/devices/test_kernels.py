@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from benchmarks import fake_device, measure
 from benchmarks.fake_device import counted
 from benchmarks.methods import METHODS as ROWS
-from benchmarks.methods import companion_learning
+from benchmarks.methods import companion_learning, companion_prototype
+from dcl_optim import DCPOptimizer
 from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
@@ -29,7 +32,14 @@ METHODS = (
     "DCP, line",
     "DCP, term",
 )
-FRACTION = "DCL, line, companion_fraction"
+# Further steps, of which only the waits are looked at; the defaults have the automatic weight.
+OTHERS: dict[str, Any] = {
+    "DCL, line, companion_fraction": partial(companion_learning, settings={"companion_fraction": 0.5}),
+    "DCL, line, weight 0": partial(companion_learning, settings={"weight": 0.0}),
+}
+OTHERS |= {
+    f"DCP, line, {name}": partial(companion_prototype, settings={"distance": name}) for name in ("l1", "kl", "infonce")
+}
 # The most kernels that a step may take. Those of plain training are torch's, and exact: they say that the counting is
 # right. Lower a figure when a step gets cheaper; python -m benchmarks kernels prints what it takes.
 BUDGETS = {
@@ -45,11 +55,12 @@ BUDGETS = {
 
 def count_steps() -> dict[str, list[int]]:
     """The kernels of the dearest step, and the synchronizations of all these and of the step that may read values."""
-    builds = {name: row.build for name, row in ROWS.items()}
-    builds[FRACTION] = partial(companion_learning, settings={"companion_fraction": 0.5})
+    builds = {name: row.build for name, row in ROWS.items()} | OTHERS
     cases = [(loss, dtype, method) for loss, dtype in BUDGETS for method in METHODS]
+    cases += [("hard labels", "float32", name) for name in OTHERS]
+    cases.append(("mixup", "float32", "DCP, term"))
     found = {}
-    for loss, dtype, method in [*cases, ("hard labels", "float32", FRACTION)]:
+    for loss, dtype, method in cases:
         steps = measure.count(builds[method], measure.LOSSES[loss], measure.DTYPES[dtype], SYNC_STEP + COUNTED)
         last = steps[SYNC_STEP:]
         waits = sum(step.synchronizations for step in last)
@@ -59,6 +70,20 @@ def count_steps() -> dict[str, list[int]]:
             steps[SYNC_STEP - 1].synchronizations,
         ]
     return found
+
+
+def waits_with_many_classes(device: torch.device) -> int:
+    """The synchronizations of the third step, of fewer rows than classes."""
+    model = nn.Linear(8, 600).to(device)
+    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    x, y = torch.randn(16, 8).to(device), torch.arange(16).to(device)
+    for _ in range(3):
+        with counted() as counts:
+            optimizer.zero_grad()
+            z = model(x)
+            (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
+            optimizer.step()
+    return counts.synchronizations.total()
 
 
 def count_operations(device: torch.device) -> dict[str, list[int]]:
@@ -110,6 +135,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {
         "steps": count_steps(),
+        "many classes": waits_with_many_classes(device),
         "operations": count_operations(device),
         "mixed": mixed_operands(device),
     }
@@ -135,6 +161,7 @@ def test_a_step_launches_no_more_kernels_than_its_budget(found: Any, loss: str, 
 
 def test_a_step_does_not_wait_for_the_device_unless_it_may_read_values(found: Any) -> None:
     assert {case: waits for case, (_, waits, _) in found["steps"].items() if waits} == {}
+    assert found["many classes"] == 0
     most = {case: waits for case, (_, _, waits) in found["steps"].items() if waits > (13 if "4 micro" in case else 4)}
     assert most == {}
     assert any(waits for _, _, waits in found["steps"].values())
