@@ -14,15 +14,11 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.adversary.networks import Base, Network, bases, networks
-from tests.helpers import linear_growth, running_average
+from tests.helpers import huber, linear_growth, running_average
 from tests.reference import dcl_step, dcp_step
 
 IGNORED = -100
 Batch = tuple[Tensor, Tensor]
-
-
-def huber(z: Tensor, c: Tensor) -> Tensor:
-    return F.huber_loss(z, c, delta=0.3, reduction="none").mean(1)
 
 
 Distance = Callable[[Tensor, Tensor], Tensor]  # one value a row

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.distances import DISTANCES, companion_target
 from dcl_optim.pull import Pull, pull_of, pull_towards_target
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, huber, mlp, one, sgd, train
 from tests.reference import VARIANTS, learned, term_of, wrap
 
 INF, NAN = float("inf"), float("nan")
@@ -31,10 +31,6 @@ def random_rows(rows: int = 5, classes: int = 7) -> tuple[Tensor, Tensor]:
     z, c = torch.randn(2, rows, classes, generator=generator, dtype=torch.float64)
     z[0] *= 40
     return z, c
-
-
-def huber(z: Tensor, c: Tensor) -> Tensor:
-    return F.smooth_l1_loss(z, c, reduction="none").mean(1)
 
 
 FUNCTIONS = DISTANCES | {huber: huber}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import CLASSES, MODELS, assert_same, batches, cells
+from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, huber
 from tests.reference import dcl_step, dcp_step
 
 STEPS = 100
@@ -19,10 +19,6 @@ BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4),
     "adamw": partial(torch.optim.AdamW, lr=3e-3, weight_decay=1e-2),
 }
-
-
-def huber(z, c):
-    return F.huber_loss(z, c, delta=0.3, reduction="none").mean(1)
 
 
 DISTANCES = distances.DISTANCES | {

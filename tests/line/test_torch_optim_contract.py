@@ -7,11 +7,9 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import backward, batches, mlp, one, sgd, train, wrap
+from tests.helpers import backward, batches, huber, mlp, one, sgd, train, wrap
 
 
 def test_is_an_optimizer_and_shares_the_bases_objects():
@@ -47,10 +45,6 @@ def test_step_and_state_hooks_fire_once_and_may_replace_the_state():
     assert state["note"] == "kept"
     optimizer.load_state_dict(state_dict=state)
     assert calls == ["pre", "post", "save", "loaded"]
-
-
-def huber(z: Tensor, c: Tensor) -> Tensor:
-    return F.smooth_l1_loss(z, c, reduction="none").mean(1)
 
 
 def test_repr_shows_what_was_chosen_and_the_base():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer, distances
-from tests.helpers import assert_same, on_two_ranks, through_a_file
+from tests.helpers import Logits, assert_same, on_two_ranks, through_a_file
 from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
@@ -120,17 +120,6 @@ def test_training_equals_the_reference(case: Case) -> None:
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
-
-
-class Logits(nn.Module):
-    """Gives its input as logits, plus a parameter that stays 0 with a learning rate of 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.zero
 
 
 def of_two_classes(**options: Any) -> DCPOptimizer:

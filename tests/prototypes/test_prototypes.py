@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCPOptimizer, _sync, distances
 from dcl_optim.labels import labels_of
-from tests.helpers import assert_same, train
+from tests.helpers import Logits, assert_same, huber, train
 from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
@@ -52,17 +52,6 @@ def one_hot(y: Tensor, classes: int = CLASSES) -> Tensor:
     return F.one_hot(y, classes).double()
 
 
-class Logits(nn.Module):
-    """Gives its input as logits, plus a parameter that stays 0 with a learning rate of 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.zero
-
-
 def step_on(optimizer: DCPOptimizer, z: Tensor, labels: Tensor) -> None:
     """One step of :class:`Logits` by the term alone."""
     optimizer.zero_grad()
@@ -77,10 +66,6 @@ def know(optimizer: DCPOptimizer, values: Tensor, seen: Tensor) -> None:
 
 
 # ---- penalty and update ----------------------------------------------------------------------------------------------
-
-
-def huber(z: Tensor, c: Tensor) -> Tensor:
-    return F.smooth_l1_loss(z, c, reduction="none").mean(1)
 
 
 FUNCTIONS = distances.DISTANCES | {huber: huber}
