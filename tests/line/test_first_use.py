@@ -49,11 +49,7 @@ def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrap
     assert optimizer.logs()["step"] == 0
 
 
-# ---- batches that are skipped ----------------------------------------------------------------------------------------
-
-
-def summed(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, y, reduction="sum")
+# ---- batches that are not finite -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,11 +162,6 @@ def test_one_logit_under_a_softmax_is_said_once(wrapper: Any) -> None:
     assert is_short(str(caught[0].message))
 
 
-def test_a_batch_of_several_logits_without_a_gradient_says_nothing() -> None:
-    model = mlp()
-    train(model, DCPOptimizer(sgd(model), model), [(x, torch.full_like(y, -100)) for x, y in batches(30)], summed)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(name: str) -> None:
     loss, layers, seen = LOSSES[name]
@@ -253,7 +244,7 @@ def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper: Any, 
     assert len(str(caught.value).splitlines()) == 3
 
 
-# ---- weights in float16 ----------------------------------------------------------------------------------------------
+# ---- the constructor -------------------------------------------------------------------------------------------------
 
 
 def test_a_name_may_be_asked_for_before_the_constructor() -> None:

@@ -11,31 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
+from dcl_optim import _sync
 from tests.helpers import assert_same, batches, mlp
+from tests.reference import VARIANTS, learned, wrap
 
 NAN, INF = float("nan"), float("inf")
 SAID = "non-finite logits or loss"
-VARIANTS = ["dcl", "dcp"]
 
 
 class Script:
     """A training script, which may meet a bad batch."""
 
     def __init__(self, variant: str, dtype: torch.dtype = torch.float64, **options: Any) -> None:
-        self.variant, self.dtype, self.model, self.autocast = variant, dtype, mlp(dtype=dtype), False
+        self.model = mlp(dtype=dtype)
         base = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        options = {"weight": 0.7, "alpha": 0.4} | options
-        self.optimizer: Any
-        if variant == "dcl":
-            self.optimizer = DCLOptimizer(base, self.model, **options)
-        else:
-            self.optimizer = DCPOptimizer(base, self.model, **options)
+        self.optimizer = wrap(variant, self.model, base, **{"distance": "mse"} | options)
 
     def backward(self, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
-        with torch.autocast("cpu", torch.float16, enabled=self.autocast):
-            loss = factor * F.cross_entropy(self.model(x.to(self.dtype)), y)
-        loss.backward()
+        (factor * F.cross_entropy(self.model(x), y)).backward()
 
     def train(self, data: Any) -> None:
         for x, y in data:
@@ -52,15 +45,13 @@ class Script:
             parameter.grad.zero_()
         self.optimizer.step()
 
-    def forecasts(self) -> list[Tensor]:
-        found = self.optimizer.companion.parameters() if self.variant == "dcl" else [self.optimizer.prototypes]
-        return [tensor.detach().clone() for tensor in found]
-
     def state(self) -> Any:
         return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
 
     def is_finite(self) -> bool:
-        return all(bool(tensor.isfinite().all()) for tensor in [*self.model.parameters(), *self.forecasts()])
+        return all(
+            bool(tensor.isfinite().all()) for tensor in [*self.model.parameters(), *learned(self.optimizer).values()]
+        )
 
 
 def nan_in_the_input(script: Script, x: Tensor, y: Tensor) -> None:
@@ -97,10 +88,10 @@ def test_a_bad_batch_that_is_skipped_leaves_no_trace(variant, bad, start):
 def test_a_bad_batch_that_is_stepped_on_is_not_learned_from_and_said_once(variant, bad, start):
     script, data = Script(variant), list(batches(start + 4))
     script.train(data[:start])
-    before = script.forecasts()
+    before = copy.deepcopy(learned(script.optimizer))
     with pytest.warns(UserWarning, match=SAID):
         script.step_with_zeros(bad, *data[start])
-    assert_same(script.forecasts(), before)
+    assert_same(learned(script.optimizer), before)
     script.train(data[start + 1 : start + 3])
     assert script.is_finite()
     assert 0 < script.optimizer.logs()["penalty"] < INF

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, huber
-from tests.reference import dcl_step, dcp_step
+from tests.reference import dcl_step, dcp_step, term_of
 
 STEPS = 100
 BASES = {
@@ -30,13 +30,12 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
 
 def run(model, optimizer, loop):
+    term = term_of(optimizer, loop.partition(",")[0])
     for x, y in batches(STEPS):
 
         def closure(x=x, y=y):
             z = model(x)
-            loss = F.cross_entropy(z, y)
-            if "term" in loop:
-                loss = loss + (optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else optimizer.penalty(z, y))
+            loss = F.cross_entropy(z, y) + term(z, y)
             optimizer.zero_grad()
             loss.backward()
             return loss
