@@ -89,11 +89,6 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
 
 
-def term(optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
-    """The penalty as a term of the loss."""
-    return optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else optimizer.penalty(z, y)
-
-
 def wrapped(case: Case, variant: str, **more: Any) -> tuple[nn.Module, Any]:
     """The case's model, and the optimizer around its base."""
     model = case.model()
