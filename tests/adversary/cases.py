@@ -14,15 +14,11 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.adversary.networks import Base, Network, bases, networks
-from tests.helpers import linear_growth, running_average
+from tests.helpers import huber, linear_growth, running_average
 from tests.reference import dcl_step, dcp_step
 
 IGNORED = -100
 Batch = tuple[Tensor, Tensor]
-
-
-def huber(z: Tensor, c: Tensor) -> Tensor:
-    return F.huber_loss(z, c, delta=0.3, reduction="none").mean(1)
 
 
 Distance = Callable[[Tensor, Tensor], Tensor]  # one value a row
@@ -91,11 +87,6 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Multiply the learning rates that an optimizer began with."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
-
-
-def term(optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
-    """The penalty as a term of the loss."""
-    return optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else optimizer.penalty(z, y)
 
 
 def wrapped(case: Case, variant: str, **more: Any) -> tuple[nn.Module, Any]:

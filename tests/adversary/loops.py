@@ -12,8 +12,9 @@ from hypothesis import seed as of_seed
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.adversary.cases import Case, Literal, cases, learned, set_rates, term, wrapped
+from tests.adversary.cases import Case, Literal, cases, learned, set_rates, wrapped
 from tests.helpers import linear_growth, running_average, through_a_file
+from tests.reference import term_of
 
 CLEARS = ("optimizer", "optimizer, in place", "model", "base", "model, in place", "base, in place")
 TELLING = CLEARS[:4]  # that a step was skipped: in place, only the wrapper knows (docs/supported.md, limit 2)
@@ -112,7 +113,7 @@ class Script:
         z = self.model(x)
         loss = self.case.loss(z, y)
         if event.term:
-            loss = loss + self.case.factor * term(self.optimizer, z, y)
+            loss = loss + self.case.factor * term_of(self.optimizer)(z, y)
         loss = loss * (torch.inf if event.kind == "not finite" else share)
         return self.grad_scaler.scale(loss) if event.kind.startswith(("scaler", "not finite")) else loss
 
@@ -141,7 +142,7 @@ class Script:
         self.model.eval()
         with torch.set_grad_enabled(gradients):
             z = self.model(x)
-            assert gradients or not event.term or term(self.optimizer, z, y) == 0
+            assert gradients or not event.term or term_of(self.optimizer)(z, y) == 0
         self.model.train()
 
     def resume(self, event: Event, x: Tensor, y: Tensor) -> None:

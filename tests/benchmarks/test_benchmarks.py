@@ -14,7 +14,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import measure, table
 from benchmarks.methods import METHODS
-from benchmarks.workloads import ON_CPU, Setting
+from benchmarks.workloads import Setting
 from tests.devices.on_device import needs_device
 
 ROOT = Path(__file__).parents[2]
@@ -109,20 +109,6 @@ def test_wrong_arguments_are_argparse_errors(arguments: str, capsys: pytest.Capt
         command.main(arguments.split())
     assert raised.value.code == 2
     assert "error: " in capsys.readouterr().err
-
-
-def test_the_defaults_are_measured_by_the_line_and_by_the_term() -> None:
-    ways = ["by hand", "line", "line, paper", "term", "term, paper"]
-    assert list(METHODS) == ["plain", *(f"{method}, {way}" for method in ("DCP", "DCL") for way in ways)]
-    assert (
-        command.parse([]).models
-        == list(ON_CPU)
-        == ["mlp-small", "mlp", "cnn", "resnet18", "shufflenet", "vit", "pixels", "tokens"]
-    )
-
-
-def test_plain_training_is_always_a_row_and_the_rows_keep_their_order() -> None:
-    assert command.parse(["--methods", "DCL, term", "DCP, line"]).methods == ["plain", "DCP, line", "DCL, term"]
 
 
 def test_without_memory_no_process_is_started_and_the_table_has_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:

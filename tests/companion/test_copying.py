@@ -406,24 +406,6 @@ def test_a_copy_that_was_made_before_the_models_weights_is_warned_of() -> None:
 # ---- trained tensors outside of modules ------------------------------------------------------------------------------
 
 
-class WithTensorsInAList(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, FEATURES).double()
-        self.last = [torch.randn(FEATURES, CLASSES, dtype=torch.float64, requires_grad=True)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.first(x)) @ self.last[0]
-
-
-def test_trained_tensors_in_a_list_of_the_model_are_refused_since_the_copys_would_stand_still() -> None:
-    torch.manual_seed(0)
-    model = WithTensorsInAList()
-    optimizer = DCLOptimizer(torch.optim.SGD([*model.parameters(), *model.last], lr=0.1), model)
-    with pytest.raises(RuntimeError, match=r"would train a tensor of shape \(6, 5\), which is not its own"):
-        train(model, optimizer, batches(1))
-
-
 def test_a_trained_tensor_outside_of_the_model_that_the_companion_would_train_too_is_refused() -> None:
     shared = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True)
 

@@ -116,19 +116,3 @@ def test_resuming_keeps_the_count_of_steps_and_the_draws():
         assert_same(network, model)
         assert_same(trained_by.companion, optimizer.companion)
         assert_same(trained_by.state_dict(), optimizer.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"companion_every": 0}, ValueError, r"companion_every=0 must be at least 1"),
-        ({"companion_every": 1.5}, TypeError, r"companion_every=1.5 must be an integer, got float"),
-        ({"companion_every": True}, TypeError, r"companion_every=True must be an integer"),
-        ({"companion_fraction": 0}, ValueError, r"companion_fraction=0 must be a positive"),
-        ({"companion_fraction": 1.01}, ValueError, r"companion_fraction=1.01 must be in \(0, 1\]"),
-        ({"companion_fraction": "half"}, TypeError, r"companion_fraction='half' must be a number"),
-    ],
-)
-def test_bad_values(options, error, message):
-    with pytest.raises(error, match=message):
-        wrap(mlp(), **options)

@@ -61,15 +61,6 @@ def test_companion_optimizer_of_its_own():
     assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
 
 
-def test_a_companion_optimizer_that_is_none_is_refused():
-    model = mlp()
-    for given in (sgd(mlp()), "SGD"):
-        with pytest.raises(TypeError, match="companion_optimizer must be a callable that builds one from parameters"):
-            wrap(model, companion_optimizer=given)
-    with pytest.raises(TypeError, match="companion_optimizer must build an optimizer, but returned"):
-        assert wrap(model, companion_optimizer=list).companion
-
-
 class Muon(torch.optim.Optimizer):
     """Takes groups of exactly its keys, as implementations of Muon do."""
 
@@ -212,7 +203,6 @@ def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares
     before = copy.deepcopy(base.state_dict())
     optimizer = DCLOptimizer(base, model, weight=1.0)
     assert not optimizer.companion_optimizer.state
-    assert_same(base.state_dict(), before)
     assert_same(base.state_dict(), before)
     train(model, optimizer, batches(2))
     for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):

@@ -91,10 +91,3 @@ def test_factors_of_different_sizes_do_not_overflow_in_float16(factors):
         moved.append((companion.weight - before).float())
     assert moved[1].abs().min() > 0
     assert_same(*moved, rtol=0.05, atol=2e-3)
-
-
-# ---- in 16 bits the companion learns as in float32 -------------------------------------------------------------------
-
-
-def flat(network: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().float().flatten() for parameter in network.parameters()])

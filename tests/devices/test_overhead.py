@@ -31,7 +31,6 @@ from tests.helpers import (
     one,
     sgd,
     two_processes,
-    unreadable_device,
 )
 
 
@@ -184,55 +183,9 @@ def test_the_count_sees_a_loop_over_parameters():
 
 
 class Small(nn.Sequential):
-    def __init__(self, dtype: torch.dtype = torch.float32, classes: int = CLASSES) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(nn.Linear(FEATURES, 12, dtype=dtype), nn.BatchNorm1d(12, dtype=dtype), nn.ReLU())
-        self.append(nn.Linear(12, classes, dtype=dtype))
-
-
-def settled(optimizer: Any) -> Any:
-    """The form of the loss is chosen by values, which is not for every step."""
-    state = optimizer.state_dict()
-    state[f"dcl_optim.{type(optimizer).__name__}"]["loss"]["smoothing"] = 0.0
-    optimizer.load_state_dict(state)
-    return optimizer
-
-
-def softly(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    by_term(optimizer, x, torch.eye(CLASSES)[y])
-
-
-UNREADABLE: dict[str, tuple[Callable[[], Any], Step]] = {
-    "DCL": (lambda: settled(dcl(Small())), plain),
-    "DCL, accumulation": (lambda: settled(dcl(Small())), accumulated),
-    "DCL, weight 0": (lambda: settled(dcl(Small(), weight=0.0)), plain),
-    "DCL, term": (lambda: dcl(Small()), by_term),
-    "DCP": (lambda: settled(dcp(Small())), plain),
-    "DCP, bfloat16": (lambda: settled(dcp(Small(torch.bfloat16))), plain),
-    "DCP, accumulation": (lambda: settled(dcp(Small())), accumulated),
-    "DCP, automatic weight": (lambda: settled(dcp(Small(), weight="auto")), plain),
-    "DCP, many classes": (lambda: settled(dcp(Small(classes=600), num_classes=600)), plain),
-    "DCP, term": (lambda: dcp(Small()), by_term),
-    "DCP, term, soft labels": (lambda: dcp(Small()), softly),
-}
-for name in ("l1", "kl", "infonce"):
-    UNREADABLE[f"DCP, {name}"] = (lambda name=name: settled(dcp(Small(), distance=name)), plain)
-
-
-@pytest.mark.parametrize("scenario", UNREADABLE)
-def test_a_step_asks_the_device_for_nothing(scenario):
-    make, step = UNREADABLE[scenario]
-    with unreadable_device():
-        optimizer, batch = make(), (torch.randn(16, FEATURES), torch.randint(CLASSES, (16,)))
-        for _ in range(3):
-            step(optimizer, *batch)
-        with pytest.raises(RuntimeError, match="meta"):
-            optimizer.logs()  # the figures are there, and wait for whoever looks
-
-
-@pytest.mark.parametrize("reading", [lambda t: t.item(), lambda t: t[t > 0], lambda t: t.cpu(), lambda t: bool(t > 0)])
-def test_a_look_at_the_unreadable_device_is_an_error(reading):
-    with unreadable_device(), pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
-        reading(torch.ones(()))
+        self.append(nn.Linear(12, CLASSES, dtype=dtype))
 
 
 @pytest.mark.gpu

@@ -1,15 +1,16 @@
 """What the tests of all frameworks share.
 
-One test of each promise where its code runs; a framework has more only where it does something of its own.
+One test of each promise where its code runs; a framework has more only where it does something of its own. PEFT's
+resumption is in tests/examples.
 
 | promise | tested with |
 |---|---|
 | the loop by hand | Lightning, Trainer, Accelerate, timm, torchvision, skorch, ignite, fastai, DeepSpeed |
-| a resumed run is the uninterrupted one | Lightning, Trainer, Accelerate, timm, PEFT, Schedule-Free, DeepSpeed |
+| a resumed run is the uninterrupted one | Lightning, Trainer, Accelerate, timm, Schedule-Free, DeepSpeed |
 | half precision | Trainer, Accelerate, timm's scaler, DeepSpeed |
 | two processes are one | Lightning, Accelerate, DeepSpeed |
 | schedulers drive both networks | timm, Lightning |
-| the term with weights or mixed labels | timm, DeepLab, Trainer, Lightning |
+| the term with mixed labels | timm |
 | logging | TensorBoard, Weights and Biases, Lightning, Trainer |
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -81,25 +80,3 @@ def test_where_training_step_calls_self_both_self_and_its_network_can_be_wrapped
     if wrapped == "self":
         assert companion._trainer is None
         assert module.trainer is not None
-
-
-class CallsAnother(CallsItself):
-    """Wraps one object and calls another."""
-
-    def __init__(self, wrapped, called):
-        super().__init__(wrapped, network())
-        self.other = network()
-        self.call = {"other": self.other, "net": self.net, "net.forward": self.net.forward}[called]
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return self.criterion(self.call(x), y)
-
-
-@pytest.mark.parametrize(("wrapped", "called"), [("net", "other"), ("self", "net"), ("net", "net.forward")])
-def test_wrapping_an_object_that_training_step_does_not_call_is_an_error_at_the_first_step(wrapped, called):
-    module = CallsAnother(wrapped, called)
-    before = copy.deepcopy([*module.parameters()])
-    with pytest.raises(RuntimeError, match=r"no backward through a training forward of the wrapped\s+model"):
-        fit(module)
-    assert_same([*module.parameters()], before)

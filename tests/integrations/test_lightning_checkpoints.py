@@ -88,9 +88,6 @@ def test_a_wrapped_run_resumes_from_the_checkpoint_of_a_plain_one(method, tmp_pa
     assert_same(trainer.optimizers[0].state_dict(), optimizer.state_dict())
 
 
-# ---- copies and further fits ----------------------------------------------------------------------------------------
-
-
 # ---- averaged weights -----------------------------------------------------------------------------------------------
 
 

@@ -1,17 +1,13 @@
-"""Lightning's manual optimization: ``self.optimizers()``, ``manual_backward``, ``toggle_model``, several optimizers."""
+"""Lightning's manual optimization: ``self.optimizers()`` and ``manual_backward``."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import FEATURES, assert_same
-from tests.integrations import METHODS, differ, wrap
+from tests.helpers import assert_same
+from tests.integrations import METHODS, wrap
 from tests.integrations.lightning_modules import QUIET, Classifier, by_hand, fit, loader, network
 
 pytestmark = QUIET
@@ -95,74 +91,3 @@ def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnin
             theirs.step()
     assert_same(module.net, net)
     assert_same(ours.companion, theirs.companion)
-
-
-# ---- two networks, two wrapped optimizers ----------------------------------------------------------------------------
-
-
-def generator() -> nn.Module:
-    torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, FEATURES)).double()
-
-
-def discriminator() -> nn.Module:
-    torch.manual_seed(12)
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
-
-
-def wrapped_pair(*networks: nn.Module) -> list[Any]:
-    return [DCLOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net, weight=1.0) for net in networks]
-
-
-criterion = nn.BCEWithLogitsLoss()
-
-
-def generators_loss(g: nn.Module, d: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    made = g(x[:, :3])
-    return criterion(d(made), x.new_ones(len(x), 1)) + optimizer.penalty(made)
-
-
-def discriminators_loss(g: nn.Module, d: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
-    made = g(x[:, :3]).detach()
-    real, false = d(x), d(made)
-    loss = criterion(real, x.new_ones(len(x), 1)) + criterion(false, x.new_zeros(len(x), 1))
-    return loss + optimizer.penalty(real) + optimizer.penalty(false)
-
-
-class Adversaries(pl.LightningModule):
-    automatic_optimization = False
-
-    def __init__(self):
-        super().__init__()
-        self.generator, self.discriminator = generator(), discriminator()
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        for optimizer, loss_of in zip(self.optimizers(), (generators_loss, discriminators_loss), strict=True):
-            with optimizer.toggle_model():
-                loss = loss_of(self.generator, self.discriminator, optimizer, x)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-
-    def configure_optimizers(self):
-        return wrapped_pair(self.generator, self.discriminator)
-
-
-def test_two_wrapped_optimizers_with_toggle_model_are_the_hand_written_game():
-    module, g, d = Adversaries(), generator(), discriminator()
-    fit(module)
-    first, second = wrapped_pair(g, d)
-    torch.manual_seed(3)
-    for x, _ in [*loader()] * 2:  # each network is frozen in the other's turn
-        for optimizer, loss_of, frozen in ((first, generators_loss, d), (second, discriminators_loss, g)):
-            frozen.requires_grad_(False)
-            optimizer.zero_grad()
-            loss_of(g, d, optimizer, x).backward()
-            optimizer.step()
-            frozen.requires_grad_(True)
-    assert_same(module.generator, g)
-    assert_same(module.discriminator, d)
-    for ours, theirs in zip(module.trainer.optimizers, (first, second), strict=True):
-        assert_same(ours.state_dict(), theirs.state_dict())
-        assert differ(ours.companion, ours.model)

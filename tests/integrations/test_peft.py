@@ -24,7 +24,7 @@ from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same
 from tests.integrations.huggingface import sentences, text_classifier
-from tests.integrations.trainer_by_hand import QUIET, sgd, train, wrapped
+from tests.integrations.trainer_by_hand import QUIET, sgd
 from tests.reference import dcl_step
 
 pytestmark = pytest.mark.filterwarnings(*QUIET)
@@ -100,23 +100,6 @@ def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
     torch.manual_seed(7)
     fit(plain, sgd(plain), data())
     assert max((a - b).abs().max() for a, b in zip(plain.parameters(), net.parameters(), strict=True)) > 1e-5
-
-
-def test_lora_resumes_from_trainers_checkpoint_with_a_companion_of_the_adapters(tmp_path):
-    """The checkpoint has the adapters alone, and so has our part of it."""
-    settings = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "linear"}
-    runs = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
-        model = adapted("LoRA with dropout")
-        optimizer = wrapped("dcl", model)
-        train(tmp_path, model, optimizer, sentences(), resume=checkpoint, **settings)
-        runs.append((model, optimizer))
-    (model, optimizer), (again, second) = runs
-    assert optimizer.logs()["step"] == second.logs()["step"] == 12
-    assert_same(again, model)
-    assert_same(second.state_dict(), optimizer.state_dict())
-    file = tmp_path / "checkpoint-4" / "optimizer.pt"
-    assert file.stat().st_size < 4 * sum(p.numel() for p in model.parameters()), "less than one copy of the model"
 
 
 def test_after_a_change_of_adapters_the_model_is_wrapped_again():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, through_a_file, train
-from tests.reference import dcl_step, dcp_step, step_once_there_is_a_gradient
+from tests.reference import assert_same_training, by_hand, dcl_step, dcp_step, train_by_closures, wrap
 
 WEIGHT = 0.4
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -108,48 +109,21 @@ def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper: Any) -> N
 
 
 CLOSURES = {
-    "sgd": (schedulefree.SGDScheduleFreeClosure, schedulefree.SGDScheduleFree, 0.3),
-    "adamw": (schedulefree.AdamWScheduleFreeClosure, schedulefree.AdamWScheduleFree, 0.02),
-    "radam": (schedulefree.RAdamScheduleFreeClosure, schedulefree.RAdamScheduleFree, 0.02),
+    "sgd": (schedulefree.SGDScheduleFreeClosure, 0.3),
+    "adamw": (schedulefree.AdamWScheduleFreeClosure, 0.02),
+    "radam": (schedulefree.RAdamScheduleFreeClosure, 0.02),
 }
 
 
 @pytest.mark.parametrize("name", CLOSURES)
 def test_a_variant_that_steps_with_a_closure_only_regularizes_the_gradient_at_y_by_the_mend(name: str) -> None:
-    with_closure, without, lr = CLOSURES[name]
-
-    def companions(weights: Any) -> Any:
-        second = without(weights, lr=lr)
-        second.train()
-        return second
-
+    kind, lr = CLOSURES[name]
     hand, model = mlp(), mlp()
     with pytest.raises(ValueError, match=r"steps with a closure only.*pass\s+companion_optimizer="):
-        DCLOptimizer(with_closure(model.parameters()), model, weight=1.0)
-    companion = copy.deepcopy(hand)
-    base, second = with_closure(hand.parameters(), lr=lr), companions(companion.parameters())
-    wrapped = with_closure(model.parameters(), lr=lr)
-    optimizer = DCLOptimizer(wrapped, model, weight=WEIGHT, alpha=0.6, companion_optimizer=companions)
-    for x, y in batches(6):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            base.zero_grad()
-            second.zero_grad()
-            z, c = hand(x), companion(x)
-            loss = F.cross_entropy(z, y)
-            (loss + WEIGHT * mse(z, c.detach()).mean()).backward()
-            mse(c, c.detach() + 0.4 * (z - c).detach()).mean().backward()
-            return loss
-
-        base.step(closure)
-        step_once_there_is_a_gradient(second)
-
-        def wrapped_closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(wrapped_closure)
-    assert_same(hand, model, atol=1e-8)
-    assert_same(companion, optimizer.companion, atol=1e-8)
+        DCLOptimizer(kind(model.parameters()), model, weight=1.0)
+    second = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = wrap("dcl", model, kind(model.parameters(), lr=lr), companion_optimizer=second)
+    written_out = by_hand("dcl", hand, kind(hand.parameters(), lr=lr))
+    for each in (optimizer, written_out):
+        train_by_closures(each, batches(6), F.multi_margin_loss)
+    assert_same_training(optimizer, written_out, atol=1e-8)

@@ -113,8 +113,6 @@ def kin(name: str, model: Network) -> Any:
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         rho_scheduler = rho(StepLR(sgd, 100), max_lr=0.1, min_lr=0.0, max_value=0.1, min_value=0.01)
         return pytorch_optimizer.GSAM(model.parameters(), sgd, model, rho_scheduler)
-    if name == "BSAM":
-        return pytorch_optimizer.BSAM(model.parameters(), num_data=80, lr=0.1)
     return getattr(pytorch_optimizer, name)(model.parameters(), torch.optim.SGD, rho=0.1, lr=0.1)
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import timm.data
@@ -25,7 +26,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, cells
 from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
-from tests.reference import companions_target, dcl_step, end, step_once_there_is_a_gradient
+from tests.reference import CLOSE, EACH, assert_same_training, by_hand, dcl_step, end, term_of, wrap
 
 WEIGHT = 0.3
 
@@ -146,38 +147,35 @@ def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing: float,
     assert trained[0].forecaster.seen.all()
 
 
+def train_with_mixup(model: nn.Module, optimizer: Any, term: Any) -> None:
+    """Accumulates two batches, and clips values."""
+    mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=CLASSES)
+    criterion = timm.loss.SoftTargetCrossEntropy()
+    np.random.seed(2)  # noqa: NPY002 - timm draws from the global state
+    for number, (x, y) in enumerate(images(8, size=6)):
+        x, labels = mixup(x, y)
+        labels = labels.double()
+        z = model(x)
+        ((criterion(z, labels) + term(z, labels)) / 2).backward()
+        if number % 2 == 1:
+            timm.utils.dispatch_clip_grad(model.parameters(), value=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@EACH
+def test_the_loop_with_mixup_trains_by_the_term_as_with_the_penalty_by_hand(variant: str) -> None:
+    trained = []
+    for make in (wrap, by_hand):
+        model = create()
+        optimizer = make(variant, model)
+        torch.manual_seed(3)
+        train_with_mixup(model, optimizer, term_of(optimizer))
+        trained.append(optimizer)
+    assert_same_training(*trained, **CLOSE)
+
+
 # ---- what runs beside the optimizer ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("mode", "clip"), [("norm", 0.5), ("value", 0.01), ("agc", 0.05)])
-def test_timms_scaler_and_clipping_act_on_loss_and_penalty_together(mode: str, clip: float) -> None:
-    by_hand, model = create(), create()
-    companion, scaler = copy.deepcopy(by_hand), timm.utils.NativeScaler("cpu")
-    base, second, optimizer = (
-        adamw(by_hand),
-        adamw(companion),
-        DCLOptimizer(adamw(model), model, weight=2.0, alpha=0.6),
-    )
-    for x, y in images(3):
-        z, c = (seeded(network, x) for network in (by_hand, companion))
-        base.zero_grad()
-        (F.cross_entropy(z, y) + 2.0 * mse(z, c.detach()).mean()).backward()
-        timm.utils.dispatch_clip_grad(by_hand.parameters(), clip, mode=mode)
-        base.step()
-        second.zero_grad()
-        mse(c, companions_target(z, c, 0.6)).mean().backward()
-        step_once_there_is_a_gradient(second)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(seeded(model, x), y)
-        scaler(loss, optimizer, clip_grad=clip, clip_mode=mode, parameters=model.parameters())
-        assert optimizer.logs()["loss_scale"] == pytest.approx(65536.0)
-    assert_same(by_hand, model, atol=1e-8)
-    assert_same(companion, optimizer.companion, atol=1e-8)
-
-
-def seeded(network: nn.Module, x: Tensor) -> Tensor:
-    torch.manual_seed(5)
-    return network(x)
 
 
 def run(model: nn.Module, optimizer: Any, scaler: Any, data: list[tuple[Tensor, Tensor]]) -> None:

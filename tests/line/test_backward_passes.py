@@ -147,39 +147,6 @@ def test_a_backward_after_detach_has_no_penalty(variant):
     assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
-# ---- steps without the wrapper's -------------------------------------------------------------------------------------
-
-
-class TwoSteps(torch.optim.SGD):
-    """SAM, as its users call it by hand: up, and from the gradient found there down from where it was."""
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        self.before = [parameter.clone() for parameter in self.param_groups[0]["params"]]
-        for parameter in self.param_groups[0]["params"]:
-            parameter += 0.05 * parameter.grad
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for parameter, before in zip(self.param_groups[0]["params"], self.before, strict=True):
-            parameter.copy_(before - 0.1 * parameter.grad)
-        self.zero_grad()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_two_steps_of_sam_on_the_base_are_refused(variant):
-    model = mlp()
-    optimizer = wrap(variant, model, TwoSteps(model.parameters(), lr=0.1))
-    data = list(batches(2))
-    backward(model, *data[0])
-    optimizer.base.first_step()
-    backward(model, *data[0])
-    optimizer.base.second_step()
-    with pytest.raises(RuntimeError, match=r"with SAM step\(closure\)"):
-        backward(model, *data[1])
-
-
 # ---- gradients that the script asks for ------------------------------------------------------------------------------
 
 
@@ -228,18 +195,6 @@ def test_training_is_the_same_whether_or_not_gradients_were_asked_for_before(bui
         found.append((model.state_dict(), optimizer.state_dict(), optimizer.logs()))
     assert_same(*found)
     assert optimizer.logs()["penalty"] > 0
-
-
-@pytest.mark.parametrize("retain", [True, False], ids=["graph kept", "graph freed"])
-def test_gradients_that_the_script_asks_for_carry_the_penalty(retain):
-    model, optimizer = model_and_other_companion()
-    x, y = one()
-    loss = 7.0 * F.cross_entropy(model(x), y)
-    gradients = torch.autograd.grad(loss, [*model.parameters()], retain_graph=retain)
-    plain = mlp()
-    z = plain(x)
-    by_hand = F.cross_entropy(z, y) + WEIGHT * F.mse_loss(z, optimizer.companion(x).detach())
-    assert_same(gradients, torch.autograd.grad(7.0 * by_hand, [*plain.parameters()]), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -378,25 +333,6 @@ def test_an_attack_by_backward_that_cannot_be_read_is_refused_with_two_ways_that
     assert_same(found[0], found[1])
 
 
-def test_an_attack_on_an_output_that_is_trained_on_afterwards():
-    """One forward serves both."""
-    x, y = one()
-    found = []
-    for attacks in (False, True):
-        model, optimizer = model_and_other_companion()
-        x = x.detach().requires_grad_()
-        loss = F.cross_entropy(model(x), y)
-        if attacks:
-            (asked,) = torch.autograd.grad(loss, x, retain_graph=True)
-            assert torch.equal(asked, torch.autograd.grad(F.cross_entropy(mlp()(x), y), x)[0])
-            assert math.isnan(optimizer.logs()["penalty"])
-        loss.backward(inputs=[*model.parameters()])
-        optimizer.step()
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
-    assert not torch.equal(optimizer.companion[0].weight, mlp(seed=1)[0].weight)
-
-
 # ---- logits that were converted --------------------------------------------------------------------------------------
 
 
@@ -463,9 +399,6 @@ def test_a_gradient_query_and_the_backward_after_it_each_have_the_penalty_once(
         scale = float(expected.grad.abs().max())
         torch.testing.assert_close(query, expected.grad, rtol=0.0, atol=tolerance * scale)
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=0.0, atol=tolerance * scale)
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 # ---- several gradients at once ---------------------------------------------------------------------------------------

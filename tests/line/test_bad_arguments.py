@@ -44,6 +44,7 @@ DCL_ONLY = [
         r"companion_lr_scale=0.5 has no effect with companion_optimizer; set",
     ),
     ({"companion_every": 0}, ValueError, r"companion_every=0 must be at least 1"),
+    ({"companion_every": 1.5}, TypeError, r"companion_every=1.5 must be an integer, got float"),
     ({"companion_fraction": 0.0}, ValueError, r"companion_fraction=0.0 must be a positive finite number"),
     ({"companion_fraction": 1.5}, ValueError, r"companion_fraction=1.5 must be in \(0, 1\]"),
     ({"companion": "resnet"}, TypeError, r"companion must be a torch.nn.Module or None, got 'resnet'"),

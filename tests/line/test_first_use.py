@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -50,57 +49,7 @@ def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrap
     assert optimizer.logs()["step"] == 0
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_closures_schedulers_scalers_and_copies_step_the_base_as_they_do(wrapper: Any) -> None:
-    model = mlp(dtype=torch.float32)
-    optimizer = wrapper(sgd(model), model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    data = list(batches(6, dtype=torch.float32))
-    for x, y in data[:3]:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-    for x, y in data[3:]:
-        optimizer.zero_grad()
-        optimizer.step(lambda: backward(model, x, y))  # noqa: B023
-    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        train(copied.model, copied, data[:3])
-        assert copied.logs()["step"] == 9
-
-
-# ---- batches that are skipped ----------------------------------------------------------------------------------------
-
-
-def squares(z: Tensor, y: Tensor) -> Tensor:
-    return z.square().sum(1).mean()
-
-
-def summed(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, y, reduction="sum")
-
-
-@pytest.mark.parametrize("is_device", [False, True])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_logs_count_skipped_batches_and_one_warning_says_why(
-    wrapper: Any, is_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a device the warning comes in the next step that may read values; the count is the same."""
-    if is_device:
-        monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
-    model = mlp()
-    optimizer = wrapper(sgd(model, lr=0.01, momentum=0.0), model)
-    data = list(batches(20))
-    train(model, optimizer, data[:10])
-    with pytest.warns(UserWarning, match="a batch gets no penalty") as caught:
-        train(model, optimizer, data[10:], squares)
-    assert len(caught) == 1
-    assert is_short(str(caught[0].message))
-    assert optimizer.logs()["skipped"] == 10
-    train(model, optimizer, [(x, torch.full_like(y, -100)) for x, y in data], summed)
-    assert optimizer.logs()["skipped"] == 10
+# ---- batches that are not finite -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,11 +162,6 @@ def test_one_logit_under_a_softmax_is_said_once(wrapper: Any) -> None:
     assert is_short(str(caught[0].message))
 
 
-def test_a_batch_of_several_logits_without_a_gradient_says_nothing() -> None:
-    model = mlp()
-    train(model, DCPOptimizer(sgd(model), model), [(x, torch.full_like(y, -100)) for x, y in batches(30)], summed)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(name: str) -> None:
     loss, layers, seen = LOSSES[name]
@@ -300,23 +244,7 @@ def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper: Any, 
     assert len(str(caught.value).splitlines()) == 3
 
 
-# ---- weights in float16 ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_weights_in_float16_train_as_those_in_float32_do(wrapper: Any) -> None:
-    found = []
-    for dtype in (torch.float32, torch.float16):
-        model = mlp(dtype=torch.float32).to(dtype)
-        optimizer = wrapper(sgd(model, momentum=0.0), model, weight=1.0)
-        train(model, optimizer, batches(10, dtype=dtype))
-        assert optimizer.logs()["penalty"] > 0
-        learned = optimizer.prototypes if wrapper is DCPOptimizer else optimizer.companion[2].weight
-        found.append([*model.float().parameters(), learned.float()])
-    plain = mlp(dtype=torch.float32)
-    train(plain, sgd(plain, momentum=0.0), batches(10, dtype=torch.float32))
-    assert_same(*found, rtol=0.0, atol=5e-3)
-    assert max((a - b).abs().max() for a, b in zip(found[0], plain.parameters(), strict=False)) > 1e-2
+# ---- the constructor -------------------------------------------------------------------------------------------------
 
 
 def test_a_name_may_be_asked_for_before_the_constructor() -> None:

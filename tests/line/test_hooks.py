@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
@@ -25,7 +24,6 @@ from tests.helpers import (
     through_a_file,
     train,
     training_forwards,
-    wrap,
 )
 
 KINDS = [DCLOptimizer, DCPOptimizer]
@@ -78,38 +76,6 @@ def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
         train(model, optimizer, batches(5))
         assert optimizer.logs()["penalty"] > 0
     assert_same(*models, rtol=1e-9, atol=1e-12)
-
-
-# ---- calls that no hook sees -----------------------------------------------------------------------------------------
-
-
-class OwnCall(Network):
-    """Runs no hooks, as classes may that override the call."""
-
-    def __call__(self, x):
-        return self.forward(x)
-
-
-class Encoder(Network):
-    """As PyTorch Geometric's autoencoders, whose scripts call ``model.encode``."""
-
-    def encode(self, x):
-        return self.body(x)
-
-
-@pytest.mark.parametrize(
-    ("make", "call", "message"),
-    [
-        (Encoder, lambda model, x: model.encode(x), r"another method, a part or a copy of it was called"),
-        (OwnCall, lambda model, x: model(x), r"no training forward pass of the model"),
-    ],
-)
-def test_a_call_that_no_hook_sees_is_named_at_the_first_step(make, call, message):
-    model, (x, y) = make(), one()
-    optimizer = wrap(model)
-    F.cross_entropy(call(model, x), y).backward()
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
 
 
 # ---- copies and pickles of a wrapped module --------------------------------------------------------------------------

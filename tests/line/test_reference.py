@@ -11,18 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import CLASSES, MODELS, assert_same, batches, cells
-from tests.reference import dcl_step, dcp_step
+from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, huber
+from tests.reference import dcl_step, dcp_step, term_of
 
 STEPS = 100
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4),
     "adamw": partial(torch.optim.AdamW, lr=3e-3, weight_decay=1e-2),
 }
-
-
-def huber(z, c):
-    return F.huber_loss(z, c, delta=0.3, reduction="none").mean(1)
 
 
 DISTANCES = distances.DISTANCES | {
@@ -34,13 +30,12 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
 
 def run(model, optimizer, loop):
+    term = term_of(optimizer, loop.partition(",")[0])
     for x, y in batches(STEPS):
 
         def closure(x=x, y=y):
             z = model(x)
-            loss = F.cross_entropy(z, y)
-            if "term" in loop:
-                loss = loss + (optimizer.penalty(z) if isinstance(optimizer, DCLOptimizer) else optimizer.penalty(z, y))
+            loss = F.cross_entropy(z, y) + term(z, y)
             optimizer.zero_grad()
             loss.backward()
             return loss

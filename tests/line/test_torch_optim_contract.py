@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim._wrapper import OptimizerWrapper
-from tests.helpers import backward, batch_norm_net, batches, mlp, one, sgd, train, wrap
+from tests.helpers import backward, batches, huber, mlp, one, sgd, train, wrap
 
 
 def test_is_an_optimizer_and_shares_the_bases_objects():
@@ -57,7 +56,11 @@ def test_repr_shows_what_was_chosen_and_the_base():
     size = sum(p.numel() for p in model.parameters())
     assert repr(optimizer).startswith(shown.format(f"{size:,} parameters"))
     kl = functools.partial(distances.kl, temperature=2.0)
-    for arguments, chosen in (({"distance": kl}, "distance=kl, "), ({"num_classes": 3}, "num_classes=3)")):
+    for arguments, chosen in (
+        ({"distance": kl}, "distance=kl, "),
+        ({"distance": huber}, "distance=huber, "),
+        ({"num_classes": 3}, "num_classes=3)"),
+    ):
         assert chosen in repr(DCPOptimizer(sgd(model), model, **arguments)).splitlines()[0]
     assert "weight=auto, alpha=0.97, distance=mse" in repr(DCPOptimizer(sgd(model), model))
 
@@ -72,29 +75,6 @@ def test_parameters_in_place_of_an_optimizer_are_refused(kind):
         kind(mlp().parameters())
     with pytest.raises(TypeError, match="'lr'"):
         kind(mlp().parameters(), lr=0.1)
-
-
-def test_a_companion_in_eval_mode_is_as_the_model_in_the_next_training_forward():
-    model = batch_norm_net()
-    model[1].eval()  # frozen statistics
-    optimizer = DCLOptimizer(sgd(model), model)
-    train(model, optimizer, batches(2))
-    modes = [module.training for module in optimizer.companion.modules()]
-    assert modes == [True, True, False, True, True]
-
-    optimizer.companion.eval()
-    train(model, optimizer, batches(1))
-    assert [module.training for module in optimizer.companion.modules()] == modes
-
-
-def test_zero_grad_both_ways():
-    model = mlp()
-    optimizer = wrap(model)
-    backward(model, *one())
-    optimizer.zero_grad(set_to_none=False)
-    assert model[0].weight.grad.abs().sum() == 0
-    optimizer.zero_grad()
-    assert model[0].weight.grad is None
 
 
 class HasMethods(torch.optim.SGD):
@@ -126,23 +106,6 @@ def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     assert not hasattr(wrap(mlp()), "train")
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         optimizer.nonsense()
-
-
-PROVIDED = {
-    "_own_state": lambda self: {},
-    "_check_own_state": lambda self, state: None,
-    "_load_own_state": lambda self, state: None,
-}
-
-
-@pytest.mark.parametrize("missing", PROVIDED)
-def test_a_wrapper_without_one_of_its_abstract_methods_cannot_be_made(missing):
-    methods = {name: method for name, method in PROVIDED.items() if name != missing}
-    partial = type("Partial", (OptimizerWrapper,), {"_name": "Partial"} | methods)
-    complete = type("Complete", (OptimizerWrapper,), {"_name": "Complete"} | PROVIDED)
-    assert isinstance(complete(sgd(mlp())), torch.optim.Optimizer)
-    with pytest.raises(TypeError, match=missing):
-        partial(sgd(mlp()))
 
 
 def test_add_param_group_is_the_bases_own():

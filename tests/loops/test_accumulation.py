@@ -10,28 +10,9 @@ from torch import Tensor
 from dcl_optim.distances import squared
 from tests import reference
 from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd
-from tests.reference import ALPHA, CLOSE, VARIANTS, WEIGHT, learned, term_of, wrap
+from tests.reference import ALPHA, VARIANTS, WEIGHT, learned, term_of, wrap
 
 WAYS = ("line", "term")
-
-
-@pytest.mark.parametrize("parts", [(20, 30, 10), (3, 4, 2), (1,) * 30], ids=str)
-def test_several_forwards_before_a_step_count_as_one(parts):
-    """Whether they have more rows than there are classes or fewer."""
-    model, expected, numbers = mlp(), {}, dict.fromkeys(range(CLASSES), 0.0)
-    optimizer = wrap("dcp", model, alpha=0.3)
-    for x, y in batches(6, size=sum(parts)):
-        z = model(x).detach()
-        optimizer.zero_grad()
-        for rows in torch.arange(len(x)).split(parts):
-            (F.cross_entropy(model(x[rows]), y[rows]) / len(parts)).backward()
-        optimizer.step()
-        for k in y.unique().tolist():
-            numbers[k] = 0.3 * numbers[k] + int((y == k).sum())
-            before = expected.get(k, 0.0)
-            expected[k] = before + (z[y == k] - before).sum(0) / numbers[k]
-        for k, prototype in expected.items():
-            assert_same(optimizer.prototypes[k], prototype, **CLOSE)
 
 
 @pytest.mark.parametrize("names_inputs", [False, True])
@@ -59,29 +40,6 @@ def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(var
     assert_same(model, hand, rtol=1e-10, atol=1e-10)
     rows = {"prototypes": torch.stack([prototypes[k] for k in range(CLASSES)])} if variant == "dcp" else None
     assert_same(learned(optimizer), rows or dict(companion.state_dict()), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("labels", "distance"), [("hard", "infonce"), ("soft", "kl"), ("soft", "mse"), ("ignored", "l1")]
-)
-def test_prototypes_too_carry_the_whole_penalty_in_parts(labels, distance):
-    """The second backward sees the logits, and the labels, as the first one did."""
-    found = []
-    for parts in ((1.0,), (0.5, 0.5)):
-        model = mlp()
-        optimizer = wrap("dcp", model, distance=distance)
-        for x, y in batches(4):
-            y = y.where(y != 0, -100) if labels == "ignored" else y
-            given = 0.9 * F.one_hot(y, CLASSES) + 0.1 / CLASSES if labels == "soft" else y
-            optimizer.zero_grad()
-            z = model(x)
-            loss = F.cross_entropy(z, y) + optimizer.penalty(z, given)
-            for part in parts:
-                (part * loss).backward(retain_graph=True)
-            optimizer.step()
-        found.append((model.state_dict(), optimizer.prototypes, optimizer.logs()["penalty"]))
-    assert found[0][2] > 0
-    assert_same([*found[0][:2], torch.tensor(found[0][2])], [*found[1][:2], torch.tensor(found[1][2])], **CLOSE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, PATIENCE, assert_same, batches, mlp, sgd
+from tests.helpers import CLASSES, FEATURES, PATIENCE, batches, mlp
+from tests.reference import EACH, assert_same_training, term_of, wrap
 
-WRAPPERS = {"dcp": DCPOptimizer, "dcl": DCLOptimizer}
-BOTH = pytest.mark.parametrize("kind", WRAPPERS)
 WAYS = pytest.mark.parametrize("way", ["line", "term"])
 
 
@@ -55,66 +53,54 @@ class WithItsLoss(nn.Module):
         return self.body(x) if y is None else F.cross_entropy(self(x), y)
 
 
-def penalty(optimizer: Any, z: Tensor, y: Tensor) -> Any:
-    return optimizer.penalty(z, y) if isinstance(optimizer, DCPOptimizer) else optimizer.penalty(z)
-
-
-def trained(model: nn.Module, kind: str, way: str, data: Callable[[Tensor], Tensor], **options: Any) -> Any:
-    optimizer: Any = WRAPPERS[kind](sgd(model), model, **{"weight": 1.0} | options)
+def trained(model: nn.Module, variant: str, way: str, data: Callable[[Tensor], Tensor], **options: Any) -> Any:
+    optimizer = wrap(variant, model, **options)
+    term = term_of(optimizer, way)
     for x, y in batches(8):
         optimizer.zero_grad()
         z = model(data(x))
-        loss = F.cross_entropy(z, y)
-        (loss if way == "line" else loss + penalty(optimizer, z, y)).backward()
+        (F.cross_entropy(z, y) + term(z, y)).backward()
         optimizer.step()
     assert optimizer.logs()["skipped"] == 0
     return optimizer
 
 
-def assert_trained_alike(first: Any, second: Any) -> None:
-    assert_same(first.model, second.model)
-    if isinstance(first, DCPOptimizer):
-        assert_same(first.prototypes, second.prototypes)
-    else:
-        assert_same(first.companion, second.companion)
-
-
-@BOTH
+@EACH
 @WAYS
 @pytest.mark.parametrize("weight", [1.0, 0.0])
 @pytest.mark.parametrize("fails_once", [False, True])
 def test_a_model_that_calls_itself_trains_as_one_that_does_not(
-    kind: str, way: str, weight: float, fails_once: bool
+    variant: str, way: str, weight: float, fails_once: bool
 ) -> None:
     """The logits are those of the outer call, which the loss is of."""
-    alone = trained(OfCrops(calls_itself=False), kind, way, crops, weight=weight)
-    calling = trained(OfCrops(calls_itself=True, fails_once=fails_once), kind, way, crops, weight=weight)
-    assert_trained_alike(alone, calling)
+    alone = trained(OfCrops(calls_itself=False), variant, way, crops, weight=weight)
+    calling = trained(OfCrops(calls_itself=True, fails_once=fails_once), variant, way, crops, weight=weight)
+    assert_same_training(alone, calling)
 
 
-@BOTH
-def test_a_model_that_returns_the_loss_of_a_call_of_itself_trains_as_its_logits(kind: str) -> None:
+@EACH
+def test_a_model_that_returns_the_loss_of_a_call_of_itself_trains_as_its_logits(variant: str) -> None:
     model = WithItsLoss()
-    optimizer = WRAPPERS[kind](sgd(model), model, weight=1.0)
+    optimizer = wrap(variant, model)
     for x, y in batches(8):
         optimizer.zero_grad()
         model(x, y).backward()
         optimizer.step()
-    assert_trained_alike(optimizer, trained(WithItsLoss(), kind, "line", lambda x: x))
+    assert_same_training(optimizer, trained(WithItsLoss(), variant, "line", lambda x: x))
 
 
-@BOTH
-def test_logits_that_are_handed_on_from_an_inner_call_are_counted_once(kind: str) -> None:
+@EACH
+def test_logits_that_are_handed_on_from_an_inner_call_are_counted_once(variant: str) -> None:
     class HandsOn(WithItsLoss):
         def forward(self, x: Tensor, again: bool = True) -> Tensor:
             return self(x, again=False) if again else self.body(x)
 
-    handing = trained(HandsOn(), kind, "line", lambda x: x)
-    assert_trained_alike(handing, trained(WithItsLoss(), kind, "line", lambda x: x))
+    handing = trained(HandsOn(), variant, "line", lambda x: x)
+    assert_same_training(handing, trained(WithItsLoss(), variant, "line", lambda x: x))
 
 
-@BOTH
-def test_a_model_that_calls_itself_goes_on_after_an_error_or_an_interrupt(kind: str) -> None:
+@EACH
+def test_a_model_that_calls_itself_goes_on_after_an_error_or_an_interrupt(variant: str) -> None:
     errors: list[Any] = []
 
     class Interrupted(OfCrops):
@@ -124,7 +110,7 @@ def test_a_model_that_calls_itself_goes_on_after_an_error_or_an_interrupt(kind: 
             return super().forward(x)
 
     model = Interrupted(calls_itself=True)
-    optimizer: Any = WRAPPERS[kind](sgd(model), model, weight=1.0)
+    optimizer = wrap(variant, model)
     for number, (x, y) in enumerate(batches(8)):
         for error in (KeyError("data"), KeyboardInterrupt()) if number in (0, 3) else ():
             errors.append(error)
@@ -134,7 +120,7 @@ def test_a_model_that_calls_itself_goes_on_after_an_error_or_an_interrupt(kind: 
         F.cross_entropy(model(crops(x)), y).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_trained_alike(optimizer, trained(OfCrops(calls_itself=False), kind, "line", crops))
+    assert_same_training(optimizer, trained(OfCrops(calls_itself=False), variant, "line", crops))
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -167,14 +153,14 @@ def in_a_thread(function: Callable[[], None]) -> None:
     assert not thread.is_alive()
 
 
-@BOTH
+@EACH
 @WAYS
-def test_another_thread_may_predict_during_a_training_forward_pass(kind: str, way: str) -> None:
+def test_another_thread_may_predict_during_a_training_forward_pass(variant: str, way: str) -> None:
     def predict() -> None:
         with torch.no_grad():
             assert model(torch.randn(4, FEATURES, dtype=torch.float64)).shape == (4, CLASSES)
 
     model = Observed()
     model.middle[threading.get_ident()] = lambda: in_a_thread(predict)
-    watched = trained(model, kind, way, lambda x: x)
-    assert_trained_alike(watched, trained(Observed(), kind, way, lambda x: x))
+    watched = trained(model, variant, way, lambda x: x)
+    assert_same_training(watched, trained(Observed(), variant, way, lambda x: x))

@@ -48,12 +48,6 @@ def test_lbfgs_refuses_the_line(variant: str) -> None:
     assert_same(optimizer.model, mlp())
 
 
-def test_lbfgs_needs_another_optimizer_for_the_companion():
-    model = dropout_net()
-    with pytest.raises(ValueError, match=r"LBFGS cannot train the companion.*companion_optimizer="):
-        DCLOptimizer(torch.optim.LBFGS(model.parameters()), model, weight=1.0)
-
-
 def test_lbfgs_with_a_closure_that_returns_a_number():
     """As torch types it: the same run as with a tensor."""
     models = []

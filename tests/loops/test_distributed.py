@@ -39,24 +39,28 @@ def halves(x, y, rank):
     return x[half], y[half]
 
 
-def train_rank(rank, parallel, optimizer, data, accumulate=1):
+def train_rank(rank, parallel, optimizer, data, accumulate=1, way="line"):
     """The last micro-batch synchronizes, those before it do not, as DDP's documentation has it."""
+    term = term_of(optimizer, way)
     for x, y in data:
         optimizer.zero_grad()
         parts = list(zip(*(t.chunk(accumulate) for t in halves(x, y, rank)), strict=True))
         for index, (part, labels) in enumerate(parts):
             last = index == accumulate - 1
             with contextlib.nullcontext() if last else parallel.no_sync():
-                (F.cross_entropy(parallel(part), labels) / accumulate).backward()
+                z = parallel(part)
+                ((F.cross_entropy(z, labels) + term(z, labels)) / accumulate).backward()
             part.fill_(1000.0)  # as a loader does that fills its buffers again
         optimizer.step()
 
 
+# Of a model that was wrapped before, the script gets a copy of the logits.
 CASES = [
-    ("dcl", "wrapped before", 1),
-    ("dcl", "wrapped after", 2),
-    ("dcp", "wrapped before", 2),
-    ("dcp", "wrapped after", 1),
+    ("dcl", "wrapped before", 1, "line"),
+    ("dcl", "wrapped after", 2, "line"),
+    ("dcp", "wrapped before", 2, "line"),
+    ("dcp", "wrapped after", 1, "line"),
+    *((variant, order, 1, "term") for variant in VARIANTS for order in ("wrapped before", "wrapped after")),
 ]
 
 
@@ -66,17 +70,19 @@ def worker(rank: int, folder: Path) -> None:
     torch.save(branch_trained_on_rank(rank), folder / f"branch {rank}.pt")
     torch.save(trained_after_an_empty_batch_on_rank_1(rank), folder / f"empty {rank}.pt")
     train_in_groups(rank, folder)
+    for variant in VARIANTS:
+        torch.save(trained_with_a_batch_without_a_term(rank, variant), folder / f"some batches {variant} {rank}.pt")
 
 
-def trained_on_rank(rank: int, variant: str, order: str, accumulate: int):
+def trained_on_rank(rank: int, variant: str, order: str, accumulate: int, way: str):
     model = mlp(seed=10 * rank)  # seeded differently: rank 0's weights have to win
     if order == "wrapped before":
         optimizer = wrap(variant, model)
-        parallel = DistributedDataParallel(model)
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
     else:
         parallel = DistributedDataParallel(model)
         optimizer = wrap(variant, parallel)
-    train_rank(rank, parallel, optimizer, batches(STEPS), accumulate)
+    train_rank(rank, parallel, optimizer, batches(STEPS), accumulate, way)
     return snapshot(model, optimizer)
 
 
@@ -146,6 +152,24 @@ def test_a_rank_that_reads_no_label_in_the_first_step_learns_the_number_of_class
     first, second = (torch.load(ranks / f"empty {rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first, second)
     assert first["forecaster"]["values"].shape == (CLASSES, CLASSES)
+
+
+def trained_with_a_batch_without_a_term(rank: int, variant: str):
+    """A batch without labels has no term: the other rank must not wait for its share."""
+    parallel = DistributedDataParallel(mlp())
+    optimizer = wrap(variant, parallel)
+    for number, batch in enumerate(batches(STEPS)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which says that a step had no term
+            train_rank(rank, parallel, optimizer, [batch], way="line" if (rank, number) == (1, 2) else "term")
+    return snapshot(parallel.module, optimizer), optimizer.logs()["skipped"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_rank_without_a_term_in_a_step_ends_where_the_other_does(variant, ranks: Path):
+    first, second = (torch.load(ranks / f"some batches {variant} {rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first[0], second[0])
+    assert (first[1], second[1]) == (0, 1)
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, mlp, on_two_ranks, train
+from tests.reference import term_of
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -52,8 +54,14 @@ def wrap(variant: str, model: nn.Module, num_classes: int | None = None):
     return DCLOptimizer(base, model, companion=companion, weight=1.0)
 
 
-def train_rank(rank, model, optimizer, data) -> None:
-    train(model, optimizer, ((x.chunk(2)[rank], y.chunk(2)[rank]) for x, y in data))
+def train_rank(rank, model, optimizer, data, way="line") -> None:
+    term = term_of(optimizer, way)
+    for x, y in data:
+        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
+        optimizer.zero_grad()
+        z = model(x)
+        (nn.functional.cross_entropy(z, y) + term(z, y)).backward()
+        optimizer.step()
 
 
 def own(variant, optimizer):
@@ -64,15 +72,18 @@ def full(state):
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
+CASES = list(product(["dcl", "dcp"], ["line", "term"]))
+
+
 def training_worker(rank: int, folder: Path) -> None:
-    for variant in ("dcl", "dcp"):
-        train_sharded(rank, folder / f"{variant}.pt", variant)
+    for variant, way in CASES:
+        train_sharded(rank, folder / f"{variant} {way}.pt", variant, way)
 
 
-def train_sharded(rank: int, file: Path, variant: str) -> None:
+def train_sharded(rank: int, file: Path, variant: str, way: str) -> None:
     model = sharded()
     optimizer = wrap(variant, model)
-    train_rank(rank, model, optimizer, batches(STEPS))
+    train_rank(rank, model, optimizer, batches(STEPS), way)
     if variant == "dcl":
         for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
             assert ours.placements == theirs.placements
@@ -84,8 +95,8 @@ def train_sharded(rank: int, file: Path, variant: str) -> None:
 
 def test_sharded_training_equals_one_process_on_the_joint_batch(tmp_path: Path):
     on_two_ranks(training_worker, tmp_path)
-    for variant in ("dcl", "dcp"):
-        found = torch.load(tmp_path / f"{variant}.pt", weights_only=True)
+    for variant, way in CASES:
+        found = torch.load(tmp_path / f"{variant} {way}.pt", weights_only=True)
         model = mlp()
         optimizer = wrap(variant, model)
         train(model, optimizer, batches(STEPS))

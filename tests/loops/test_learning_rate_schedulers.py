@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from dcl_optim import DCLOptimizer, distances
 from tests.helpers import assert_same, batches, cells, mlp, train
 from tests.reference import dcl_step
 
-STEPS, BREAK = 12, 5
+STEPS = 12
 LOSSES = (3.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5)  # for the scheduler that looks at them
 METHOD = {"weight": 0.7, "alpha": 0.4}
 BASES = {
@@ -151,24 +151,6 @@ def test_every_scheduler_drives_both_networks(scheduler, base, layout, factor):
         assert len({options[-1][key] for options in theta}) > 1, f"{key} has to have moved"
     assert_same(model, theirs, rtol=1e-10, atol=1e-12)
     assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
-
-
-def build(variant, scheduler, base):
-    model = mlp()
-    inner = several_groups(model, base)
-    if variant == "dcl":
-        optimizer = DCLOptimizer(inner, model, companion=mlp(seed=3), companion_lr_scale=0.5, weight=1.0)
-    else:
-        optimizer = DCPOptimizer(inner, model, weight=1.0, alpha=0.6)
-    return model, optimizer, SCHEDULERS[scheduler](optimizer)
-
-
-def run(parts, first, last):
-    model, optimizer, schedule = parts
-    for step, batch in enumerate(batches(STEPS)):
-        if first <= step < last:
-            train(model, optimizer, [batch])
-            step_scheduler(schedule, step)
 
 
 def test_scheduler_of_the_base_built_before_it_was_wrapped():

@@ -196,16 +196,13 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
     assert optimizer.logs()["penalty"] > 0
 
 
-# ---- resumption ------------------------------------------------------------------------------------------------------
-
-
 # ---- autocast's cache, and no autocast at all ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_network_in_bfloat16_outright_equals_the_loop_by_hand(variant):
+def test_a_network_in_half_precision_outright_equals_the_loop_by_hand(variant, dtype):
     """No autocast; the companion's weights are float32. The loop by hand does the same, and differs where it rounds."""
-    dtype = torch.bfloat16
 
     def narrow(make: Any, of_companion: Any = lambda network, dtype: network.to(dtype)) -> Any:
         options = {"companion": of_companion(mlp(3, dtype=dtype), dtype)} if variant == "dcl" else {}

@@ -21,7 +21,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same, cells
 from tests.reference import learned, term_of
 
-PAD, VOID, CLASSES, WORDS = 0, 255, 5, 11
+VOID, CLASSES, WORDS = 255, 5, 11
 Data = list[Any]
 
 

@@ -18,22 +18,6 @@ from tests.reference import VARIANTS, learned, term_of, wrap
 # ---- a script that has called penalty ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clears_first", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_term_that_was_lost_is_an_error_whenever_gradients_are_cleared(variant: str, clears_first: bool) -> None:
-    """Torch's tutorial computes the loss, and clears then."""
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    if clears_first:
-        optimizer.zero_grad()
-    z = optimizer.model(x)
-    loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y).detach()
-    if not clears_first:
-        optimizer.zero_grad()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="took part in no backward pass"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_without_a_term_are_counted_and_said_once(variant: str) -> None:
     """They are the base optimizer's; the logs have no figures of the step before."""

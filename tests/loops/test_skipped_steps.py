@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers import (
     CLASSES,
@@ -49,59 +49,6 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
     assert_same(*with_extra)
 
 
-def gradients(module: nn.Module) -> list[Tensor | None]:
-    return [parameter.grad for parameter in module.parameters()]
-
-
-def test_a_step_that_a_gradient_scaler_skips_leaves_no_gradient_in_the_companion():
-    """The companion's gradient is there when the model's backward ends, before the scaler finds the overflow."""
-    runs = []
-    for overflows in (False, True):
-        model = mlp()
-        optimizer = wrap("dcl", model, companion=mlp(seed=3))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        if overflows:
-            handle = model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
-            scaler.scale(F.cross_entropy(model(one(99)[0]), one(99)[1])).backward()
-            handle.remove()
-            assert None not in gradients(optimizer.companion)
-            scaler.step(optimizer)
-            scaler.update()
-            assert optimizer.logs()["step"] == 0
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            z = model(x)
-            assert gradients(optimizer.companion) == [None] * 4
-            scaler.scale(F.cross_entropy(z, y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        runs.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*runs, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("clear", ["optimizer first", "optimizer between"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_that_never_came_is_dropped_when_the_next_accumulation_begins(variant, clear):
-    """Lightning clears between forward and backward pass: the same result as zero_grad first."""
-    results = []
-    for clears, skipped in (("optimizer first", False), (clear, True)):
-        model = mlp()
-        optimizer = wrap(variant, model)
-        train(model, optimizer, batches(2, seed=5))
-        if skipped:
-            backward(model, *one(99))  # a gradient scaler found an infinity: no step
-        for x, y in batches(5):
-            if clears == "optimizer first":
-                optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            if clears == "optimizer between":
-                optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        results.append((model.state_dict(), optimizer.state_dict()))
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not_learned_from(variant, set_to_none):
@@ -119,8 +66,10 @@ def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not
 
 
 @pytest.mark.parametrize("cleared", ["before the forward pass", "before the backward pass"])
+@pytest.mark.parametrize("way", ["line", "term"])
 @EACH
-def test_a_step_that_the_script_leaves_out_leaves_nothing(variant: str, cleared: str) -> None:
+def test_a_step_that_the_script_leaves_out_leaves_nothing(variant: str, way: str, cleared: str) -> None:
+    """Lightning clears between forward and backward pass."""
     found = []
     for meets_it in (True, False):
         optimizer = wrap(variant, mlp())
@@ -130,7 +79,7 @@ def test_a_step_that_the_script_leaves_out_leaves_nothing(variant: str, cleared:
             if cleared == "before the forward pass":
                 optimizer.zero_grad()
             z = optimizer.model(x)
-            loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+            loss = F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)
             if cleared == "before the backward pass":
                 optimizer.zero_grad()
             loss.backward()

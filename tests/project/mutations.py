@@ -171,7 +171,7 @@ FAULTS = [
     Fault("last scale not kept", "loss.reader:LossReader.read",
           drop("self._scale = reading.scale"), "loss_*"),
     Fault("classes always along dimension 1", "loss.reader:LossReader._dim_of", begin("return 1"), "loss_reader"),
-    Fault("every step waits for the device", "_sync:may_sync", begin("return True"), "overhead kernels"),
+    Fault("every step waits for the device", "_sync:may_sync", begin("return True"), "kernels"),
     # the companion
     Fault("no chase", "companion.companion:Companion.observe", NOTHING, "reference"),
     Fault("alpha swapped", "pull:pull_towards_target", replace("1.0 - alpha", "alpha"), "reference"),

@@ -19,7 +19,6 @@ from tests.helpers import (
     assert_same,
     batch_norm_net,
     batches,
-    dropout_net,
     mlp,
     sgd,
     train,
@@ -81,15 +80,6 @@ def test_by_default_the_teacher_is_the_mean_of_all_weights_so_far() -> None:
         seen.append(copy.deepcopy(model.state_dict()))
     for name, average in optimizer.teacher.state_dict().items():
         torch.testing.assert_close(average, torch.stack([state[name] for state in seen]).mean(0), **CLOSE)
-
-
-def test_without_weight_it_is_the_base_optimizer_to_the_last_bit() -> None:
-    model, plain = dropout_net(), dropout_net()
-    torch.manual_seed(1)
-    train(model, wrapped(model, weight=0.0), batches(10))
-    torch.manual_seed(1)
-    train(plain, sgd(plain), batches(10))
-    assert_same(model, plain)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:

@@ -76,18 +76,6 @@ def test_citation_is_the_packages(metadata):
     assert not {"version", "date-released"} & set(citation)
 
 
-def test_classifiers_name_the_pythons_of_the_matrix(metadata):
-    classifiers = metadata.get_all("Classifier")
-    named = {line.split(" :: ")[-1] for line in classifiers if line.startswith("Programming Language :: Python :: 3.")}
-    assert named == {"3.10", "3.11", "3.12", "3.13", "3.14"}
-    assert "Typing :: Typed" in classifiers
-
-
-def test_console_script(wheel):
-    script = wheel.read(f"{NAME}.dist-info/entry_points.txt").decode().split()
-    assert script == ["[console_scripts]", "dcl-demo", "=", "dcl_optim.demo:main"]
-
-
 @pytest.mark.parametrize("command", [["-m", "dcl_optim"], [Path(sys.executable).with_name("dcl-demo")]])
 def test_version(command, tmp_path):
     done = subprocess.run([sys.executable, *command, "--version"], cwd=tmp_path, capture_output=True, text=True)

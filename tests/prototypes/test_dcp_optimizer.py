@@ -1,12 +1,10 @@
-"""DCPOptimizer: the documentation of its arguments, the number of classes, the ways of the labels, and the logits."""
+"""DCPOptimizer: the documentation of its arguments, the number of classes, and the ways of the labels."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable
-from operator import itemgetter
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from dcl_optim import DCPOptimizer
 from dcl_optim.distances import mse
 from tests import reference
-from tests.helpers import CLASSES, TwoHeads, assert_same, batches, mlp, one, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train
 
 
 def wrap(model, **options):
@@ -53,16 +51,6 @@ def test_the_number_of_classes_is_that_of_the_first_logits():
         train(model, optimizer, batches(5))
         results.append((model.state_dict(), optimizer.state_dict()))
     assert_same(*results)
-
-
-def test_a_state_of_before_the_first_batch_and_of_after_it_load_into_an_optimizer_that_knows_no_number():
-    model, other = mlp(), mlp()
-    optimizer, second = wrap(model), wrap(other)
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, batches(2))
-    assert second.prototypes.shape == (0, 0)
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same(second.prototypes, optimizer.prototypes)
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------
@@ -106,27 +94,3 @@ def test_every_way_of_the_labels_is_the_reference(loss_of: Callable[..., Tensor]
     rows = torch.stack([prototypes[k] for k in range(CLASSES)])
     found = model.net.state_dict(), optimizer.prototypes
     assert_same(found, (theirs.state_dict(), rows), rtol=1e-10, atol=1e-12)
-
-
-# ---- the logits ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("auxiliary_first", [False, True])
-def test_an_auxiliary_head_is_not_taken_for_the_logits(auxiliary_first):
-    model = TwoHeads()
-    optimizer = wrap(model, logits=itemgetter(0))
-    x, y = one()
-    main, side = model(x)
-    calls = [lambda: F.cross_entropy(main, y), lambda: 0.4 * F.cross_entropy(side, y.flip(0))]
-    sum(call() for call in (reversed(calls) if auxiliary_first else calls)).backward()
-    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-12)
-    optimizer.step()
-    assert_same(optimizer.prototypes[0], main.detach()[y == 0].mean(0), atol=1e-12)
-
-
-def test_a_loss_of_a_converted_copy_of_the_logits():
-    model = mlp(dtype=torch.float32)
-    optimizer = wrap(model)
-    x, y = next(batches(1, dtype=torch.float32))
-    (3.0 * F.cross_entropy(model(x).double(), y)).backward()
-    assert optimizer.logs()["loss_scale"] == pytest.approx(3.0)

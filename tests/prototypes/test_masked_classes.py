@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer, distances
-from tests.helpers import assert_same, on_two_ranks, through_a_file
+from tests.helpers import Logits, assert_same, on_two_ranks, through_a_file
 from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
@@ -86,10 +86,6 @@ def take_step(optimizer: DCPOptimizer, x: Tensor, y: Tensor, way: str = "line") 
     optimizer.model.step += 1
 
 
-def shown(prototype: Tensor) -> Tensor:
-    return prototype.masked_fill(prototype == -INF, 0.0)
-
-
 Case = tuple[Mask, float, str, dict[str, Any]]
 CASES: list[Case] = [
     *((mask, number, way, {}) for mask in MASKS for number in (-INF, -1e9) for way in ("line", "term")),
@@ -123,26 +119,7 @@ def test_training_equals_the_reference(case: Case) -> None:
         assert_same(optimizer.prototypes[k], prototype.masked_fill(prototype == -INF, 0.0), **CLOSE)
 
 
-def test_a_class_that_no_row_shows_stays_where_plain_training_leaves_it() -> None:
-    """The penalty of steps after the mask is opened is about as large as before."""
-    optimizer = train_both((opened_later, -INF, "term", {}))[0]
-    assert optimizer.logs()["penalty"] < 2.0
-    logits = optimizer.model.net(batches()[0][0])
-    assert logits[:, 3:].max() < -6.0
-
-
 # ---- by hand ---------------------------------------------------------------------------------------------------------
-
-
-class Logits(nn.Module):
-    """Gives its input as logits, plus a parameter that stays 0 with a learning rate of 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.zero = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.zero
 
 
 def of_two_classes(**options: Any) -> DCPOptimizer:

@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import AutoWeight, DCPOptimizer
+from tests.helpers import Logits
 
 LARGE = "the penalty of DCPOptimizer is .*large beside .*the cross-entropy of a guess"
-
-
-class Logits(nn.Module):
-    """Returns its input, with a parameter that never moves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
 
 
 def swing(number: int, **options: Any) -> tuple[DCPOptimizer, list[int]]:
