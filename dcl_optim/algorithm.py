@@ -110,11 +110,10 @@ DETACHED = (
     "  Fix: leave the term out, or wrap the base optimizer again"
 )
 CHANGED = (
-    "the weights were changed twice without a step of {name}: the base {base} or another optimizer was stepped, or "
-    "another method wrote to them. Prototypes and companion learn nothing so.\n"
-    "  Fix: call step() of the wrapper, with SAM step(closure), also in trainers; to go on with another optimizer call "
-    "detach() first; if the script changes weights and restores them (FGM, weight noise), or a layer writes to its own "
-    "(nn.Embedding(max_norm=)), pass strict=False. See docs/get-started.md"
+    "the weights were changed twice without a step of {name}: the base {base} was stepped, or another optimizer, or a "
+    "method wrote to them. Prototypes and companion learn nothing so.\n"
+    "  Fix: call step() of the wrapper, with SAM step(closure); detach() before another optimizer; where weights change "
+    "and are restored (FGM, Embedding(max_norm=)), strict=False. See docs/get-started.md"
 )
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from dcl_optim._torch import constant
 from dcl_optim.distances import DISTANCES, companion_target
 from dcl_optim.pull import Pull, pull_of, pull_towards_target
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, huber, mlp, one, sgd, train
@@ -90,6 +91,16 @@ def test_infonce_by_hand():
 def by_rows(distance: Any, z: Tensor, c: Tensor) -> Pull:
     """The sum over rows."""
     return pull_of(distance, z, c, torch.ones(len(z), dtype=z.dtype), number=1)
+
+
+def test_a_distance_that_was_first_called_in_inference_mode_is_differentiable_later():
+    constant.cache_clear()
+    with torch.inference_mode():
+        distances.mse(*random_rows())
+    model = mlp()
+    optimizer = DCPOptimizer(sgd(model), model, distance=lambda z, c: 0.5 * distances.mse(z, c))
+    train(model, optimizer, batches(2))
+    assert optimizer.logs()["penalty"] > 0
 
 
 def gradient_of(found: Pull) -> Tensor:

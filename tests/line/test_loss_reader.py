@@ -438,8 +438,8 @@ def test_where_values_may_not_be_read_many_unread_batches_are_an_error_in_the_ne
 
 @pytest.mark.parametrize("comes_first", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_loss_that_is_read_counts_beside_one_of_another_forward_pass_that_is_not(variant, comes_first):
-    """Virtual adversarial training: the cross-entropy has its penalty, and the consistency loss needs none."""
+def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_that_is(variant, comes_first):
+    """Virtual adversarial training: the cross-entropy has its penalty, and the consistency loss has none."""
     model = mlp()
     optimizer = wrap(variant, model)
     train(model, optimizer, vectors(2))
@@ -453,6 +453,23 @@ def test_a_loss_that_is_read_counts_beside_one_of_another_forward_pass_that_is_n
             loss.backward()
         optimizer.step()
         assert optimizer.logs()["penalty"] > 0
+    assert optimizer.logs()["skipped"] == 25
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_forward_pass_has_its_penalty_if_one_of_its_losses_is_read(variant):
+    """A further loss of the same logits has a backward pass of its own, before the cross-entropy's."""
+    model = mlp()
+    optimizer = wrap(variant, model)
+    for step, (x, y) in enumerate(vectors(25)):
+        optimizer.zero_grad()
+        z = model(x)
+        if step > 2:
+            with pytest.warns(UserWarning, match="a batch gets no penalty") if step == 3 else nullcontext():
+                z.square().mean().backward(retain_graph=True)
+        F.cross_entropy(z, y).backward()
+        optimizer.step()
+        assert optimizer.logs()["penalty"] > 0 or step == 0
     assert optimizer.logs()["skipped"] == 0
 
 

@@ -217,3 +217,20 @@ def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit(variant: str) 
     """It adds up what the term's backward pass returns, which may not be None."""
     with torch._dynamo.config.patch(compiled_autograd=True):
         assert_same(train_in_one_function(variant, 0.0, True), train_in_one_function(variant, -1.0, True))
+
+
+@EACH
+def test_a_compiled_step(variant: str) -> None:
+    """PyTorch's recipe for optimizers. Dynamo would warn of what it cannot trace, and a warning is an error here."""
+    trained = []
+    for compiles in (True, False):
+        torch.manual_seed(0)
+        model = batch_norm_net()
+        optimizer = wrap(variant, model)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiles else optimizer.step
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            step()
+        trained.append(model)
+    assert_same(*trained, **CLOSE)
