@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -147,7 +147,7 @@ class DCLOptimizer(ForecastOptimizer):
         )
 
     @outside_compiled_graphs
-    def penalty(self, logits: Tensor, *labels: NoReturn) -> Tensor:
+    def penalty(self, logits: Tensor) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss as returned.
 
         The weight :math:`\lambda` is in it: to multiply it by another factor than the loss is to change the weight.
@@ -161,7 +161,6 @@ class DCLOptimizer(ForecastOptimizer):
             logits: z, what the model's training forward pass returned, or the tensor that ``logits=`` made of it. The
                 rows of the distance lie along dimension 1, as in ``F.cross_entropy``, or along the dimension of the
                 classes that an earlier cross-entropy showed.
-            labels: none; they raise an error, since the companion needs no labels.
 
         Returns:
             A scalar in float32 or wider, differentiable once with respect to the logits.
@@ -183,9 +182,6 @@ class DCLOptimizer(ForecastOptimizer):
 
         Source: Equation 2.
         """
-        if labels:
-            raise TypeError("DCLOptimizer.penalty takes the logits alone: the companion needs no labels")
-
         if not self._is_for_training(logits):
             return nothing(logits)
         progress = self._algorithm.progress

@@ -153,10 +153,8 @@ def resolve_distance(distance: DistanceName | Distance) -> Distance:
             names = ", ".join(get_args(DistanceName))
             raise ValueError(f"distance={distance!r} is unknown; choose one of {names}, or pass a function (z, c)")
         return DISTANCES[distance]
-    if isinstance(distance, type):
-        raise TypeError(f"distance={distance.__name__} is a class; pass a function (z, c) that returns one value a row")
-    if not callable(distance):
-        raise TypeError(f"distance must be a name or a function (z, c), got {type(distance).__name__}")
+    if isinstance(distance, type) or not callable(distance):
+        raise TypeError(f"distance={distance!r} must be a name, or a function (z, c) that returns one value a row")
     return distance
 
 

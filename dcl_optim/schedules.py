@@ -5,7 +5,6 @@ The step t counts optimizer steps from 1. Any callable ``t -> float`` is a sched
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,18 +24,12 @@ class Checked:
     upper: float = math.inf
 
     def __post_init__(self) -> None:
-        if not callable(self.given):
-            if not is_number(self.given):
-                kind = type(self.given).__name__
-                raise TypeError(f"{self.name}={self.given!r} must be a number or a callable of the step, got {kind}")
-            self.check(self.given)
+        if callable(self.given):
             return
-        try:
-            inspect.signature(self.given).bind(1)
-        except ValueError:  # one written in C has no signature
-            pass
-        except TypeError as error:
-            raise TypeError(f"{self.name}={self.given!r} cannot be called with the step alone: {error}") from error
+        if not is_number(self.given):
+            kind = type(self.given).__name__
+            raise TypeError(f"{self.name}={self.given!r} must be a number or a callable of the step, got {kind}")
+        self.check(self.given)
 
     @cached_property
     def constant(self) -> float | None:

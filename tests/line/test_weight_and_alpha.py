@@ -65,7 +65,6 @@ def test_what_is_set_is_what_a_schedule_would_have_given():
         ("weight", "1", ValueError, r"weight='1' is not known here; pass a number or a callable"),
         ("weight", [1], TypeError, r"weight=\[1\] must be a number"),
         ("alpha", 1.5, ValueError, r"alpha=1.5 must be in \[0, 1\]"),
-        ("alpha", lambda: 0.5, TypeError, r"alpha=.*cannot be called with the step alone"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(name, value, kind, message):
