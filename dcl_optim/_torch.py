@@ -44,12 +44,10 @@ class Reach(Enum):
 
 def reach_of_backward(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> Reach:
     """Where the backward pass that runs now brings gradients to through these nodes; parameters are the optimizer's."""
-    if nodes is None or current_backward() == -1:  # compiled autograd
+    if nodes is None or current_backward() == -1 or _fills_all_leaves():  # -1 is compiled autograd's
         return Reach.ALL
     if not any(_gets_gradient(node) for node, _ in nodes):
         return Reach.NOTHING
-    if _fills_all_leaves():
-        return Reach.ALL
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     reached = [_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters]
     if all(reached):
@@ -143,14 +141,10 @@ def outside_compiled_graphs(function: F) -> F:
     return cast("F", torch._disable_dynamo(function))
 
 
-FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-OUR_HOOKS = (*FORWARD_HOOKS, "_load_state_dict_post_hooks")
-ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-
-
-def hooks_of(module: nn.Module, tables: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[tuple[dict[int, Any], int, Any]]:
-    """A module's hooks and pre-hooks: the table, the key and the hook of each."""
-    for table in (vars(module)[name] for name in tables):
+def hooks_of(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """A module's hooks of forward and backward passes: the table, the key and the hook of each."""
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        table = vars(module)[name]
         yield from ((table, key, hook) for key, hook in list(table.items()))
 
 

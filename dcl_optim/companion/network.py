@@ -15,7 +15,7 @@ from dcl_optim._optim import all_or_nothing, has_other_parameters, parameters_of
 from dcl_optim._validation import check_state
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
-from dcl_optim.companion.replay import capture_rng, replayed
+from dcl_optim.companion.replay import forked_rng
 from dcl_optim.distributed import DataParallelGroup, is_sharded
 
 LAZY = "the model has lazy layers without weights, of which no copy can be made: run a forward pass, then wrap it"
@@ -83,7 +83,7 @@ class Network:
         if has_other_parameters(base, model):
             raise ValueError(REPLACED)
         device = next(parameters_of(base)).device
-        with replayed(capture_rng(device)), torch.inference_mode(False):  # the script's generators stay as they were
+        with forked_rng(device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
             self._twins, others = _twins_of(model, base, self.module)
             self._places = list(map(_place, self._twins))
@@ -157,18 +157,16 @@ class Network:
         begun = {"begun": self.optimizer.has_begun}
         return begun | {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
 
-    def _own_tensors(self) -> dict[str, Tensor]:
+    def _own_tensors(self) -> dict[str, Any]:
+        """The state of the module, with weights of float32 in the place of parameters in half precision."""
+        own = self.module.state_dict()
         shared = {id(ours) for _, ours in self._shared}
-        named = self.module.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in named if id(parameter) in shared}
-        own = {name: tensor for name, tensor in self.module.state_dict().items() if name not in names}
-        return own | self._wide_tensors()
-
-    def _wide_tensors(self) -> dict[str, Tensor]:
-        """The weights of float32 that are behind parameters in half precision, by the names of these."""
-        wide = self.optimizer.wide
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: wide.behind(parameter).detach() for name, parameter in named if parameter in wide}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) in shared:
+                del own[name]
+            elif parameter in self.optimizer.wide.weights:
+                own[name] = self.optimizer.wide.weights[parameter].detach()
+        return own
 
     def check_tensors(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless the companion's tensors are of its names and shapes."""
@@ -183,8 +181,9 @@ class Network:
         with all_or_nothing(self.optimizer.optimizer):
             self.optimizer.load_state_dict(state["optimizer"])
             self.module.load_state_dict(state["model"], strict=False)
-            for name, weight in self._wide_tensors().items():
-                weight.copy_(state["model"][name])
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if parameter in self.optimizer.wide.weights:
+                    self.optimizer.wide.weights[parameter].data.copy_(state["model"][name])
             self.optimizer.wide.write_network()
         self.optimizer.has_begun = state["begun"]
         self.has_predicted = False
