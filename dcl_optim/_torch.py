@@ -44,10 +44,12 @@ class Reach(Enum):
 
 def reach_of_backward(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> Reach:
     """Where the backward pass that runs now brings gradients to through these nodes; parameters are the optimizer's."""
-    if nodes is None or current_backward() == -1 or _fills_all_leaves():  # -1 is compiled autograd's
+    if nodes is None or current_backward() == -1:  # compiled autograd
         return Reach.ALL
     if not any(_gets_gradient(node) for node, _ in nodes):
         return Reach.NOTHING
+    if _fills_all_leaves():
+        return Reach.ALL
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     reached = [_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters]
     if all(reached):
@@ -146,17 +148,6 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
     for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         table = vars(module)[name]
         yield from ((table, key, hook) for key, hook in list(table.items()))
-
-
-def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
-    """Remove a hook, and what its module noted about it."""
-    del table[key]
-    for notes in (
-        module._forward_hooks_with_kwargs,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ):
-        notes.pop(key, None)
 
 
 def running_ddp() -> nn.Module | None:

@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,9 +92,8 @@ class DataParallelGroup:
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
-        is_auto = isinstance(process_group, str) and process_group == "auto"
         is_group = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-        if not (is_auto or is_group or process_group is None):
+        if not is_group and process_group not in ("auto", None):
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model = model
         self._given = process_group
@@ -146,11 +146,8 @@ class DataParallelGroup:
 
 
 def _groups_of_model(model: nn.Module) -> list[Any]:
-    for module in (*layers(model), _torch.running_ddp()):
-        groups = _groups_of(module)
-        if groups:
-            return groups
-    return next(filter(None, map(_torch.groups_of_shards, model.modules())), [])
+    of_wrappers = map(_groups_of, (*layers(model), _torch.running_ddp()))
+    return next(filter(None, chain(of_wrappers, map(_torch.groups_of_shards, model.modules()))), [])
 
 
 def _groups_of(module: nn.Module | None) -> list[Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,8 +47,10 @@ WRITES_TO_THE_MODEL = (
     "parameters that no gradient trains, which the companion shares: write to them after the step, make them buffers, "
     f"or pass companion=copy.deepcopy(model). Or {copying.NOT_COPIED}"
 )
-DIVERGED = "the companion's weights are not finite (a batch that was not, or too high a learning rate): {}"
-
+DIVERGED = (
+    "the companion's weights are not finite (a batch that was not, or too high a learning rate): it is copied from the "
+    "model again. One that was given as companion= is not: load weights into it, or wrap again"
+)
 
 DEFAULTS = CompanionOptions()
 NOT_MADE = {"made": False}  # the state from before the first forward pass of a copy
@@ -62,7 +62,6 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
-    network: Network
     rows: Any = None  # the logits as rows, detached and on the model's device, once they are asked for
 
 
@@ -173,7 +172,7 @@ class Companion(Forecaster):
                 f"{tuple(forward.shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
-        forward.prediction = Prediction(logits, learns, network)
+        forward.prediction = Prediction(logits, learns)
         self._has_predicted = self._has_predicted or learns
 
     def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -202,7 +201,7 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
+        if not prediction.learns or not len(forward.rows):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
@@ -280,26 +279,19 @@ class Companion(Forecaster):
         """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
         total = self._total_scale
         gradients = list(gradients_of(network.optimizer.optimizer))
-        parts = local_parts(gradients) if network.has_shards else gradients
-        if isinstance(total, Tensor):
-            total = total.clamp(min=TINY)
-            places = list(map(attrgetter("device"), parts))  # several, of a model over several devices
-            for device in set(places):
-                here = compress(parts, map(device.__eq__, places))
-                torch._foreach_div_(list(here), total.to(device))
-        elif total is not None and total not in (0.0, 1.0):
-            torch._foreach_div_(parts, total)
+        if gradients and total is not None:
+            parts = local_parts(gradients) if network.has_shards else gradients
+            divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
+            torch._foreach_div_(parts, divisor)
         self._group.average(gradients)
 
     def check_values(self) -> None:
         self._group.warn_of_ranks()
         if self._network is None or _is_finite(self.optimizer) or not _is_finite(self._base):  # the same on all ranks
             return
-        what = "load weights into optimizer.companion, or wrap again"
         if self._options.companion is None:
             self.reset()
-            what = "it is copied from the model again"
-        warn_once(self._said, DIVERGED.format(what))
+        warn_once(self._said, DIVERGED)
 
     def forget(self) -> None:
         self._start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import parameters_of
-from dcl_optim._torch import hooks_of, remove_hook, tensors_of, version_of, warn
+from dcl_optim._torch import hooks_of, tensors_of, version_of, warn
 from dcl_optim.distributed import is_sharded
 from dcl_optim.outputs import leaves_of
 from dcl_optim.progress import are_close
@@ -57,7 +56,7 @@ def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
     for module in copies:
         for table, key, hook in hooks_of(module):
             if not _is_copied(hook, copies):
-                remove_hook(module, table, key)
+                del table[key]
     return copied
 
 
@@ -84,8 +83,7 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", hook)
-    module = owner.__module__ if isinstance(owner, FunctionType) else type(owner).__module__
-    return str(module).startswith(LIBRARIES) or any(owner is one for one in modules)
+    return str(owner.__module__).startswith(LIBRARIES) or any(owner is one for one in modules)
 
 
 # ---- the first prediction --------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.distributed import DataParallelGroup, is_sharded
 
-LAZY = "the model has lazy layers without weights, of which no copy can be made: run a forward pass, then wrap it"
 MOVED = (
     "the model was moved or converted, but its companion was not: what is trained was {} and is {}.\n"
     "  Fix: move the model before its first training forward pass and before a state is loaded; or call "
@@ -29,10 +28,6 @@ REPLACED = (
     "its own in their place (DeepSpeed's ZeRO, or its bfloat16 in stage 0), or this forward pass has others.\n"
     "  Fix: with an engine use DCPOptimizer and add the penalty to the loss, loss + optimizer.penalty(logits, labels); "
     "else ask for optimizer.companion before a forward pass with other parameters (functional_call)"
-)
-OTHERS_TRAIN = (
-    "the state of the companion is of a model that trained other parameters: {}.\n"
-    "  Fix: freeze the parameters that were frozen when it was made, load, and unfreeze them"
 )
 
 
@@ -78,8 +73,6 @@ class Network:
         self._model = model
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
-        if any(map(nn.parameter.is_lazy, model.parameters())):
-            raise ValueError(LAZY)
         if has_other_parameters(base, model):
             raise ValueError(REPLACED)
         device = next(parameters_of(base)).device
@@ -90,13 +83,11 @@ class Network:
             self.optimizer = CompanionOptimizer(base, self._twins, others, options.make_optimizer, options.lr_scale)
         self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
-        self._shared: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, of the model and the copy
+        self._views: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, but require a gradient
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
-            own = set(map(id, self._twins.values()))
             both = zip(model.parameters(), self.module.parameters(), strict=True)
-            self._shared = [(theirs, ours) for theirs, ours in both if id(ours) not in own]
-        self._views = [(theirs, ours) for theirs, ours in self._shared if ours is not theirs]
+            self._views = [(theirs, ours) for theirs, ours in both if ours is not theirs and theirs not in self._twins]
 
     def base_has_changed(self) -> bool:
         """Whether the base optimizer trains a parameter that it did not or in another group, or the model has moved.
@@ -160,9 +151,9 @@ class Network:
     def _own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
         own = self.module.state_dict()
-        shared = {id(ours) for _, ours in self._shared}
+        trained = set(self._twins.values())
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if id(parameter) in shared:
+            if self._is_copy and parameter not in trained:  # the model's
                 del own[name]
             elif parameter in self.optimizer.wide.weights:
                 own[name] = self.optimizer.wide.weights[parameter].detach()
@@ -170,11 +161,7 @@ class Network:
 
     def check_tensors(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless the companion's tensors are of its names and shapes."""
-        own = self._own_tensors()
-        others = own.keys() ^ state.keys()
-        if others:
-            raise ValueError(OTHERS_TRAIN.format(sorted(map(str, others))[:5]))
-        check_state(state, own, "companion")
+        check_state(state, self._own_tensors(), "companion")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of, without_gradient
+from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of
 from dcl_optim._torch import count_as_step
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
@@ -139,8 +139,9 @@ class CompanionOptimizer:
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none and trains."""
         self.wide.follow_frozen()
-        for parameter in without_gradient(self.optimizer):
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters_of(self.optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def zero_grad(self) -> None:
         """Clear the gradients, also those of a network in half precision."""
@@ -210,7 +211,8 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     memo |= {id(one): type(one).__new__(type(one)) for one in everyone}
     copied: Optimizer = memo[id(inner)]
     try:
-        own_groups = [_copy_of_group(group, memo) for group in base.param_groups]
+        options = [{key: group[key] for key in group if key != "param_names"} for group in base.param_groups]
+        own_groups = copy.deepcopy(options, memo)
         for one in (base, inner):
             memo |= {id(theirs): ours for theirs, ours in zip(one.param_groups, own_groups, strict=True)}
             memo[id(one.param_groups)] = own_groups
@@ -225,11 +227,6 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     return copied
 
 
-def _copy_of_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    return copy.deepcopy(options, memo)
-
-
 def _copy_of_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
     """Copy what an optimizer holds, with empty tables of hooks; torch's own copies keep groups and state alone."""
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
@@ -240,13 +237,12 @@ def _copy_of_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str,
 def _refuse(kind: type[Optimizer]) -> None:
     """Raise ValueError for a class of optimizers that cannot train a companion."""
     closure = inspect.signature(kind.step).parameters.get("closure")
-    reason = ""
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        reason = "it steps with a closure only, and the companion has none"
-    if kind.__name__.lower() in UNFIT:
-        reason = "it divides by the size of its first gradient, or steps in the backward pass"
-    if reason:
-        raise ValueError(f"{kind.__name__} cannot train the companion: {reason}; {PASS_ANOTHER}")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_closure or kind.__name__.lower() in UNFIT:
+        raise ValueError(
+            f"{kind.__name__} cannot train the companion: it steps with a closure only, divides by the size of its "
+            f"first gradient, or steps in the backward pass; {PASS_ANOTHER}"
+        )
 
 
 def add_note(error: Exception, note: str) -> None:

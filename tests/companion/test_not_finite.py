@@ -86,7 +86,7 @@ def test_a_companion_of_the_scripts_own_is_left_to_the_script():
     model, companion = mlp(), mlp(seed=1)
     optimizer = wrap(model, companion=companion)
     spoil_a_weight(optimizer)
-    with pytest.warns(UserWarning, match="load weights into optimizer.companion"):
+    with pytest.warns(UserWarning, match="load weights into it"):
         train(model, optimizer, batches(1))
     assert optimizer.companion is companion
     assert is_finite(model)
