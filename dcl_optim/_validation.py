@@ -48,19 +48,13 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be True or False")
 
 
-def refuse_differential_privacy(base: Optimizer) -> None:
-    """Raise ValueError for an optimizer that trains with differential privacy, as opacus marks the parameters for."""
-    if any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
+def check_base(base: Optimizer) -> None:
+    """Raise for an optimizer that trains with differential privacy, or is without what torch's constructor makes."""
+    if hasattr(base, "param_groups") and any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
         raise ValueError(
             "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus gives them. "
             "Companion and prototypes learn without clipping and noise, so the privacy accounting would not hold"
         )
-
-
-def check_base(base: Optimizer) -> None:
-    """Raise for an optimizer whose class does not call torch's constructor, so that it has no hooks or no groups."""
-    if hasattr(base, "param_groups"):
-        refuse_differential_privacy(base)
     if not was_constructed(base):
         name = type(base).__name__
         raise TypeError(

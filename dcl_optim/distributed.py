@@ -114,7 +114,7 @@ class DataParallelGroup:
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
-        if self._has_looked and not self._groups and dist.get_world_size() > 1:
+        if self._has_looked and not self._groups and dist.is_initialized() and dist.get_world_size() > 1:
             _torch.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:

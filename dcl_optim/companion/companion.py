@@ -212,20 +212,25 @@ class Companion(Forecaster):
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
-            half_factor = self._smaller_half_factor(_half_factor(towards.slope))
+            half_factor = self._smaller_half_factor(towards.slope)
             gradient = gradient * half_factor
             size = size * half_factor
         self._pending.append((logits, gradient.to(logits)))
         self._total_scale = size if self._total_scale is None else self._total_scale + size
 
-    def _smaller_half_factor(self, factor: Tensor) -> Tensor:
-        """The factor of all forward passes of the step, the smallest one, also for what they have brought before."""
+    def _smaller_half_factor(self, gradient: Tensor) -> Tensor:
+        """What gradients of the step are multiplied by so that no sum of rows overflows in float16, or underflows.
+
+        The smallest factor of all forward passes, also for what they have brought before.
+        """
+        largest = gradient.abs().sum(0).amax()
+        factor = torch.where(largest > 0, HALF_SIZE / largest, 1.0)
         before = self._half_factor
         if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
-            for gradient in (*self._made().optimizer.gradients(), *(gradient for _, gradient in self._pending)):
-                gradient.mul_(share)
+            for brought in (*self._made().optimizer.gradients(), *(waiting for _, waiting in self._pending)):
+                brought.mul_(share)
             self._total_scale = self._total_scale * share
         self._half_factor = factor
         return factor
@@ -258,14 +263,13 @@ class Companion(Forecaster):
             raise
 
     def learn(self, alpha: float) -> None:
-        network = self._network
-        if network is None:
-            return
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
-        optimizer = network.optimizer
+        network = self._network
         has_ranks = self._group.size > 1 and self._has_predicted
-        if self._total_scale is not None or has_ranks:  # also of 0 on a device, of batches that were not read
+        has_observed = self._total_scale is not None  # also of 0 on a device, of batches that were not read
+        if network is not None and (has_observed or has_ranks):
+            optimizer = network.optimizer
             if optimizer.wide.weights:
                 optimizer.wide.widen_gradients()
             if has_ranks:  # every rank must bring the same tensors to the reduction
@@ -344,9 +348,3 @@ class Companion(Forecaster):
 def _is_finite(optimizer: Optimizer) -> bool:
     """Whether the norm of all parameters that an optimizer trains is finite. Synchronizes."""
     return math.isfinite(sum_of_norms(list(parameters_of(optimizer))))
-
-
-def _half_factor(gradient: Tensor) -> Tensor:
-    """What rows of a gradient are multiplied by so that their sum neither overflows in float16 nor underflows."""
-    largest = gradient.abs().sum(0).amax()
-    return torch.where(largest > 0, HALF_SIZE / largest, 1.0)

@@ -154,7 +154,7 @@ class Network:
         trained = set(self._twins.values())
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if self._is_copy and parameter not in trained:  # the model's
-                del own[name]
+                own.pop(name, None)
             elif parameter in self.optimizer.wide.weights:
                 own[name] = self.optimizer.wide.weights[parameter].detach()
         return own

@@ -169,9 +169,10 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 
 def _are_zero(gradients: Iterable[Tensor]) -> bool:
-    """Whether all are 0, on all ranks if they are shards."""
+    """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    return sum_of_norms(dense, math.inf) == 0
+    can_read = not any(gradient.is_meta for gradient in dense)
+    return can_read and sum_of_norms(dense, math.inf) == 0
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Replay:
         else:
             arguments = map_tensors(_detach, given)  # in containers that the model cannot change
         states = [torch.get_rng_state()]
-        if device != CPU:
+        if device != CPU and device.type != "meta":
             states.append(torch.get_device_module(device).get_rng_state(device))
         self.kept.append((given, arguments, tensors, list(map(version_of, tensors)), device, states))
 
