@@ -82,11 +82,6 @@ class ModuleHooks:
         self._attach(state["_listener"])
 
 
-def is_ours(hook: Any) -> bool:
-    """Whether a hook is one of this module's."""
-    return isinstance(hook, Hook) or hook is _do_nothing
-
-
 _listeners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 

@@ -56,11 +56,6 @@ def have_gradients(optimizer: Optimizer, model: nn.Module | None = None, other_t
     return next(gradients, None) is not None
 
 
-def without_gradient(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that require a gradient and have none."""
-    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad and parameter.grad is None]
-
-
 def inner_of(base: Optimizer) -> Optimizer:
     """The optimizer that updates the weights where the base wraps one: SAM's, ZeroRedundancyOptimizer's.
 

@@ -143,26 +143,11 @@ def outside_compiled_graphs(function: F) -> F:
     return cast("F", torch._disable_dynamo(function))
 
 
-FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-OUR_HOOKS = (*FORWARD_HOOKS, "_load_state_dict_post_hooks")
-ALL_HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-
-
-def hooks_of(module: nn.Module, tables: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[tuple[dict[int, Any], int, Any]]:
-    """A module's hooks and pre-hooks: the table, the key and the hook of each."""
-    for table in (vars(module)[name] for name in tables):
+def hooks_of(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """A module's hooks of forward and backward passes: the table, the key and the hook of each."""
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        table = vars(module)[name]
         yield from ((table, key, hook) for key, hook in list(table.items()))
-
-
-def remove_hook(module: nn.Module, table: dict[int, Any], key: int) -> None:
-    """Remove a hook, and what its module noted about it."""
-    del table[key]
-    for notes in (
-        module._forward_hooks_with_kwargs,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ):
-        notes.pop(key, None)
 
 
 def running_ddp() -> nn.Module | None:

@@ -16,14 +16,9 @@ from dcl_optim._optim import parameters_of
 from dcl_optim._torch import was_constructed
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a real number; True and False are none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def check_number(name: str, value: Any) -> None:
-    """Raise TypeError unless a value is a real number."""
-    if not is_number(value):
+    """Raise TypeError unless a value is a real number; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
 
 
@@ -53,19 +48,13 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be True or False")
 
 
-def refuse_differential_privacy(base: Optimizer) -> None:
-    """Raise ValueError for an optimizer that trains with differential privacy, as opacus marks the parameters for."""
-    if any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
+def check_base(base: Optimizer) -> None:
+    """Raise for an optimizer that trains with differential privacy, or is without what torch's constructor makes."""
+    if hasattr(base, "param_groups") and any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
         raise ValueError(
             "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus gives them. "
             "Companion and prototypes learn without clipping and noise, so the privacy accounting would not hold"
         )
-
-
-def check_base(base: Optimizer) -> None:
-    """Raise for an optimizer whose class does not call torch's constructor, so that it has no hooks or no groups."""
-    if hasattr(base, "param_groups"):
-        refuse_differential_privacy(base)
     if not was_constructed(base):
         name = type(base).__name__
         raise TypeError(
@@ -108,7 +97,7 @@ def check_state(found: Any, expected: dict[str, Any], owner: str) -> None:
         raise ValueError(f"the state of the {owner} does not fit: missing {missing[:5]}, unexpected {extra[:5]}")
     for name, wanted in expected.items():
         value = found[name]
-        if isinstance(wanted, (type, UnionType)) and not _is_of(value, wanted):
+        if isinstance(wanted, (type, UnionType)) and not isinstance(value, wanted):
             raise ValueError(f"the state of the {owner} has a {type(value).__name__} for {name!r}")
         if isinstance(wanted, Tensor):
             if not isinstance(value, Tensor) or value.shape != wanted.shape:
@@ -118,8 +107,3 @@ def check_state(found: Any, expected: dict[str, Any], owner: str) -> None:
                 )
             if not torch.can_cast(value.dtype, wanted.dtype):
                 raise ValueError(f"the state of the {owner} has {value.dtype} for {name!r}, expected {wanted.dtype}")
-
-
-def _is_of(value: Any, kind: type | UnionType) -> bool:
-    """Whether a value is of a type or of one in a union; True and False are no numbers."""
-    return isinstance(value, kind) and not (isinstance(value, bool) and issubclass(int, kind))

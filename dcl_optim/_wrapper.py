@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import Optimizer
@@ -58,13 +58,9 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
 
     def _missing(self, name: str) -> Any:
         """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
-        base = self.__dict__.get("base")
-        has_it = base is not None and not name.startswith("_") and hasattr(base, name)
-        if has_it and name in ("train", "eval"):
+        if name in ("train", "eval") and hasattr(self.__dict__.get("base"), name):
             return functools.partial(self._switch, name)
-        hint = f"; its base has, as optimizer.base.{name}" if has_it else ""
-        if has_it and name.endswith("_step"):
-            hint = ": optimizer.step(closure) takes all steps of SAM"
+        hint = ": optimizer.step(closure) takes all steps of SAM" if name.endswith("_step") else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass
@@ -94,10 +90,8 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """Load a state of :meth:`state_dict`.
 
         Raises:
-            ValueError, TypeError: the state does not fit; nothing has changed.
+            ValueError, TypeError: the state does not fit, or is no dictionary; nothing has changed.
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
         state_dict = self._passed_through_hooks("load_state_dict_pre", dict(state_dict))
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,7 +58,7 @@ class DCLOptimizer(ForecastOptimizer):
             ``companion_optimizer``.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
         companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
-            drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
+            drawn anew in each step. Default 1. It saves no time, which ``companion_every`` does.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
             1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out:
             ``companion_lr_scale`` scales its steps there.
@@ -135,11 +135,10 @@ class DCLOptimizer(ForecastOptimizer):
             fraction=companion_fraction,
             process_group=process_group,
         )
-        chosen = resolve_distance(distance)
         super().__init__(
             base_optimizer,
             model,
-            lambda: Companion(model, base_optimizer, chosen, logits, options),
+            lambda: Companion(model, base_optimizer, resolve_distance(distance), logits, options),
             weight=weight,
             alpha=alpha,
             logits=logits,
@@ -147,7 +146,7 @@ class DCLOptimizer(ForecastOptimizer):
         )
 
     @outside_compiled_graphs
-    def penalty(self, logits: Tensor, *labels: NoReturn) -> Tensor:
+    def penalty(self, logits: Tensor) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss as returned.
 
         The weight :math:`\lambda` is in it: to multiply it by another factor than the loss is to change the weight.
@@ -161,7 +160,6 @@ class DCLOptimizer(ForecastOptimizer):
             logits: z, what the model's training forward pass returned, or the tensor that ``logits=`` made of it. The
                 rows of the distance lie along dimension 1, as in ``F.cross_entropy``, or along the dimension of the
                 classes that an earlier cross-entropy showed.
-            labels: none; they raise an error, since the companion needs no labels.
 
         Returns:
             A scalar in float32 or wider, differentiable once with respect to the logits.
@@ -183,9 +181,6 @@ class DCLOptimizer(ForecastOptimizer):
 
         Source: Equation 2.
         """
-        if labels:
-            raise TypeError("DCLOptimizer.penalty takes the logits alone: the companion needs no labels")
-
         if not self._is_for_training(logits):
             return nothing(logits)
         progress = self._algorithm.progress
@@ -193,15 +188,11 @@ class DCLOptimizer(ForecastOptimizer):
         if forward is None:
             forward = progress.forward_like(logits, _sync.may_sync(progress.number, logits))
         if forward is None:
-            fix = (
-                "pass the tensor that the model returned, called as model(x), not in a reentrant checkpoint (pass "
-                "use_reentrant=False); of several tensors say which are the logits, logits=lambda output: output[1]"
-            )
-            if not self.model.training:
-                fix = "call model.train(), since in eval mode the companion does not run"
             raise ValueError(
                 f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped model "
-                f"returned since the last step: {fix}"
+                "returned since the last step: call model.train() before it, and pass the tensor that the model "
+                "returned, called as model(x), not in a reentrant checkpoint (pass use_reentrant=False); of several "
+                "tensors say which are the logits, logits=lambda output: output[1]"
             )
         return self._algorithm.term(logits, forward, None)
 

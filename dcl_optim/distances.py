@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -150,13 +150,11 @@ def resolve_distance(distance: DistanceName | Distance) -> Distance:
     """
     if isinstance(distance, str):
         if distance not in DISTANCES:
-            names = ", ".join(get_args(DistanceName))
+            names = ", ".join(DISTANCES)
             raise ValueError(f"distance={distance!r} is unknown; choose one of {names}, or pass a function (z, c)")
         return DISTANCES[distance]
-    if isinstance(distance, type):
-        raise TypeError(f"distance={distance.__name__} is a class; pass a function (z, c) that returns one value a row")
-    if not callable(distance):
-        raise TypeError(f"distance must be a name or a function (z, c), got {type(distance).__name__}")
+    if isinstance(distance, type) or not callable(distance):
+        raise TypeError(f"distance={distance!r} must be a name, or a function (z, c) that returns one value a row")
     return distance
 
 

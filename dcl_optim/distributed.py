@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,29 +58,16 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in found] if _any_sharded(found) else found
 
 
-def divide_each(tensors: list[Tensor], divisor: float | Tensor) -> None:
-    """Divide tensors in place one by one: torch takes sharded ones beside others, or of two meshes, in no one call."""
-    for tensor in tensors:
-        tensor.div_(divisor)
-
-
 def sum_of_norms(tensors: list[Tensor], norm_type: float = 2.0) -> float:
     """The sum of a norm of all whole tensors and of those of each mesh, the same on all ranks. Synchronizes."""
+    by_mesh: dict[Any, list[Tensor]] = {}  # torch takes those of two meshes, or sharded ones beside others, in no call
+    for tensor in tensors:
+        by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     total = 0.0
-    for together in _by_mesh(tensors):
+    for together in by_mesh.values():
         norm: Any = torch.nn.utils.get_total_norm(together, norm_type)
         total += (norm.full_tensor() if is_sharded(norm) else norm).item()
     return total
-
-
-def _by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Tensors that torch takes in one call: not sharded ones beside others, nor those of two meshes."""
-    if not _any_sharded(tensors):
-        return [tensors]
-    found: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return list(found.values())
 
 
 def refuse_flat_shards(model: nn.Module) -> None:
@@ -104,37 +92,30 @@ class DataParallelGroup:
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
-        is_auto = isinstance(process_group, str) and process_group == "auto"
         is_group = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-        if not (is_auto or is_group or process_group is None):
+        if not is_group and process_group not in ("auto", None):
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model = model
         self._given = process_group
         self._groups: list[Any] = [process_group] if is_group else []
         self._has_looked = False
-        self._has_warned = False
+        self._said: set[str] = set()
         self.size = process_group.size() if is_group else 1
         self.find()
 
     def find(self) -> None:
         """Look for the model's group, now and at each forward pass of the model; one that was found stays."""
-        if self._is_looking():
-            # Later only for what may have come since.
-            self._groups = _groups_of(_torch.running_ddp()) if self._has_looked else _groups_of_model(self._model)
-            self._has_looked = True
-            self.size = math.prod(map(dist.get_world_size, self._groups))
-
-    def _is_looking(self) -> bool:
-        """Whether no group was given or found, and there are ranks to look for."""
-        return not self._groups and self._given is not None and dist.is_available() and dist.is_initialized()
+        if self._groups or self._given is None or not (dist.is_available() and dist.is_initialized()):
+            return
+        # Later only for what may have come since.
+        self._groups = _groups_of(_torch.running_ddp()) if self._has_looked else _groups_of_model(self._model)
+        self._has_looked = True
+        self.size = math.prod(map(dist.get_world_size, self._groups))
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
-        if not self._is_looking() or self._has_warned:
-            return
-        self._has_warned = True
-        if dist.get_world_size() > 1:
-            _torch.warn(SEVERAL_RANKS.format(dist.get_world_size()))
+        if self._has_looked and not self._groups and dist.is_initialized() and dist.get_world_size() > 1:
+            _torch.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""
@@ -151,27 +132,22 @@ class DataParallelGroup:
 
     def average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
-        if self.size > 1:
-            for together in _by_dtype(_whole(tensors)):
-                flat = _torch.flattened(together)  # one reduction, not one for each tensor
-                self.all_reduce_sum(flat)
-                torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.size), together))
+        together = _whole(tensors) if self.size > 1 else []
+        if together:
+            flat = _torch.flattened(together)  # one reduction, not one for each tensor
+            self.all_reduce_sum(flat)
+            torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.size), together))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
         return DataParallelGroup(copy.deepcopy(self._model, memo), self._given)  # which looks for its own model's group
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._given is not None and not isinstance(self._given, str):
-            raise TypeError("process_group= cannot be pickled, nor this optimizer with it; save its state_dict()")
-        return self.__dict__ | {"_groups": [], "_has_looked": False, "_has_warned": False, "size": 1}
+        return self.__dict__ | {"_groups": [], "_has_looked": False, "size": 1}
 
 
 def _groups_of_model(model: nn.Module) -> list[Any]:
-    for module in (*layers(model), _torch.running_ddp()):
-        groups = _groups_of(module)
-        if groups:
-            return groups
-    return next(filter(None, map(_torch.groups_of_shards, model.modules())), [])
+    of_wrappers = map(_groups_of, (*layers(model), _torch.running_ddp()))
+    return next(filter(None, chain(of_wrappers, map(_torch.groups_of_shards, model.modules()))), [])
 
 
 def _groups_of(module: nn.Module | None) -> list[Any]:
@@ -189,11 +165,3 @@ def _any_sharded(tensors: list[Tensor]) -> bool:
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     tensors = list(tensors)
     return [tensor for tensor in tensors if not is_sharded(tensor)] if _any_sharded(tensors) else tensors
-
-
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one dtype each, in the same order on every rank."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return [found[dtype] for dtype in sorted(found, key=str)]

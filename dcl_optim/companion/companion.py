@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, compress
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from dcl_optim.companion.network import CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, try_to_copy
 from dcl_optim.companion.replay import Replay
 from dcl_optim.distances import Distance
-from dcl_optim.distributed import DataParallelGroup, divide_each, refuse_flat_shards, sum_of_norms, unwrapped
+from dcl_optim.distributed import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.layout import to_rows
 from dcl_optim.outputs import find_logits, leaves_of
@@ -49,10 +47,13 @@ WRITES_TO_THE_MODEL = (
     "parameters that no gradient trains, which the companion shares: write to them after the step, make them buffers, "
     f"or pass companion=copy.deepcopy(model). Or {copying.NOT_COPIED}"
 )
-DIVERGED = "the companion's weights are not finite (a batch that was not, or too high a learning rate): {}"
-
+DIVERGED = (
+    "the companion's weights are not finite (a batch that was not, or too high a learning rate): it is copied from the "
+    "model again. One that was given as companion= is not: load weights into it, or wrap again"
+)
 
 DEFAULTS = CompanionOptions()
+NOT_MADE = {"made": False}  # the state from before the first forward pass of a copy
 
 
 @dataclass
@@ -61,7 +62,6 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
-    network: Network
     rows: Any = None  # the logits as rows, detached and on the model's device, once they are asked for
 
 
@@ -105,7 +105,6 @@ class Companion(Forecaster):
         self._group = DataParallelGroup(model, options.process_group)
         self._network: Network | None = None
         self._replay = Replay()
-        self._generator = torch.Generator().manual_seed(0)  # which rows the companion learns from, with a fraction
         self._said: set[str] = set()
         self._start()
         if options.companion is not None:
@@ -113,12 +112,11 @@ class Companion(Forecaster):
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
-        self._replay.forget()
+        self._replay.kept.clear()  # of forward passes that were not replayed
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in a step in which it learns
-        self._has_observed = False
-        self._total_scale: Scale | None = None  # the sum of |s|
-        self._half_factor: Tensor | None = None  # of gradients in float16
+        self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
+        self._half_factor: Tensor | None = None  # of all gradients in float16
 
     def _make(self) -> Network:
         return Network(unwrapped(self._model), self._base, self._options, self._group)
@@ -127,11 +125,6 @@ class Companion(Forecaster):
         if self._network is None:
             self._network = self._make()
         return self._network
-
-    def settings(self) -> dict[str, Any]:
-        if self._network is None:
-            return {"companion": "not made yet"}
-        return {"companion": f"{sum(p.numel() for p in self._network.module.parameters()):,} parameters"}
 
     @property
     def module(self) -> nn.Module:
@@ -147,18 +140,17 @@ class Companion(Forecaster):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
-        if self._network is not None and self._network.base_has_changed():
+        network = self._network or self._made()
+        if network.base_has_changed():
+            network.has_predicted = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
                 warn_once(self._said, COPIED_AGAIN)
-            else:
-                self._network.has_predicted = False  # it may share what trains now
-        network = self._made()
+                network = self._made()
         if network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
-        first = next(chain(parameters_of(self._base), self._model.parameters()))
-        self._replay.before_forward(args, kwargs, first.device)
+        self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self._network
@@ -168,7 +160,7 @@ class Companion(Forecaster):
         try:
             with torch.set_grad_enabled(learns or not network.has_predicted):
                 if network.has_predicted:
-                    logits = self._call(network, args, kwargs)
+                    logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
                 else:
                     logits = self._call_first(network, forward.logits, args, kwargs)
         except Exception as error:
@@ -180,18 +172,15 @@ class Companion(Forecaster):
                 f"{tuple(forward.shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
-        forward.prediction = Prediction(logits, learns, network)
+        forward.prediction = Prediction(logits, learns)
         self._has_predicted = self._has_predicted or learns
-
-    def _call(self, network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return find_logits(self._replay.call(network.module, args, kwargs), self._logits)
 
     def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The first prediction: check that the companion shares nothing that it trains, and a copy equals the model."""
         model = unwrapped(self._model)
         given = leaves_of(tensors_of((args, kwargs)))  # before the forward edits them
         before = copying.written(model)
-        logits = self._call(network, args, kwargs)
+        logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
         if copying.written(model) != before:
             raise RuntimeError(WRITES_TO_THE_MODEL)
         own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
@@ -212,41 +201,46 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
+        if not prediction.learns or not len(forward.rows):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
         towards = pull_towards_target(self.distance, forward.rows, prediction.rows, pull, alpha)
         prediction.rows = None
         if self._options.fraction < 1.0:
-            towards = self._of_drawn_rows(towards)
+            towards = self._of_drawn_rows(towards, forward.step_number)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
-            half_factor = self._smaller_half_factor(_half_factor(towards.slope))
+            half_factor = self._smaller_half_factor(towards.slope)
             gradient = gradient * half_factor
             size = size * half_factor
         self._pending.append((logits, gradient.to(logits)))
-        self._has_observed = True
         self._total_scale = size if self._total_scale is None else self._total_scale + size
 
-    def _smaller_half_factor(self, factor: Tensor) -> Tensor:
-        """The factor of all forward passes of the step, the smallest one, also for what they have brought before."""
+    def _smaller_half_factor(self, gradient: Tensor) -> Tensor:
+        """What gradients of the step are multiplied by so that no sum of rows overflows in float16, or underflows.
+
+        The smallest factor of all forward passes, also for what they have brought before.
+        """
+        largest = gradient.abs().sum(0).amax()
+        factor = torch.where(largest > 0, HALF_SIZE / largest, 1.0)
         before = self._half_factor
         if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
-            for gradient in (*self._made().optimizer.gradients(), *(gradient for _, gradient in self._pending)):
-                gradient.mul_(share)
+            for brought in (*self._made().optimizer.gradients(), *(waiting for _, waiting in self._pending)):
+                brought.mul_(share)
             self._total_scale = self._total_scale * share
         self._half_factor = factor
         return factor
 
-    def _of_drawn_rows(self, pull: Pull) -> Pull:
+    def _of_drawn_rows(self, pull: Pull, seed: int) -> Pull:
         """The mean over a random share of the rows; the others get no gradient."""
         slope = pull.slope
         number = max(round(self._options.fraction * len(slope)), 1)
-        drawn = torch.randperm(len(slope), generator=self._generator, device="cpu")[:number]
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(len(slope), generator=generator, device="cpu")[:number]
         weights = torch.zeros_like(slope[:, 0])
         weights[drawn.to(slope.device, non_blocking=True)] = len(slope) / number
         return pull._replace(weights=weights)
@@ -269,46 +263,39 @@ class Companion(Forecaster):
             raise
 
     def learn(self, alpha: float) -> None:
-        network = self._network
-        if network is None:
-            return
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
-        optimizer = network.optimizer
+        network = self._network
         has_ranks = self._group.size > 1 and self._has_predicted
-        if self._has_observed or has_ranks:  # also with scales of zero on a device, of batches that were not read
-            if optimizer.wide:
+        has_observed = self._total_scale is not None  # also of 0 on a device, of batches that were not read
+        if network is not None and (has_observed or has_ranks):
+            optimizer = network.optimizer
+            if optimizer.wide.weights:
                 optimizer.wide.widen_gradients()
             if has_ranks:  # every rank must bring the same tensors to the reduction
                 optimizer.fill_gradients()
-            self._average(list(gradients_of(optimizer.optimizer)), network.has_shards)
+            self._average(network)
             optimizer.step()
             optimizer.optimizer.zero_grad()
         self._start()
 
-    def _average(self, gradients: list[Tensor], has_shards: bool) -> None:
+    def _average(self, network: Network) -> None:
         """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
         total = self._total_scale
-        divide = divide_each if has_shards else torch._foreach_div_
-        if isinstance(total, Tensor):
-            total = total.clamp(min=TINY)
-            places = list(map(attrgetter("device"), gradients))  # several, of a model over several devices
-            for device in set(places):
-                here = compress(gradients, map(device.__eq__, places))
-                divide(list(here), total.to(device))
-        elif total is not None and total not in (0.0, 1.0):
-            divide(gradients, total)
+        gradients = list(gradients_of(network.optimizer.optimizer))
+        if gradients and total is not None:
+            parts = local_parts(gradients) if network.has_shards else gradients
+            divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
+            torch._foreach_div_(parts, divisor)
         self._group.average(gradients)
 
     def check_values(self) -> None:
         self._group.warn_of_ranks()
         if self._network is None or _is_finite(self.optimizer) or not _is_finite(self._base):  # the same on all ranks
             return
-        what = "load weights into optimizer.companion, or wrap again"
         if self._options.companion is None:
             self.reset()
-            what = "it is copied from the model again"
-        warn_once(self._said, DIVERGED.format(what))
+        warn_once(self._said, DIVERGED)
 
     def forget(self) -> None:
         self._start()
@@ -334,27 +321,21 @@ class Companion(Forecaster):
             optimizer.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"made": False} if self._network is None else self._network.state_dict()
-        return state | {"generator": self._generator.get_state()}
+        return dict(NOT_MADE) if self._network is None else self._network.state_dict()
 
     def check_state(self, state: dict[str, Any]) -> None:
-        expected: dict[str, Any] = {"generator": self._generator.get_state()}
-        if _is_not_made(state) and self._options.companion is None:
-            check_state(state, expected | {"made": None}, "companion")
-        else:
-            check_state(state, expected | {"begun": bool, "model": dict, "optimizer": dict}, "companion")
+        if state != NOT_MADE or self._options.companion is not None:
+            check_state(state, {"begun": bool, "model": dict, "optimizer": dict}, "companion")
             (self._network or self._make()).check_tensors(state["model"])
-        torch.Generator().set_state(state["generator"].cpu())  # which raises for what is no state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if _is_not_made(state):
+        if state == NOT_MADE:
             self.reset()
-        else:
-            network = self._network or self._make()
-            network.load_state_dict(state)
-            self._network = network
-            self.forget()
-        self._generator.set_state(state["generator"].cpu())
+            return
+        network = self._network or self._make()
+        network.load_state_dict(state)
+        self._network = network
+        self.forget()
 
     def reset(self) -> None:
         """Drop the companion: the next training forward pass begins with a new one, as the first did."""
@@ -364,20 +345,6 @@ class Companion(Forecaster):
         self._network = None
 
 
-def _is_not_made(state: Any) -> bool:
-    """Whether a state is one from before the first forward pass of a copy."""
-    return isinstance(state, dict) and state.get("made") is False
-
-
 def _is_finite(optimizer: Optimizer) -> bool:
-    """Whether the norm of all parameters that an optimizer trains is finite, if they have one. Synchronizes."""
-    try:
-        return math.isfinite(sum_of_norms(list(parameters_of(optimizer))))
-    except NotImplementedError:  # a subclass of Tensor without norms, as torchao's int8 weights
-        return True
-
-
-def _half_factor(gradient: Tensor) -> Tensor:
-    """What rows of a gradient are multiplied by so that their sum neither overflows in float16 nor underflows."""
-    largest = gradient.abs().sum(0).amax()
-    return torch.where(largest > 0, HALF_SIZE / largest, 1.0)
+    """Whether the norm of all parameters that an optimizer trains is finite. Synchronizes."""
+    return math.isfinite(sum_of_norms(list(parameters_of(optimizer))))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._hooks import is_ours
 from dcl_optim._optim import parameters_of
-from dcl_optim._torch import ALL_HOOKS, OUR_HOOKS, hooks_of, remove_hook, tensors_of, version_of, warn
+from dcl_optim._torch import hooks_of, tensors_of, version_of, warn
 from dcl_optim.distributed import is_sharded
 from dcl_optim.outputs import leaves_of
 from dcl_optim.progress import are_close
@@ -56,16 +54,16 @@ def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
         raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
     copies = list(copied.modules())
     for module in copies:
-        for table, key, hook in hooks_of(module, tuple({*ALL_HOOKS, *OUR_HOOKS})):
-            if is_ours(hook) or not _is_copied(hook, copies):
-                remove_hook(module, table, key)
+        for table, key, hook in hooks_of(module):
+            if not _is_copied(hook, copies):
+                del table[key]
     return copied
 
 
 def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     """What a copy has in place of some of the model's objects, by their id, as deepcopy's memo takes it."""
     modules = list(model.modules())
-    hooks = [hook for module in modules for _, _, hook in hooks_of(module, ALL_HOOKS)]
+    hooks = [hook for module in modules for _, _, hook in hooks_of(module)]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     attributes = [value for module in modules for value in vars(module).values()]
     memo |= {id(value): value for value in attributes if isinstance(value, KEPT)}
@@ -74,15 +72,10 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     trained = {id(parameter) for parameter in parameters_of(base) if parameter.requires_grad}
     for parameter in model.parameters():
         if id(parameter) not in trained:
-            memo[id(parameter)] = _without_gradient(parameter)
+            memo[id(parameter)] = parameter
+            if parameter.requires_grad:  # the same values, which get no gradient
+                memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return memo
-
-
-def _without_gradient(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter that is not trained: itself, or one that holds the same values and gets no gradient."""
-    if not parameter.requires_grad:
-        return parameter
-    return nn.Parameter(parameter.detach(), requires_grad=False)
 
 
 def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
@@ -90,8 +83,7 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", hook)
-    module = owner.__module__ if isinstance(owner, FunctionType) else type(owner).__module__
-    return str(module).startswith(LIBRARIES) or any(owner is one for one in modules)
+    return str(owner.__module__).startswith(LIBRARIES) or any(owner is one for one in modules)
 
 
 # ---- the first prediction --------------------------------------------------------------------------------------------
@@ -124,9 +116,8 @@ def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor], with
 
 def require_equal(logits: Tensor, prediction: Tensor) -> None:
     """Warn if a copy's first prediction differs from the model's logits by more than rounding. Synchronizes."""
-    if logits.is_meta or is_sharded(logits):
-        return
-    if not are_close(logits, prediction, ROUNDING):
+    can_read = not (logits.is_meta or is_sharded(logits))
+    if can_read and not are_close(logits, prediction, ROUNDING):
         warn(
             "the first prediction of dcl_optim's companion, a copy of the model, is not what the model gave for the "
             "same input, and the difference is in the penalty. Usual reasons: hooks of the model that are not copied "

@@ -15,10 +15,9 @@ from dcl_optim._optim import all_or_nothing, has_other_parameters, parameters_of
 from dcl_optim._validation import check_state
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
-from dcl_optim.companion.replay import capture_rng, replayed
+from dcl_optim.companion.replay import forked_rng
 from dcl_optim.distributed import DataParallelGroup, is_sharded
 
-LAZY = "the model has lazy layers without weights, of which no copy can be made: run a forward pass, then wrap it"
 MOVED = (
     "the model was moved or converted, but its companion was not: what is trained was {} and is {}.\n"
     "  Fix: move the model before its first training forward pass and before a state is loaded; or call "
@@ -29,10 +28,6 @@ REPLACED = (
     "its own in their place (DeepSpeed's ZeRO, or its bfloat16 in stage 0), or this forward pass has others.\n"
     "  Fix: with an engine use DCPOptimizer and add the penalty to the loss, loss + optimizer.penalty(logits, labels); "
     "else ask for optimizer.companion before a forward pass with other parameters (functional_call)"
-)
-OTHERS_TRAIN = (
-    "the state of the companion is of a model that trained other parameters: {}.\n"
-    "  Fix: freeze the parameters that were frozen when it was made, load, and unfreeze them"
 )
 
 
@@ -78,25 +73,21 @@ class Network:
         self._model = model
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
-        if any(map(nn.parameter.is_lazy, model.parameters())):
-            raise ValueError(LAZY)
         if has_other_parameters(base, model):
             raise ValueError(REPLACED)
         device = next(parameters_of(base)).device
-        with replayed(capture_rng(device)), torch.inference_mode(False):  # the script's generators stay as they were
+        with forked_rng(device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
             self._twins, others = _twins_of(model, base, self.module)
             self._places = list(map(_place, self._twins))
             self.optimizer = CompanionOptimizer(base, self._twins, others, options.make_optimizer, options.lr_scale)
         self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
-        self._shared: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, of the model and the copy
+        self._views: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, but require a gradient
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
-            own = set(map(id, self._twins.values()))
             both = zip(model.parameters(), self.module.parameters(), strict=True)
-            self._shared = [(theirs, ours) for theirs, ours in both if id(ours) not in own]
-        self._views = [(theirs, ours) for theirs, ours in self._shared if ours is not theirs]
+            self._views = [(theirs, ours) for theirs, ours in both if ours is not theirs and theirs not in self._twins]
 
     def base_has_changed(self) -> bool:
         """Whether the base optimizer trains a parameter that it did not or in another group, or the model has moved.
@@ -157,34 +148,29 @@ class Network:
         begun = {"begun": self.optimizer.has_begun}
         return begun | {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
 
-    def _own_tensors(self) -> dict[str, Tensor]:
-        shared = {id(ours) for _, ours in self._shared}
-        named = self.module.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in named if id(parameter) in shared}
-        own = {name: tensor for name, tensor in self.module.state_dict().items() if name not in names}
-        return own | self._wide_tensors()
-
-    def _wide_tensors(self) -> dict[str, Tensor]:
-        """The weights of float32 that are behind parameters in half precision, by the names of these."""
-        wide = self.optimizer.wide
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: wide.behind(parameter).detach() for name, parameter in named if parameter in wide}
+    def _own_tensors(self) -> dict[str, Any]:
+        """The state of the module, with weights of float32 in the place of parameters in half precision."""
+        own = self.module.state_dict()
+        trained = set(self._twins.values())
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if self._is_copy and parameter not in trained:  # the model's
+                own.pop(name, None)
+            elif parameter in self.optimizer.wide.weights:
+                own[name] = self.optimizer.wide.weights[parameter].detach()
+        return own
 
     def check_tensors(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless the companion's tensors are of its names and shapes."""
-        own = self._own_tensors()
-        others = own.keys() ^ state.keys()
-        if others:
-            raise ValueError(OTHERS_TRAIN.format(sorted(map(str, others))[:5]))
-        check_state(state, own, "companion")
+        check_state(state, self._own_tensors(), "companion")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it."""
         with all_or_nothing(self.optimizer.optimizer):
             self.optimizer.load_state_dict(state["optimizer"])
             self.module.load_state_dict(state["model"], strict=False)
-            for name, weight in self._wide_tensors().items():
-                weight.copy_(state["model"][name])
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if parameter in self.optimizer.wide.weights:
+                    self.optimizer.wide.weights[parameter].data.copy_(state["model"][name])
             self.optimizer.wide.write_network()
         self.optimizer.has_begun = state["begun"]
         self.has_predicted = False

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of, without_gradient
+from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of
 from dcl_optim._torch import count_as_step
-from dcl_optim.companion.replay import capture_rng, replayed
+from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.distributed import sum_of_norms
 
@@ -28,10 +28,14 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
-ESTIMATES_FROM_THE_FIRST_GRADIENT = ("DAdaptAdan", "DAdaptSGD")  # of dadaptation and pytorch_optimizer
-STATE_FROM_THE_START = (
-    "{} cannot train the companion: its state is made in its constructor, and a copy begins without one{}.\n"
-    "  Fix: if it holds another optimizer, wrap that one, as in Lookahead(DCLOptimizer(inner, model)); else {}"
+# Of dadaptation, pytorch_optimizer and lomo_optim. The first two divide by their first gradient, and that of a copy of
+# the model is close to zero; the others step in the model's backward pass, by hooks on its parameters.
+UNFIT = ("dadaptadan", "dadaptsgd", "adalomo", "lomo")
+HAS_A_STATE = (
+    "{} has a state before it is wrapped, without which a copy for the companion may not train.\n"
+    "  Fix: if it has stepped, wrap a new one, and then load the state, optimizer.base.load_state_dict(state); if it "
+    "makes its state in its constructor and holds another optimizer, wrap that one, as in "
+    f"Lookahead(DCLOptimizer(inner, model)); else {PASS_ANOTHER}"
 )
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
@@ -80,6 +84,7 @@ class CompanionOptimizer:
             raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
         self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
         self.has_begun = False
+        self._may_draw = not _is_of_torch(self.optimizer)
         if make is not None:
             self.switch("train")
         self.follow_options()
@@ -90,17 +95,11 @@ class CompanionOptimizer:
             return
         for theirs, ours in zip(self._base.param_groups, self.optimizer.param_groups, strict=False):
             for key in FOLLOWED:
-                if key not in theirs:
-                    continue
-                value = theirs[key]
-                if key == "lr" and self._lr_scale != 1:
-                    value = value * self._lr_scale
-                if not isinstance(value, Tensor):
-                    ours[key] = value
-                elif isinstance(ours[key], Tensor):  # filled in place: a captured step holds on to it
-                    ours[key].copy_(value)
-                else:
-                    ours[key] = value.clone()
+                if key in theirs:
+                    value = theirs[key]
+                    if key == "lr" and self._lr_scale != 1:
+                        value = value * self._lr_scale
+                    ours[key] = value.clone() if isinstance(value, Tensor) else value
 
     def step(self) -> None:
         """Step with the base's options, and random draws that the script's generators do not notice.
@@ -113,15 +112,15 @@ class CompanionOptimizer:
             return
         self.follow_options()
         try:
-            if _is_of_torch(self.optimizer):  # none of which draws
-                self.optimizer.step()
-            else:
-                with replayed(capture_rng(next(parameters_of(self.optimizer)).device)):
+            if self._may_draw:
+                with forked_rng(next(parameters_of(self.optimizer)).device):
                     self.optimizer.step()
+            else:
+                self.optimizer.step()
         except Exception as error:
             add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
             raise
-        if self.wide:
+        if self.wide.weights:
             self.wide.write_network()
 
     def switch(self, mode: str) -> None:
@@ -140,8 +139,9 @@ class CompanionOptimizer:
     def fill_gradients(self) -> None:
         """Give a gradient of zero to each parameter that has none and trains."""
         self.wide.follow_frozen()
-        for parameter in without_gradient(self.optimizer):
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters_of(self.optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def zero_grad(self) -> None:
         """Clear the gradients, also those of a network in half precision."""
@@ -160,8 +160,7 @@ class CompanionOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`."""
-        numbers = _with_keys(lambda key: int(key) if isinstance(key, str) and key.isdigit() else key, state)
-        self.optimizer.load_state_dict(numbers)
+        self.optimizer.load_state_dict(_with_keys(lambda key: int(key) if key.isdigit() else key, state))
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
@@ -172,9 +171,8 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 def _are_zero(gradients: Iterable[Tensor]) -> bool:
     """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    if any(gradient.is_meta for gradient in dense):
-        return False
-    return sum_of_norms(dense, math.inf) == 0
+    can_read = not any(gradient.is_meta for gradient in dense)
+    return can_read and sum_of_norms(dense, math.inf) == 0
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -187,33 +185,11 @@ def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
         inner = inner_of(base)
-        trained = list(parameters_of(base))
         if inner.state and not _is_of_torch(inner):  # torch's have a state of steps alone
-            _require_state_of_steps(base, inner)
-        else:
-            copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in trained})
+            raise ValueError(HAS_A_STATE.format(type(inner).__name__))
+        copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
-
-
-def _require_state_of_steps(base: Optimizer, inner: Optimizer) -> None:
-    """Raise ValueError if the state was made in the constructor: a copy, which begins without it, cannot step.
-
-    A base that has stepped also has a state. So a copy takes a step, on copies of the parameters without a gradient.
-    """
-    twins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().clone()) for p in parameters_of(base)}
-    copied = copy_optimizer(base, [[twins[p] for p in group["params"]] for group in base.param_groups], twins)
-    for twin in twins.values():
-        twin.grad = torch.zeros_like(twin)
-    try:
-        with replayed(capture_rng(next(iter(twins)).device)):
-            copied.step()
-    except Exception as error:
-        raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, f" ({error!r})", PASS_ANOTHER)) from error
-    for theirs, ours in twins.items():
-        before = inner.state.get(theirs, {})
-        if before and before.keys().isdisjoint(copied.state.get(ours, {})):
-            raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, "", PASS_ANOTHER))
 
 
 def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
@@ -236,10 +212,8 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     memo |= {id(one): type(one).__new__(type(one)) for one in everyone}
     copied: Optimizer = memo[id(inner)]
     try:
-        modules = [value for value in vars(inner).values() if isinstance(value, nn.Module)]
-        if list(chain.from_iterable(module.parameters() for module in modules)):
-            raise TypeError("it holds a module with the model's parameters")
-        own_groups = [_copy_of_group(group, memo) for group in base.param_groups]
+        options = [{key: group[key] for key in group if key != "param_names"} for group in base.param_groups]
+        own_groups = copy.deepcopy(options, memo)
         for one in (base, inner):
             memo |= {id(theirs): ours for theirs, ours in zip(one.param_groups, own_groups, strict=True)}
             memo[id(one.param_groups)] = own_groups
@@ -254,30 +228,22 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     return copied
 
 
-def _copy_of_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    copied: dict[str, Any] = copy.deepcopy(options, memo)
-    return copied
-
-
 def _copy_of_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
     """Copy what an optimizer holds, with empty tables of hooks; torch's own copies keep groups and state alone."""
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
     tables: dict[str, Any] = {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
-    copied: dict[str, Any] = copy.deepcopy(attributes | tables, memo)
-    return copied
+    return copy.deepcopy(attributes | tables, memo)
 
 
 def _refuse(kind: type[Optimizer]) -> None:
     """Raise ValueError for a class of optimizers that cannot train a companion."""
     closure = inspect.signature(kind.step).parameters.get("closure")
-    reason = ""
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        reason = "it steps with a closure only, and the companion has none"
-    if kind.__name__ in ESTIMATES_FROM_THE_FIRST_GRADIENT:
-        reason = "it divides by the size of its first gradient, and that of a copy of the model is close to zero"
-    if reason:
-        raise ValueError(f"{kind.__name__} cannot train the companion: {reason}; {PASS_ANOTHER}")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_closure or kind.__name__.lower() in UNFIT:
+        raise ValueError(
+            f"{kind.__name__} cannot train the companion: it steps with a closure only, divides by the size of its "
+            f"first gradient, or steps in the backward pass; {PASS_ANOTHER}"
+        )
 
 
 def add_note(error: Exception, note: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,6 @@ from dcl_optim._torch import map_tensors, tensors_of, version_of
 
 CPU = torch.device("cpu")
 
-RngState = dict[torch.device, Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -33,8 +31,9 @@ class Replay:
 
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
-        self._kept: list[Any] = []  # of the forward passes that run: a model may call itself
-        self._rng_state: RngState = {}
+        self.kept: list[Any] = []  # of the forward passes that run: a model may call itself
+        self._device = CPU
+        self._rng_states: tuple[Tensor, ...] = ()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
@@ -47,15 +46,18 @@ class Replay:
             arguments = given
         else:
             arguments = map_tensors(_detach, given)  # in containers that the model cannot change
-        self._kept.append((given, arguments, tensors, list(map(version_of, tensors)), capture_rng(device)))
+        states = [torch.get_rng_state()]
+        if device != CPU and device.type != "meta":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        self.kept.append((given, arguments, tensors, list(map(version_of, tensors)), device, states))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        places = range(len(self._kept))
-        own = [place for place in places if self._kept[place][0][0] is args and self._kept[place][0][1] is kwargs]
+        places = range(len(self.kept))
+        own = [place for place in places if self.kept[place][0][0] is args and self.kept[place][0][1] is kwargs]
         place = own[-1] if own else places[-1]
-        _, arguments, tensors, versions, self._rng_state = self._kept[place]
-        del self._kept[place:]  # with those of calls inside of it that have failed
+        _, arguments, tensors, versions, self._device, self._rng_states = self.kept[place]
+        del self.kept[place:]  # with those of calls inside of it that have failed
         if not own:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
         writes = list(map(version_of, tensors)) != versions
@@ -75,12 +77,12 @@ class Replay:
             # A checkpoint's recomputation does not run this network again. Detached, a saved output does not hold the
             # graph that holds it.
             hooks = torch.autograd.graph.saved_tensors_hooks(_keep, _kept_unchanged)
-        with replayed(self._rng_state), hooks:
+        with forked_rng(self._device), hooks:
+            of_cpu, *of_device = self._rng_states
+            torch.set_rng_state(of_cpu)
+            for state in of_device:
+                torch.get_device_module(self._device).set_rng_state(state, self._device)
             return network(*args, **kwargs)
-
-    def forget(self) -> None:
-        """Forget the arguments of forward passes that were not replayed."""
-        self._kept = []
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
@@ -118,40 +120,14 @@ def _clone(tensor: Tensor) -> Tensor:
     return _detach(tensor).clone()
 
 
-def capture_rng(device: torch.device) -> RngState:
-    """Read the state of the generators that a forward on this device may draw from: the CPU's and its own."""
-    state = {CPU: torch.get_rng_state()}
-    if device != CPU and device.type != "meta":
-        state[device] = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def restore_rng(state: RngState) -> None:
-    """Put generators back to a captured state."""
-    for device, value in state.items():
-        if device == CPU:
-            torch.set_rng_state(value)
-        else:
-            torch.get_device_module(device).set_rng_state(value, device)
-
-
-@contextmanager
-def replayed(state: RngState) -> Iterator[None]:
-    """Draw from a captured state inside the block; afterwards the generators go on as if the block had not been.
-
-    Args:
-        state: of :func:`capture_rng`.
+def forked_rng(device: torch.device) -> AbstractContextManager[Any]:
+    """Give the generators that may draw on this device, the CPU's and its own, back as they were.
 
     Examples:
-        >>> state, first = capture_rng(torch.device("cpu")), torch.rand(3)
-        >>> with replayed(state):
-        ...     again = torch.rand(3)
-        >>> torch.equal(first, again), torch.equal(first, torch.rand(3))
-        (True, False)
+        >>> _ = torch.manual_seed(0)
+        >>> with forked_rng(CPU):
+        ...     first = torch.rand(3)
+        >>> torch.equal(first, torch.rand(3))
+        True
     """
-    now = capture_rng(list(state)[-1])
-    try:
-        restore_rng(state)
-        yield
-    finally:
-        restore_rng(now)
+    return torch.random.fork_rng([] if device == CPU else [device], device_type=device.type)

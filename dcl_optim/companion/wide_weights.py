@@ -20,12 +20,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class WideWeights:
-    """A weight of float32 for each parameter in half precision; false if there is none.
+    """A weight of float32 for each parameter in half precision.
 
     The network's parameters are their rounding, unless the script has written to them since.
 
     Args:
         parameters: of the network, of any dtype.
+
+    Attributes:
+        weights: the weights, by the parameters.
 
     Examples:
         >>> layer = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
@@ -40,49 +43,41 @@ class WideWeights:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         halves = [parameter for parameter in parameters if parameter.dtype in HALF]
-        self._weights = {half: nn.Parameter(half.detach().float()) for half in halves}
-        self._written = _written(self._weights)
+        self.weights = {half: nn.Parameter(half.detach().float()) for half in halves}
+        self._written = _written(self.weights)
 
     def keep(self, trained: Collection[Tensor]) -> None:
         """Drop the weights that are not among these."""
-        self._weights = {half: weight for half, weight in self._weights.items() if weight in trained}
-        self._written = _written(self._weights)
-
-    def __bool__(self) -> bool:
-        return bool(self._weights)
-
-    def __contains__(self, parameter: Tensor) -> bool:
-        return parameter in self._weights
+        self.weights = {half: weight for half, weight in self.weights.items() if weight in trained}
+        self._written = _written(self.weights)
 
     def behind(self, parameter: Tensor) -> Tensor:
         """The weight behind a parameter, or a parameter itself that has none."""
-        return self._weights.get(parameter, parameter)
+        return self.weights.get(parameter, parameter)
 
     def read_network(self) -> None:
         """Take what the script has written into parameters in half precision since they were last written here."""
-        now = _written(self._weights)
-        if now == self._written:
-            return
-        for (half, weight), before, after in zip(self._weights.items(), self._written, now, strict=True):
-            if before != after:
+        now = _written(self.weights)
+        if now != self._written:
+            self._written = now
+            for half, weight in self.weights.items():
                 weight.data = half.detach().float()  # which also follows a move to another device
-        self._written = now
 
     def write_network(self) -> None:
         """Round the weights into the network's parameters."""
-        _copy(self._weights.values(), self._weights)
-        self._written = _written(self._weights)
+        _copy(self.weights.values(), self.weights)
+        self._written = _written(self.weights)
 
     def narrow_gradients(self) -> list[Tensor]:
         """Those of the network's parameters, which its backward passes have added up."""
-        return [half.grad for half in self._weights if half.grad is not None]
+        return [half.grad for half in self.weights if half.grad is not None]
 
     def widen_gradients(self) -> None:
         """Before a step: move the gradients of the network's parameters to the weights."""
         self.read_network()
         gradients = []
         wide = []
-        for half, weight in self._weights.items():
+        for half, weight in self.weights.items():
             if half.grad is not None:
                 gradients.append(half.grad)
                 weight.grad = torch.empty_like(half.grad, dtype=weight.dtype)
@@ -92,12 +87,12 @@ class WideWeights:
 
     def follow_frozen(self) -> None:
         """Let those weights train whose parameters do."""
-        for half, weight in self._weights.items():
+        for half, weight in self.weights.items():
             weight.requires_grad_(half.requires_grad)
 
     def clear_gradients(self) -> None:
         """Drop the gradients of the network's parameters."""
-        for half in self._weights:
+        for half in self.weights:
             half.grad = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,7 +100,7 @@ class WideWeights:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._written = _written(self._weights)
+        self._written = _written(self.weights)
 
 
 def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:

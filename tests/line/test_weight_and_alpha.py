@@ -40,7 +40,6 @@ def test_what_is_set_is_what_a_schedule_would_have_given():
     [
         ("weight", -1.0, ValueError, r"weight=-1.0 must be"),
         ("alpha", 1.5, ValueError, r"alpha=1.5 must be in \[0, 1\]"),
-        ("alpha", lambda: 0.5, TypeError, r"alpha=.*cannot be called with the step alone"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(name, value, kind, message):

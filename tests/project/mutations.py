@@ -175,8 +175,9 @@ FAULTS = [
     # the companion
     Fault("no chase", "companion.companion:Companion.observe", NOTHING, "reference"),
     Fault("alpha swapped", "pull:pull_towards_target", replace("1.0 - alpha", "alpha"), "reference"),
-    Fault("RNG not replayed", "companion.replay:replayed", drop("restore_rng(state)"), "companion extending"),
-    Fault("RNG not restored", "companion.replay:replayed", drop("restore_rng(now)"), "companion zero_weight"),
+    Fault("RNG not replayed", "companion.replay:Replay.call", drop("torch.set_rng_state(of_cpu)"),
+          "companion extending"),
+    Fault("RNG not restored", "companion.replay:forked_rng", result("nullcontext()"), "companion zero_weight"),
     Fault("companion's gradients pile up", "companion.companion:Companion.learn",
           drop("optimizer.optimizer.zero_grad()"), "reference"),
     Fault("mean over all instead of drawn rows", "companion.companion:Companion._of_drawn_rows",

@@ -34,7 +34,7 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, logits=None, proces
         distance='mse', strict=True)
     .companion
     .companion_optimizer
-    .penalty(self, logits, *labels)
+    .penalty(self, logits)
     .reset_companion(self)
 dcl_optim.AutoWeight(floor=0.1, power=6.0, classes=100.0)
     .at(self, accuracy, num_classes)
@@ -110,7 +110,6 @@ dcl_optim.companion.replay.Replay()
     .arguments(self, args, kwargs)
     .before_forward(self, args, kwargs, device)
     .call(self, network, args, kwargs)
-    .forget(self)
 dcl_optim.layout.to_rows(tensor, class_dim=1)
 dcl_optim.layout.from_rows(rows, shape, class_dim=1)
 dcl_optim.layout.wide(tensor)

@@ -77,26 +77,6 @@ def test_a_state_that_was_saved_with_other_frozen_layers_is_refused_and_nothing_
     again[0].requires_grad_(not steps_after)
     other = wrap(again)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(
-        ValueError, match=r"(?s)trained other parameters.*freeze the parameters that were frozen when it was made"
-    ):
+    with pytest.raises(ValueError, match="the state of the companion does not fit: missing"):
         other.load_state_dict(optimizer.state_dict())
     assert_same(other.state_dict(), before)
-
-
-def test_a_state_whose_parameters_have_numbers_is_loaded() -> None:
-    """Saved ones are text, as torch.distributed.checkpoint makes all keys."""
-    model = square()
-    optimizer = wrap(model)
-    train(model, optimizer, BEFORE)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    own = saved[1]["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]
-    assert own["state"].keys() == {"0", "1"}
-    own["state"] = {int(key): value for key, value in own["state"].items()}
-    again = square()
-    other = wrap(again)
-    again.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    train(model, optimizer, AFTER)
-    train(again, other, AFTER)
-    assert_same(other.companion, optimizer.companion)
