@@ -62,6 +62,7 @@ class Prediction:
 
     logits: Tensor  # with a graph until the companion has learned from them
     learns: bool
+    network: Network
     rows: Any = None  # the logits as rows, detached and on the model's device, once they are asked for
 
 
@@ -172,7 +173,7 @@ class Companion(Forecaster):
                 f"{tuple(forward.shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
-        forward.prediction = Prediction(logits, learns)
+        forward.prediction = Prediction(logits, learns, network)
         self._has_predicted = self._has_predicted or learns
 
     def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -201,7 +202,7 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not prediction.learns or not len(forward.rows):
+        if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
             return
         logits = prediction.logits
         prediction.logits = logits.detach()

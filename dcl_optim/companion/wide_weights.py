@@ -58,10 +58,12 @@ class WideWeights:
     def read_network(self) -> None:
         """Take what the script has written into parameters in half precision since they were last written here."""
         now = _written(self.weights)
-        if now != self._written:
-            self._written = now
-            for half, weight in self.weights.items():
+        if now == self._written:
+            return
+        for (half, weight), before, after in zip(self.weights.items(), self._written, now, strict=True):
+            if before != after:
                 weight.data = half.detach().float()  # which also follows a move to another device
+        self._written = now
 
     def write_network(self) -> None:
         """Round the weights into the network's parameters."""
