@@ -48,12 +48,11 @@ BUDGETS = {
 
 def count_steps() -> dict[str, list[int]]:
     """The kernels of the dearest step, and the synchronizations of all these and of the step that may read values."""
-    builds = {name: row.build for name, row in ROWS.items()}
-    builds[FRACTION] = partial(companion_learning, settings={"companion_fraction": 0.5})
+    builds = ROWS | {FRACTION: partial(companion_learning, companion_fraction=0.5)}
     cases = [(loss, dtype, method) for loss, dtype in BUDGETS for method in METHODS]
     found = {}
     for loss, dtype, method in [*cases, ("hard labels", "float32", FRACTION)]:
-        steps = measure.count(builds[method], measure.LOSSES[loss], measure.DTYPES[dtype], SYNC_STEP + COUNTED)
+        steps = measure.count(builds[method], loss, dtype, SYNC_STEP + COUNTED)
         last = steps[SYNC_STEP:]
         waits = sum(step.synchronizations for step in last)
         found[f"{loss}, {dtype}, {method}"] = [
