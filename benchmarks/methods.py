@@ -19,7 +19,6 @@ from torch.optim import SGD, Optimizer
 
 from benchmarks.workloads import Batches, Setting, Workload
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.trial.memory import tensor_bytes
 
 # ---- the script ------------------------------------------------------------------------------------------------------
 
@@ -79,19 +78,20 @@ class Script:
 
 @dataclass
 class Training:
-    """A model in training by one method, ready to take steps and to be weighed.
+    """A model in training by one method.
 
     Attributes:
         step: one training step.
         model: what it trains.
         second: the second network, a companion, where the method has one.
-        bytes_added: counts what the method keeps between steps beside the model and its optimizer.
     """
 
     step: Callable[[], None]
     model: nn.Module
     second: nn.Module | None = None
-    bytes_added: Callable[[], int] = int
+
+
+Build = Callable[[Script], Training]
 
 
 def sgd(parameters: Iterable[nn.Parameter], **options: Any) -> SGD:
@@ -101,7 +101,7 @@ def sgd(parameters: Iterable[nn.Parameter], **options: Any) -> SGD:
 
 # ---- the methods -----------------------------------------------------------------------------------------------------
 
-WEIGHT, ALPHA = 1.0, 0.6
+WEIGHT, ALPHA = 1.0, 0.6  # of the loops by hand: the paper's
 
 
 def plain(script: Script) -> Training:
@@ -113,7 +113,7 @@ def plain(script: Script) -> Training:
 def companion_by_hand(script: Script) -> Training:
     """Deep Companion Learning written into the loop by someone who knows it: what the wrapper must not exceed."""
     model, setting = script.model, script.setting
-    companion = setting.compile(copy.deepcopy(model))
+    companion = copy.deepcopy(model)
     optimizer, companion_optimizer = sgd(model.parameters()), sgd(companion.parameters())
     steps = script.steps()
     is_first = True
@@ -134,10 +134,7 @@ def companion_by_hand(script: Script) -> Training:
             companion_optimizer.step()
         is_first = False
 
-    def bytes_added() -> int:
-        return tensor_bytes([companion.state_dict(), companion_optimizer.state_dict()])
-
-    return Training(step, model, companion, bytes_added)
+    return Training(step, model, companion)
 
 
 class PrototypesByHand:
@@ -149,19 +146,10 @@ class PrototypesByHand:
     def __init__(self, classes: int, device: torch.device) -> None:
         self.rows = torch.zeros(classes, classes, device=device)
 
-    def of(self, y: Tensor) -> Tensor:
-        """What each row is held to, by its class or its shares of all classes."""
-        return self.rows[y] if y.ndim == 1 else y.to(self.rows.dtype) @ self.rows
-
     def learn(self, z: Tensor, y: Tensor, alpha: float) -> None:
         """Move to the class means."""
-        if y.ndim == 1:
-            numbers = self.rows.new_zeros(len(self.rows)).index_add_(0, y, self.rows.new_ones(len(y)))
-            self.rows.index_add_(0, y, (z - self.rows[y]) / numbers[y][:, None], alpha=1 - alpha)
-        else:
-            shares = y.to(z.dtype)
-            numbers = shares.sum(0)[:, None]
-            self.rows.add_((shares.T @ z - numbers * self.rows) / numbers.clamp(min=1e-6), alpha=1 - alpha)
+        numbers = self.rows.new_zeros(len(self.rows)).index_add_(0, y, self.rows.new_ones(len(y)))
+        self.rows.index_add_(0, y, (z - self.rows[y]) / numbers[y][:, None], alpha=1 - alpha)
 
 
 def prototypes_by_hand(script: Script) -> Training:
@@ -180,7 +168,7 @@ def prototypes_by_hand(script: Script) -> Training:
                 if z.ndim > 2:
                     z = z.movedim(1, -1).flatten(0, -2)
                     y = y.flatten()
-                loss = script.criterion(z, y) + WEIGHT * F.mse_loss(z.float(), prototypes.of(y))
+                loss = script.criterion(z, y) + WEIGHT * F.mse_loss(z.float(), prototypes.rows[y])
             script.backward(loss)
             logits.append(z.detach().float())
             labels.append(y)
@@ -188,88 +176,45 @@ def prototypes_by_hand(script: Script) -> Training:
         z, y = (logits[0], labels[0]) if len(logits) == 1 else (torch.cat(logits), torch.cat(labels))
         prototypes.learn(z, y, ALPHA)
 
-    return Training(step, model, bytes_added=lambda: prototypes.rows.nbytes)
+    return Training(step, model)
 
 
-PAPER: dict[str, Any] = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}  # as the loops by hand
-
-
-def state_bytes(optimizer: DCLOptimizer | DCPOptimizer) -> int:
-    """The bytes that DCP or DCL adds to the state of its base optimizer: prototypes, or companion and momentum."""
-    return tensor_bytes(optimizer.state_dict()) - tensor_bytes(optimizer.base.state_dict())
-
-
-def companion_learning(script: Script, settings: dict[str, Any] = PAPER, term: bool = False) -> Training:
+def companion_learning(script: Script, term: bool = False, **settings: Any) -> Training:
     """The same by wrapping the optimizer.
 
     Args:
         script: what trains.
-        settings: the wrapper's arguments.
         term: whether the penalty is a term of the script's loss.
+        settings: the wrapper's arguments.
     """
     optimizer = DCLOptimizer(sgd(script.model.parameters()), script.model, **settings)
     step = script.loop(optimizer, penalty=(lambda z, y: optimizer.penalty(z)) if term else None)
-    return Training(step, script.model, optimizer.companion, partial(state_bytes, optimizer))
+    return Training(step, script.model, optimizer.companion)
 
 
-def companion_prototype(
-    script: Script, settings: dict[str, Any] = PAPER | {"update": "batch"}, term: bool = False
-) -> Training:
+def companion_prototype(script: Script, term: bool = False, **settings: Any) -> Training:
     """Class prototypes in the companion's place; the arguments are those of :func:`companion_learning`."""
     optimizer = DCPOptimizer(sgd(script.model.parameters()), script.model, **settings)
     step = script.loop(optimizer, penalty=optimizer.penalty if term else None)
-    return Training(step, script.model, bytes_added=partial(state_bytes, optimizer))
+    return Training(step, script.model)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table.
-
-    Attributes:
-        name: what it is called there.
-        build: puts the method into a script.
-        by_hand: the name of the row that is the same method written into the loop.
-    """
-
-    name: str
-    build: Callable[[Script], Training]
-    by_hand: str = ""
-
-
-def _rows(method: str, by_hand: Callable[[Script], Training], build: Callable[..., Training]) -> list[Row]:
-    """By hand with the paper's settings; by the line and by the term with these and with the defaults."""
-    rows = [Row(f"{method}, by hand", by_hand)]
-    for way in ("line", "term"):
-        term = way == "term"
-        rows.append(Row(f"{method}, {way}", partial(build, term=term, settings={})))
-        rows.append(Row(f"{method}, {way}, paper", partial(build, term=term), f"{method}, by hand"))
-    return rows
-
-
-METHODS: dict[str, Row] = {
-    row.name: row
-    for row in (
-        Row("plain", plain),
-        *_rows("DCP", prototypes_by_hand, companion_prototype),
-        *_rows("DCL", companion_by_hand, companion_learning),
-    )
+# By hand with the paper's settings, by the line and by the term with the defaults.
+METHODS: dict[str, Build] = {
+    "plain": plain,
+    "DCP, by hand": prototypes_by_hand,
+    "DCP, line": companion_prototype,
+    "DCP, term": partial(companion_prototype, term=True),
+    "DCL, by hand": companion_by_hand,
+    "DCL, line": companion_learning,
+    "DCL, term": partial(companion_learning, term=True),
 }
 
 
-def write_script(work: Workload, setting: Setting) -> Script:
-    """Build the model and its data for a setting; compiled last, as scripts do."""
-    return Script(setting.compile(setting.model(work.model())), setting.batches(work.batches()), work, setting)
-
-
-def start(row: Row, work: Workload, setting: Setting | None = None, warm_up: int = 2) -> Training:
-    """Set a method up and take its first steps, which allocate what later ones reuse.
-
-    Raises:
-        RuntimeError: its weights are not finite after them.
-    """
-    training = row.build(write_script(work, setting or Setting()))
+def start(build: Build, work: Workload, setting: Setting | None = None, warm_up: int = 2) -> Training:
+    """Set a method up and take its first steps, which allocate what later ones reuse."""
+    setting = setting or Setting()
+    training = build(Script(setting.model(work.model()), setting.batches(work.batches()), work, setting))
     for _ in range(warm_up):
         training.step()
-    if not all(bool(parameter.isfinite().all()) for parameter in training.model.parameters()):
-        raise RuntimeError(f"{row.name} diverged while warming up: its times would mean nothing")
     return training

@@ -12,17 +12,7 @@ from typing import Any
 
 import torch
 
-import dcl_optim
-from dcl_optim.trial.memory import readable
-
 Figures = dict[str, Any]
-
-
-def spread(figures: dict[str, float] | None) -> str:
-    """Median and quartiles of a ratio."""
-    if figures is None:
-        return "–"
-    return f"{figures['median']:.2f} ({figures['lower']:.2f}–{figures['upper']:.2f})"
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
@@ -31,35 +21,49 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
+WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
+WEIGHED = ("DCP, line", "DCL, line")
+
+
 def steps(results: Figures) -> list[str]:
-    """What a step costs by each method on each network."""
-    head = ("network, batch size", "method", "ms", "× plain", "× by hand", "RAM, × plain", "state added")
-    rows = [
-        [
-            f"{figures['title']}, {figures['batch_size']}" if row is figures["rows"][0] else "",
-            row["name"],
-            f"{row['milliseconds']['median']:.2f}",
-            spread(row["ratio_to_plain"]),
-            spread(row["ratio_to_handwritten"]),
-            f"{row['memory_ratio_to_plain']:.2f}" if "memory_ratio_to_plain" in row else "–",
-            readable(row["state_bytes_added"]) if row["state_bytes_added"] else "0",
-        ]
-        for figures in results["steps"]
-        for row in figures["rows"]
-    ]
-    return grid(head, rows, 2)
+    """Time and memory of a step over those of a plain one, a line for each network; the file has the quartiles."""
+    columns = [(name, "time") for name in WAYS] + [(name, "memory") for name in WEIGHED]
+    lines = []
+    for figures in results["steps"]:
+        rows = {row["name"]: row for row in figures["rows"]}
+        plain = f"{rows['plain']['milliseconds']['median']:.1f}"
+        ratios = [ratio(rows[name], what) if name in rows else "–" for name, what in columns]
+        lines.append([f"{figures['title']}, {figures['batch_size']}", plain, *ratios])
+    head = ["network, batch size", "plain, ms", *(f"{name}, {what}" for name, what in columns)]
+    return grid(head, lines, 1)
+
+
+def ratio(row: Figures, what: str) -> str:
+    """The time or the memory of a method over that of plain training."""
+    value = row["ratio_to_plain"]["median"] if what == "time" else row["memory_ratio_to_plain"]
+    return f"{value:.2f}"
+
+
+def over_by_hand(points: list[Figures]) -> list[str]:
+    """The time of a step over that of the same method written into the loop, a line for each network."""
+    lines = []
+    for figures in points:
+        found = {row["name"]: row["ratio_to_hand"] for row in figures["rows"]}
+        ratios = [f"{found[name]['median']:.2f}" if found.get(name) else "–" for name in WAYS]
+        lines.append(
+            [f"{figures['title']}, {figures['batch_size']}, {figures.get('precision', '')}".rstrip(", "), *ratios]
+        )
+    return grid(["network, batch size", *(f"{name}, over by hand" for name in WAYS)], lines, 1)
 
 
 def kernels(results: Figures) -> list[str]:
     """The kernels of a step, a column for each method."""
     methods = list(dict.fromkeys(row["method"] for row in results["kernels"]))
-    cells = {
-        (row["dtype"], row["loss"], row["method"]): "refused" if row["refused"] else f"{row['kernels']:.0f}"
-        for row in results["kernels"]
-    }
-    places = dict.fromkeys((dtype, loss) for dtype, loss, _ in cells)
-    rows = [[*place, *(cells[(*place, method)] for method in methods)] for place in places]
-    return grid(("logits", "loss", *methods), rows, 2)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in results["kernels"]:
+        place = (row["dtype"], row["loss"])
+        lines.setdefault(place, [*place]).append(f"{row['kernels']:.0f}")
+    return grid(("logits", "loss", *methods), list(lines.values()), 2)
 
 
 def wide(results: Figures) -> list[str]:
@@ -79,27 +83,21 @@ TABLES = {"steps": steps, "kernels": kernels, "wide": wide}
 
 def source(results: Figures) -> str:
     """Where the figures come from."""
-    machine, versions, setting = results["machine"], results["versions"], results.get("setting")
-    rounds = (
-        f"Medians of {results['rounds']} interleaved rounds (quartiles in parentheses; a ratio is taken within each "
-        "round); "
-        if "rounds" in results
-        else ""
-    )
-    how = [setting["precision"], *(["compiled"] if setting["compiled"] else [])] if setting else []
+    machine, versions = results["machine"], results["versions"]
+    rounds = ""
+    if "rounds" in results:
+        rounds = f"Medians of {results['rounds']} interleaved rounds; a ratio is taken within each round. "
     device = [machine["device"]] if "device" in machine else []
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    place = [*device, machine["cpu"], f"{machine['cores']} cores", threads, *how, machine["os"]]
-    peers = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python")
+    precision = [results["setting"]["precision"]] if "setting" in results else []
+    place = [*device, machine["cpu"], f"{machine['cores']} cores", f"threads: {machine['threads']}", *precision]
+    packages = [f"{name} {version}" for name, version in versions.items()]
     return (
-        f"{rounds}{', '.join(place)}; Python {versions['python']}, {peers}; {results['date'][:10]}; "
+        f"{rounds}{', '.join([*place, machine['os'], *packages])}; {results['date'][:10]}; "
         f"`{results['command']}`, {results['minutes']} minutes."
     )
 
 
 # ---- where figures come from -----------------------------------------------------------------------------------------
-
-OPTIONAL = ("torchvision",)
 
 
 def processor() -> str:
@@ -112,31 +110,15 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def cores() -> int:
-    """Cores that this process may use, which a container may hold below the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def machine(threads: int, device: str = "cpu") -> dict[str, str | int]:
     """Processor, cores, threads that were used, operating system, and the accelerator's name where one is used."""
-    found: dict[str, str | int] = {
-        "cpu": processor(),
-        "cores": cores(),
-        "threads": threads,
-        "os": platform.platform(),
-    }
-    if torch.device(device).type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-    return found
+    accelerator = {"device": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}
+    cores = os.cpu_count() or 1
+    return {"cpu": processor(), "cores": cores, "threads": threads, "os": platform.platform()} | accelerator
 
 
 def versions() -> dict[str, str]:
     """Python, torch, the library, and what the networks are taken from."""
-    own = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "dcl_optim": dcl_optim.__version__,
-    }
-    return own | {package: version(package) for package in OPTIONAL if find_spec(package) is not None}
+    packages = [name for name in ("dcl_optim", "torchvision") if find_spec(name) is not None]
+    own = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return own | {name: version(name) for name in packages}

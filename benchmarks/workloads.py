@@ -21,21 +21,17 @@ Batches = list[tuple[Tensor, Tensor]]
 # ---- networks --------------------------------------------------------------------------------------------------------
 
 
-class Network(nn.Sequential):
-    """A class of our own, as a script has it: torch.compile keeps the hooks of such a one outside of its graphs."""
-
-
 def perceptron(sizes: Sequence[int]) -> nn.Module:
     """Linear layers of the given sizes, input first, with ReLU between them."""
     *hidden, (last, classes) = itertools.pairwise(sizes)
     layers = [layer for a, b in hidden for layer in (nn.Linear(a, b), nn.ReLU())]
-    return Network(nn.Flatten(), *layers, nn.Linear(last, classes))
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(last, classes))
 
 
 def cnn() -> nn.Module:
     """Two convolutions with batch norm on 28x28."""
     first, second = 16, 32
-    return Network(
+    return nn.Sequential(
         *(nn.Conv2d(1, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(first, second, 3, padding=1, bias=False), nn.BatchNorm2d(second), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(second * 7 * 7, CLASSES)),
@@ -52,11 +48,11 @@ def resnet_cifar() -> nn.Module:
     return model
 
 
-def shufflenet() -> nn.Module:
-    """ShuffleNetV2 as torchvision has it: many small operations in place of a few large ones."""
-    from torchvision import models
+def torchvision_model(name: str, classes: int) -> nn.Module:
+    """A network as torchvision has it."""
+    from torchvision.models import get_model
 
-    return models.shufflenet_v2_x1_0(num_classes=CLASSES)
+    return get_model(name, num_classes=classes)
 
 
 def vit_tiny() -> nn.Module:
@@ -74,27 +70,13 @@ def segmentation() -> nn.Module:
     blocks = [
         layer for a, b in sizes for layer in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
     ]
-    return Network(*blocks, nn.Conv2d(32, 21, 1))
+    return nn.Sequential(*blocks, nn.Conv2d(32, 21, 1))
 
 
 def language_model() -> nn.Module:
     """Two transformer layers of width 128 over vectors of tokens, and 8,000 logits a token, as rows (tokens, K)."""
     layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(2)]
-    return Network(*layers, nn.Flatten(0, 1), nn.Linear(128, 8_000))
-
-
-def resnet50() -> nn.Module:
-    """ResNet-50 as ImageNet has it."""
-    from torchvision import models
-
-    return models.resnet50(num_classes=1000)
-
-
-def vit_b16() -> nn.Module:
-    """ViT-B/16 as ImageNet has it."""
-    from torchvision import models
-
-    return models.vit_b_16(num_classes=1000)
+    return nn.Sequential(*layers, nn.Flatten(0, 1), nn.Linear(128, 8_000))
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------
@@ -110,7 +92,6 @@ class Workload:
         shape: one input.
         batch_size: inputs a step.
         classes: the number of its logits.
-        package: the optional package it is built with.
         labels: the shape of the labels of one input: () for one label, (height, width) for one a pixel.
         flattened: whether the labels of a batch have one dimension, as those of a language model.
     """
@@ -120,36 +101,23 @@ class Workload:
     shape: tuple[int, ...]
     batch_size: int
     classes: int = CLASSES
-    package: str = ""
     labels: tuple[int, ...] = ()
     flattened: bool = False
 
-    def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The same initial weights for the same seed, so that every method starts alike."""
-        torch.manual_seed(seed)
-        return self.build().to(dtype).train()
+    def model(self) -> nn.Module:
+        """The same initial weights each time, so that every method starts alike."""
+        torch.manual_seed(0)
+        return self.build().train()
 
-    def batches(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batches:
+    def batches(self) -> Batches:
         """Noise with random labels: the time of a step does not depend on what is in the images."""
-        generator = torch.Generator().manual_seed(seed)
-        return [
-            (
-                torch.randn(self.batch_size, *self.shape, generator=generator, dtype=dtype),
-                self._labels(generator),
-            )
-            for _ in range(BATCHES)
-        ]
+        generator = torch.Generator().manual_seed(0)
+        return [self._batch(generator) for _ in range(BATCHES)]
 
-    def _labels(self, generator: torch.Generator) -> Tensor:
+    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randn(self.batch_size, *self.shape, generator=generator)
         y = torch.randint(self.classes, (self.batch_size, *self.labels), generator=generator)
-        return y.flatten() if self.flattened else y
-
-
-def _image(title: str, build: Callable[[], nn.Module], side: int, batch: int, classes: int = CLASSES) -> Workload:
-    return Workload(title, build, (3, side, side), batch, classes, package="torchvision")
-
-
-_resnet18 = partial(_image, "ResNet-18 32x32", resnet_cifar, 32)
+        return x, y.flatten() if self.flattened else y
 
 
 def _mlp(*sizes: int, batch: int = 128) -> Workload:
@@ -157,23 +125,26 @@ def _mlp(*sizes: int, batch: int = 128) -> Workload:
     return Workload(title, partial(perceptron, sizes), (sizes[0],), batch, classes=sizes[-1])
 
 
+_shufflenet = partial(torchvision_model, "shufflenet_v2_x1_0", CLASSES)
+_resnet50 = partial(torchvision_model, "resnet50", 1000)
+_vit_b16 = partial(torchvision_model, "vit_b_16", 1000)
+
 ON_CPU = {
     "mlp-small": _mlp(64, 256, 256, CLASSES),
     "mlp": _mlp(784, 512, 512, CLASSES),
     "cnn": Workload("CNN 28x28", cnn, (1, 28, 28), 128),
-    "resnet18": _resnet18(32),
-    "shufflenet": _image("ShuffleNetV2 64x64", shufflenet, 64, 64),
-    "vit": _image("ViT-Tiny, 6 layers, 32x32", vit_tiny, 32, 64),
+    "resnet18": Workload("ResNet-18 32x32", resnet_cifar, (3, 32, 32), 32),
+    "shufflenet": Workload("ShuffleNetV2 64x64", _shufflenet, (3, 64, 64), 64),
+    "vit": Workload("ViT-Tiny, 6 layers, 32x32", vit_tiny, (3, 32, 32), 64),
     "pixels": Workload("21 classes a pixel, 64x64", segmentation, (3, 64, 64), 4, 21, labels=(64, 64)),
     "tokens": Workload(
         "8,000 classes a token, 64 tokens", language_model, (64, 128), 8, 8_000, labels=(64,), flattened=True
     ),
 }
 ON_CUDA = {
-    "resnet18-128": _resnet18(128),
-    "resnet18-512": _resnet18(512),
-    "resnet50": _image("ResNet-50 224x224", resnet50, 224, 128, classes=1000),
-    "vit-b16": _image("ViT-B/16 224x224", vit_b16, 224, 128, classes=1000),
+    "resnet18-128": Workload("ResNet-18 32x32", resnet_cifar, (3, 32, 32), 128),
+    "resnet50": Workload("ResNet-50 224x224", _resnet50, (3, 224, 224), 128, 1000),
+    "vit-b16": Workload("ViT-B/16 224x224", _vit_b16, (3, 224, 224), 128, 1000),
 }
 # Networks whose logits are most of them.
 MANY_CLASSES = {f"classes-{count}": _mlp(64, 128, count, batch=256) for count in (10, 1_000, 8_000, 50_000)}
@@ -185,7 +156,7 @@ WORKLOADS = ON_CPU | ON_CUDA | MANY_CLASSES
 
 @dataclass(frozen=True)
 class Setting:
-    """A device, a precision and whether networks are compiled.
+    """A device and a precision.
 
     ``bf16-channels-last`` is what a script on a recent GPU does: autocast to bfloat16 around forward and loss, weights
     in float32, images and convolutions in the channels-last layout.
@@ -193,7 +164,6 @@ class Setting:
 
     device: str = "cpu"
     precision: str = "float32"
-    compiled: bool = False
 
     @property
     def halved(self) -> bool:
@@ -209,12 +179,6 @@ class Setting:
         """Move batches to the device, in the layout."""
         placed = [(x.to(self.device), y.to(self.device)) for x, y in batches]
         return [(channels_last(x), y) for x, y in placed] if self.halved else placed
-
-    def compile(self, model: nn.Module) -> nn.Module:
-        """Compile a model in place, if the setting says so."""
-        if self.compiled:
-            model.compile()
-        return model
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """What forward and loss run in."""

@@ -112,8 +112,8 @@ DETACHED = (
 CHANGED = (
     "the weights were changed twice without a step of {name}: the base {base} was stepped, or another optimizer, or a "
     "method wrote to them. Prototypes and companion learn nothing so.\n"
-    "  Fix: call step() of the wrapper, with SAM step(closure); detach() before another optimizer; where weights change "
-    "and are restored (FGM, Embedding(max_norm=)), strict=False. See docs/get-started.md"
+    "  Fix: call step() of the wrapper, with SAM step(closure); detach() before another optimizer; where weights are "
+    "changed and restored (FGM, Embedding(max_norm=)), strict=False. See docs/get-started.md"
 )
 NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"

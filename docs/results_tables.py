@@ -27,7 +27,6 @@ PAGES = (
     ),
 )
 SMALL_STEP = 10.0  # milliseconds: the overhead of a shorter step is visible
-WAYS = ("DCP, line", "DCP, term", "DCL, line", "DCL, term")
 
 
 def overview_cost() -> str:
@@ -49,7 +48,7 @@ def overview_cost() -> str:
     for place, chosen in models.items():
         line = [place]
         for way in ("DCP, term", "DCL, term"):
-            ratios = [_ratios(way, "ratio_to_plain")[model] for model in chosen]
+            ratios = [_ratios(way)[model] for model in chosen]
             if place == shorter:
                 ratios.append(shortest[way]["ratio_to_plain"]["median"])
             line.append(f"{max(ratios):.1f}")
@@ -57,15 +56,14 @@ def overview_cost() -> str:
     return "\n".join(grid(["one label per", "DCP", "DCL"], rows, words=1))
 
 
-def _ratios(name: str, ratio: str, results: str = "steps") -> dict[str, Any]:
-    """A row's median on each network, by the network's name."""
-    found = {}
-    for figures in _benchmark(results)["steps"]:
-        for row in figures["rows"]:
-            if row["name"] == name:
-                value = row.get(ratio)  # memory may not have been measured
-                found[figures["model"]] = value["median"] if isinstance(value, dict) else value
-    return found
+def _ratios(name: str) -> dict[str, float]:
+    """A row's median time over that of plain training on each network, by the network's name."""
+    return {
+        figures["model"]: row["ratio_to_plain"]["median"]
+        for figures in _benchmark("steps")["steps"]
+        for row in figures["rows"]
+        if row["name"] == name
+    }
 
 
 def source(module: str, *names: str) -> str:
@@ -86,23 +84,9 @@ def benchmark_source(name: str) -> str:
 
 def cost(results: str = "steps") -> str:
     """The time and the memory of both optimizers over those of plain training, by the line and by the term."""
-    from benchmarks.table import grid
+    from benchmarks import table
 
-    times = {name: _ratios(name, "ratio_to_plain", results) for name in WAYS}
-    memory = {name: _ratios(name, "memory_ratio_to_plain", results) for name in ("DCP, line", "DCL, line")}
-    lines = []
-    for figures in _benchmark(results)["steps"]:
-        ratios = [found.get(figures["model"]) for found in (*times.values(), *memory.values())]
-        cells = ["–" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        plain = f"{figures['rows'][0]['milliseconds']['median']:.1f}"
-        lines.append([f"{figures['title']}, {figures['batch_size']}", plain, *cells])
-    head = [
-        "network, batch size",
-        "plain, ms",
-        *(f"{name}, time" for name in times),
-        *(f"{name}, memory" for name in memory),
-    ]
-    return "\n".join(grid(head, lines, words=1))
+    return "\n".join(table.steps(_benchmark(results)))
 
 
 def _benchmark(name: str) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dcl_optim import DCPOptimizer
+from dcl_optim.trial import accuracy
 
 
 def main(arguments: list[str] | None = None) -> float:
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> float:
     options = parser.parse_args(arguments)
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     images = (images / 16).to(getattr(torch, options.dtype))
     data = TensorDataset(images[:1350], labels[:1350])
     loader = DataLoader(data, 32, sampler=DistributedSampler(data), drop_last=True)
@@ -48,12 +49,9 @@ def main(arguments: list[str] | None = None) -> float:
             engine.backward(nn.functional.cross_entropy(z.float(), y) + optimizer.penalty(z, y))
             engine.step()
     engine.save_checkpoint(str(options.checkpoint), tag="last")
-    engine.eval()
-    with torch.no_grad():
-        predicted = engine(images[1350:].to(engine.device)).argmax(1).cpu()
-    accuracy = (predicted == labels[1350:]).double().mean().item()
-    print(f"rank {dist.get_rank()}: {accuracy:.1%} of the test images, {optimizer.logs()}")
-    return accuracy
+    found = accuracy(engine, [(images[1350:], labels[1350:])])
+    print(f"rank {dist.get_rank()}: {found:.1f} % of the test images, {optimizer.logs()}")
+    return found
 
 
 if __name__ == "__main__":

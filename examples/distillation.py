@@ -7,7 +7,8 @@ The penalty is a term beside the two losses. It prints the student's accuracy on
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +17,17 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer
+from dcl_optim.trial import accuracy, compare
 
 TEMPERATURE = 4.0
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images, labels = load_digits(return_X_y=True)
-    parts = train_test_split(images / 16, labels, train_size=1000, random_state=0, stratify=labels)
-    x_train, x_test, y_train, y_test = (torch.tensor(part) for part in parts)
-    return x_train.float(), y_train, x_test.float(), y_test
+    images = images.astype("float32") / 16
+    parts = train_test_split(images, labels, train_size=1000, random_state=0, stratify=labels)
+    x_train, x_test, y_train, y_test = map(torch.from_numpy, parts)
+    return x_train, x_test, y_train, y_test
 
 
 def mlp(width: int) -> nn.Sequential:
@@ -41,7 +44,7 @@ def from_teacher(z: Tensor, teacher: Tensor) -> Tensor:
 def teach(epochs: int = 20) -> nn.Sequential:
     """Train the teacher on all training images."""
     torch.manual_seed(0)
-    x, y, _, _ = digits()
+    x, _, y, _ = digits()
     model = mlp(256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(epochs):
@@ -52,10 +55,10 @@ def teach(epochs: int = 20) -> nn.Sequential:
     return model.requires_grad_(False).eval()
 
 
-def distill(teacher: nn.Module, weight: float | Literal["auto"], seed: int, epochs: int = 40) -> float:
-    """Return the test accuracy in per cent of a student of 100 images; weight=0 is distillation alone."""
+def distill(teacher: nn.Module, weight: Any, seed: int, epochs: int = 40) -> float:
+    """Return the test accuracy in percent of a student of 100 images; weight=0 is distillation alone."""
     torch.manual_seed(seed)
-    x_train, y_train, x_test, y_test = digits()
+    x_train, x_test, y_train, y_test = digits()
     x, y = x_train[100 * seed :][:100], y_train[100 * seed :][:100]
     student = mlp(32)
     base = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9)
@@ -67,18 +70,8 @@ def distill(teacher: nn.Module, weight: float | Literal["auto"], seed: int, epoc
             loss = F.cross_entropy(z, y[rows]) + from_teacher(z, teacher(x[rows]))
             (loss + optimizer.penalty(z, y[rows])).backward()
             optimizer.step()
-
-    student.eval()
-    with torch.no_grad():
-        return 100 * (student(x_test).argmax(1) == y_test).float().mean().item()
-
-
-def main() -> None:
-    teacher = teach()
-    print("seed   without      with")
-    for seed in range(5):
-        print(f"{seed:4} {distill(teacher, 0, seed):9.2f} {distill(teacher, 'auto', seed):9.2f}", flush=True)
+    return accuracy(student, [(x_test, y_test)])
 
 
 if __name__ == "__main__":
-    main()
+    print(compare(partial(distill, teach()), {"distillation": 0, "with DCP": "auto"}, seeds=5))

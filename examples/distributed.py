@@ -16,19 +16,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.trial import accuracy
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=("plain", "dcp", "dcl"), default="dcp")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/distributed.pt"))
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return parser.parse_args(arguments)
@@ -51,15 +52,14 @@ class Run:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(0)
         self.options, self.device, self.epoch = options, device, 0
-        images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
+        images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
         images = images.float() / 16
-        self.x_test, self.y_test = images[1350:], labels[1350:]
+        self.test = [(images[1350:], labels[1350:])]
         data = TensorDataset(images[:1350], labels[:1350])
         self.sampler = DistributedSampler(data, shuffle=True, drop_last=True)
-        self.loader = DataLoader(data, options.batch_size, sampler=self.sampler)
+        self.loader = DataLoader(data, 32, sampler=self.sampler)  # in each process
         network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
         self.model = DistributedDataParallel(network)
-        self.criterion = nn.CrossEntropyLoss()
         optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         if options.method == "dcp":
             optimizer = DCPOptimizer(optimizer, self.model)
@@ -72,25 +72,16 @@ class Run:
         self.sampler.set_epoch(self.epoch)  # another order each epoch, and the same one in a resumed run
         for x, y in self.loader:
             self.optimizer.zero_grad()
-            self.criterion(self.model(x.to(self.device)), y.to(self.device)).backward()
+            F.cross_entropy(self.model(x.to(self.device)), y.to(self.device)).backward()
             self.optimizer.step()
         self.scheduler.step()
         self.epoch += 1
-
-    def accuracy(self) -> float:
-        self.model.eval()
-        with torch.no_grad():
-            right = self.model.module(self.x_test.to(self.device)).argmax(1).cpu() == self.y_test
-        self.model.train()
-        return right.double().mean().item()
 
     def save(self) -> None:
         parts = {"model": self.model.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
         state = {name: part.state_dict() for name, part in parts.items()}
         self.options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.options.checkpoint.with_suffix(".tmp")
-        torch.save(state | {"epoch": self.epoch}, temporary)
-        os.replace(temporary, self.options.checkpoint)  # a job that is killed while it writes leaves the older one
+        torch.save(state | {"epoch": self.epoch}, self.options.checkpoint)
 
     def resume(self) -> None:
         state = torch.load(self.options.checkpoint, map_location=self.device, weights_only=True)
@@ -108,15 +99,14 @@ def train(options: argparse.Namespace, device: torch.device) -> Run:
         run.train_epoch()
         if dist.get_rank() == 0:  # all ranks hold the same, the companion too
             run.save()
-            print(f"epoch {run.epoch}: test accuracy {run.accuracy():.4f}", flush=True)
+            print(f"epoch {run.epoch}: test accuracy {accuracy(run.model.module, run.test):.2f} %", flush=True)
     return run
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    if "LOCAL_RANK" not in os.environ:
-        print("start it by: torchrun --nproc-per-node 2 -m examples.distributed", file=sys.stderr)
-        sys.exit(2)
+    if not dist.is_torchelastic_launched():
+        sys.exit("start it by: torchrun --nproc-per-node 2 -m examples.distributed")
     train(options, connect())
     dist.barrier()  # a rank that leaves early can break the others' last reduction
     dist.destroy_process_group()

@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.trial import accuracy
 
 BATCH = 64
 TRAIN_SIZE = 1350  # of 1,797
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -30,13 +31,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     return images.float() / 16, labels
 
 
 def train(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    device, dtype, parts = torch.device(options.device), DTYPES[options.dtype], options.accumulate
+    device, dtype, parts = torch.device(options.device), getattr(torch, options.dtype), options.accumulate
     images, labels = digits()
     data = TensorDataset(images[:TRAIN_SIZE], labels[:TRAIN_SIZE])
     loader = DataLoader(data, BATCH // parts, shuffle=True, drop_last=True)
@@ -70,15 +71,11 @@ def train(options: argparse.Namespace) -> nn.Module:
     return model
 
 
-def main(arguments: list[str] | None = None) -> float:
+def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    model = train(options).eval()
+    model = train(options)
     images, labels = digits()
-    with torch.no_grad():
-        found = model(images[TRAIN_SIZE:].to(options.device)).argmax(1).cpu()
-    accuracy = (found == labels[TRAIN_SIZE:]).double().mean().item()
-    print(f"test accuracy {accuracy:.4f}")
-    return accuracy
+    print(f"test accuracy {accuracy(model, [(images[TRAIN_SIZE:], labels[TRAIN_SIZE:])]):.2f} %")
 
 
 if __name__ == "__main__":

@@ -15,29 +15,26 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torchvision.ops import Conv2dNormActivation
 
 from dcl_optim import DCLOptimizer
+from dcl_optim.trial import accuracy
 
 
 def data(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(seed)
-    images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     order = torch.randperm(len(labels))
     x, y = images[order].float().view(-1, 1, 8, 8) / 16, labels[order]
     wrong = (y[:300] + torch.randint(1, 10, (300,))) % 10
     return x[:300], torch.where(torch.rand(300) < 0.3, wrong, y[:300]), x[300:1300], y[300:1300]
 
 
-def accuracy(network: nn.Module, x: Tensor, y: Tensor) -> float:
-    with torch.no_grad():
-        return 100 * (network.eval()(x).argmax(1) == y).double().mean().item()
-
-
 def train(seed: int) -> tuple[float, float]:
     """The test accuracies of the model and of its companion."""
     x_train, y_train, x_test, y_test = data(seed)
-    layers = [nn.Conv2d(1, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 64, 3, 2, 1), nn.BatchNorm2d(64)]
-    model = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(64 * 4, 10))
+    layers = [Conv2dNormActivation(1, 16, stride=2), Conv2dNormActivation(16, 64, stride=2)]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4, 10))
     base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     optimizer = DCLOptimizer(base, model)
     for _ in range(100):
@@ -48,7 +45,8 @@ def train(seed: int) -> tuple[float, float]:
 
     deployed = copy.deepcopy(model)  # a plain network: save its state_dict, and load it without dcl_optim
     deployed.load_state_dict(optimizer.companion.state_dict())
-    return accuracy(model, x_test, y_test), accuracy(deployed, x_test, y_test)
+    test = [(x_test, y_test)]
+    return accuracy(model, test), accuracy(deployed, test)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dcl_optim import DCPOptimizer
 from dcl_optim.trial import accuracy, compare, overhead
 
-IMAGES, LABELS = (torch.from_numpy(part) for part in load_digits(return_X_y=True))
+IMAGES, LABELS = map(torch.from_numpy, load_digits(return_X_y=True))
 X, Y = IMAGES.float().view(-1, 1, 8, 8) / 16, LABELS
 
 

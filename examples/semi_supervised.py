@@ -7,28 +7,27 @@ One forward pass has labelled and unlabelled images. The penalty is a term of th
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer
+from dcl_optim.trial import accuracy, compare
 
 SURE = 0.95  # the probability from which a guess is taken for a label
 
 
-def digits(seed: int, per_class: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Give images and labels with ``per_class`` of each class first, and those for the test."""
+def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Give the images of training and test, and their labels."""
     found = load_digits()
-    x, y = torch.tensor(found.images / 16).float().unsqueeze(1), torch.tensor(found.target)
-    shuffled = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    training, test = shuffled[:1000], shuffled[1000:]
-    labelled = torch.cat([training[y[training] == label][:per_class] for label in range(10)])
-    rest = training[~torch.isin(training, labelled)]
-    training = torch.cat([labelled, rest])
-    return x[training], y[training], x[test], y[test]
+    images = found.images[:, None].astype("float32") / 16
+    parts = train_test_split(images, found.target, train_size=1000, random_state=seed)
+    x, x_test, y, y_test = map(torch.from_numpy, parts)
+    return x, x_test, y, y_test
 
 
 def weak(x: Tensor) -> Tensor:
@@ -44,22 +43,20 @@ def strong(x: Tensor) -> Tensor:
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(512, 10)),
-    )
+    convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 10))
 
 
-def train(weight: float | Literal["auto"], seed: int, steps: int = 500) -> float:
-    """Return the test accuracy in per cent; weight=0 is FixMatch alone."""
+def train(weight: Any, seed: int, steps: int = 500) -> float:
+    """Return the test accuracy in percent; weight=0 is FixMatch alone."""
     torch.manual_seed(seed)
-    x, y, x_test, y_test = digits(seed)
-    count = 40
+    x, x_test, y, y_test = digits(seed)
+    labelled, _ = train_test_split(torch.arange(len(y)), train_size=40, stratify=y, random_state=seed)
     model = network()
     base = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, nesterov=True)
     optimizer = DCPOptimizer(base, model, weight=weight)
     for _ in range(steps):
-        rows, unlabelled = torch.randint(count, (20,)), torch.randint(count, len(x), (60,))
+        rows, unlabelled = labelled[torch.randperm(40)[:20]], torch.randint(len(x), (60,))
         images = torch.cat([weak(x[rows]), weak(x[unlabelled]), strong(x[unlabelled])])
         optimizer.zero_grad()
         z, of_weak, of_strong = model(images).split([20, 60, 60])
@@ -68,17 +65,8 @@ def train(weight: float | Literal["auto"], seed: int, steps: int = 500) -> float
         loss = F.cross_entropy(z, y[rows]) + (by_row * (probability > SURE)).mean()
         (loss + optimizer.penalty(z, y[rows])).backward()
         optimizer.step()
-
-    model.eval()
-    with torch.no_grad():
-        return 100 * (model(x_test).argmax(1) == y_test).float().mean().item()
-
-
-def main() -> None:
-    print("seed   without      with")
-    for seed in range(3):
-        print(f"{seed:4} {train(0, seed):9.2f} {train('auto', seed):9.2f}", flush=True)
+    return accuracy(model, [(x_test, y_test)])
 
 
 if __name__ == "__main__":
-    main()
+    print(compare(train, {"FixMatch": 0, "with DCP": "auto"}, seeds=3))

@@ -64,7 +64,7 @@ def test_mixed_precision_as_a_script(monkeypatch, capsys):
     arguments = ("--method", "dcl", "--dtype", "float16", "--accumulate", "4", "--epochs", "1")
     monkeypatch.setattr(sys, "argv", ["mixed_precision.py", *arguments])
     runpy.run_path(mixed_precision.__file__, run_name="__main__")
-    assert capsys.readouterr().out.startswith("test accuracy 0.")
+    assert float(capsys.readouterr().out.removeprefix("test accuracy ").removesuffix(" %\n")) > 30
 
 
 # gloo's threads outlive the process group where DDP was in it, and about once in sixty runs abort the interpreter's
@@ -84,7 +84,7 @@ def test_distributed_as_a_script(tmp_path):
     script.write_text(AS_IT_IS)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     printed = execute(*launch, script, "--epochs", 1, "--checkpoint", tmp_path / "state.pt")
-    assert printed.startswith("epoch 1: test accuracy 0.")
+    assert float(printed.removeprefix("epoch 1: test accuracy ").removesuffix(" %\n")) > 30
     assert torch.load(tmp_path / "state.pt", weights_only=True)["epoch"] == 1
 
 
@@ -100,7 +100,7 @@ def train_on_a_rank(rank: int, folder: Path, *resume: str) -> None:
     distributed.Run.save = save_and_keep
     for method in ("dcl", "dcp"):
         path = folder / method
-        arguments = ["--method", method, "--batch-size=64", "--epochs=3", f"--checkpoint={path}.pt", *resume]
+        arguments = ["--method", method, "--epochs=3", f"--checkpoint={path}.pt", *resume]
         with (folder / f"printed.{rank}").open("a") as printed, redirect_stdout(printed):
             run = distributed.train(distributed.parse(arguments), torch.device("cpu"))
         state = {"model": run.model.module.state_dict(), "optimizer": run.optimizer.state_dict()}
@@ -133,4 +133,4 @@ def test_distributed_ranks_agree_and_a_resumed_run_equals_an_uninterrupted_one(t
         saved["optimizer"][key]["loss"].pop("scale")
         assert_same({part: saved[part] for part in first}, first)
         own = first["optimizer"][f"dcl_optim.{method.upper()}Optimizer"]
-        assert own["steps"] == 3 * 11, "675 images for each rank in batches of 64"
+        assert own["steps"] == 3 * 22, "675 images for each rank in batches of 32"

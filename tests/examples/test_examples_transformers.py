@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, ByT5Tokenizer
 
 from examples import transformers_lora
 from tests.helpers import assert_same
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture
 def example(monkeypatch):
     # a part of the texts is enough, and one worker's CPU all there is
-    train, test = transformers_lora.texts()
-    monkeypatch.setattr(transformers_lora, "texts", lambda: (train[::8], test[::8]))
+    texts = dict(list(transformers_lora.docstrings().items())[::8])
+    monkeypatch.setattr(transformers_lora, "docstrings", lambda: texts)
     return transformers_lora
 
 
@@ -27,15 +27,11 @@ def own(optimizer):
     return optimizer.companion.state_dict() if hasattr(optimizer, "companion") else {"p": optimizer.prototypes}
 
 
-def test_texts_are_real_apart_and_of_every_module():
-    train, test = transformers_lora.texts()
-    assert {row["labels"] for row in train} == set(range(len(transformers_lora.MODULES)))
-    assert len(train) > 2 * len(test) > 100
-    whole = [
-        {bytes(row["input_ids"].tolist()) for row in part if row["attention_mask"][-1] == 0} for part in (train, test)
-    ]
-    assert not whole[0] & whole[1]
-    assert any(b"JSON" in text or b"argument" in text for text in whole[0])
+def test_texts_are_real_and_of_every_module():
+    texts = transformers_lora.docstrings()
+    assert set(texts.values()) == set(range(len(transformers_lora.MODULES)))
+    assert len(texts) > 400
+    assert any("argument" in text for text in texts)
 
 
 @pytest.mark.parametrize("method", ["dcl", "dcp"])
@@ -46,14 +42,17 @@ def test_a_resumed_run_ends_as_the_whole_one(method, example, tmp_path, capsys):
     assert_same(again, whole)
     assert_same(dict(own(second)), dict(own(optimizer)))
     out = capsys.readouterr().out
-    assert f"{method}: test accuracy" in out
-    assert ("the companion adds 4,616 parameters" in out) == (method == "dcl")
+    assert f"{method}: accuracy" in out
+    assert "trainable params: 4,616 " in out
 
 
 def test_a_pretrained_model_is_loaded_and_its_frozen_weights_stay(example, tmp_path):
     torch.manual_seed(5)
+    tokenizer = ByT5Tokenizer()
+    tokenizer.save_pretrained(tmp_path)
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    pretrained = BertForSequenceClassification(BertConfig(vocab_size=256, max_position_embeddings=96, **size))
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=96, **size)
+    pretrained = BertForSequenceClassification(config)
     pretrained.save_pretrained(tmp_path)
     model, optimizer = example.main(["--method", "dcl", "--model", str(tmp_path), "--epochs", "1"])
     name = "bert.embeddings.word_embeddings.weight"

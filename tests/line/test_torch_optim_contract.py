@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import backward, batches, huber, mlp, one, sgd, train, wrap
+from tests.helpers import backward, huber, mlp, one, sgd, wrap
 
 
 def test_is_an_optimizer_and_shares_the_bases_objects():

@@ -20,8 +20,7 @@ class CompanionLearning(Plain):
     """Deep Companion Learning (R. Zhu and V. Saligrama, ECCV 2024): the penalty of :class:`DCLOptimizer`.
 
     Beside model and companion it reports the mean of their softmaxes. A ``companion_every`` above the number of steps
-    gives a companion that never learns, a control. An alpha of 1 does not: the gradient is zero then, but the weight
-    decay goes on.
+    gives a companion that never learns, a control.
 
     Args:
         setting: what to train with.

@@ -24,8 +24,8 @@ def _cnn(classes: int, shape: Shape) -> nn.Module:
     return small.cnn(classes, shape[0])
 
 
-def _small_cnn(width: int, classes: int, shape: Shape) -> nn.Module:
-    return small.small_cnn(classes, shape[0], width)
+def _small_cnn(classes: int, shape: Shape) -> nn.Module:
+    return small.small_cnn(classes, shape[0])
 
 
 def _mlp(classes: int, shape: Shape) -> nn.Module:
@@ -61,9 +61,7 @@ def _without_norm(classes: int, shape: Shape) -> nn.Module:
 
 _NETWORKS: dict[str, Callable[[int, Shape], nn.Module]] = {
     "cnn": _cnn,
-    "small-cnn": partial(_small_cnn, 16),
-    "small-cnn-half": partial(_small_cnn, 8),
-    "small-cnn-quarter": partial(_small_cnn, 4),
+    "small-cnn": _small_cnn,
     "strided-cnn": strided.strided_cnn,
     **{name: partial(vision.resnet, name) for name in ("resnet18", "resnet34", "resnet50")},
     **{name: partial(residual.resnet, name) for name in residual.WIDTHS},

@@ -194,13 +194,6 @@ def test_without_what_it_adds_the_model_is_trained_plainly_to_the_last_bit(name:
     )
 
 
-def test_gam_without_radii_is_plain_training_up_to_rounding() -> None:
-    given = setting(functools.partial(network, dropout=0.0))
-    plain, method = started("plain", given), started("gam", given, rho=0.0, rho_gradient=0.0)
-    train(plain), train(method)
-    assert_close(plain.networks()["model"], method.networks()["model"])
-
-
 # ---- loss, cost, names -----------------------------------------------------------------------------------------------
 
 
@@ -234,11 +227,6 @@ def test_the_cost_is_the_number_of_passes(name: str) -> None:
         passes.clear()
         advance(method, batch)
     assert sum(passes) == pytest.approx(method.cost)
-
-
-def test_an_ensemble_costs_as_much_as_its_networks() -> None:
-    assert started("voting", estimators=5).cost == 5
-    assert len(started("voting", estimators=5).networks()) == 5
 
 
 def test_an_unknown_method_is_refused_and_the_known_ones_listed() -> None:

@@ -102,17 +102,6 @@ def test_the_defaults_are_the_papers_and_of_the_wrappers_their_own(name: str) ->
 # ---- one network and a loss ------------------------------------------------------------------------------------------
 
 
-def test_plain_with_label_smoothing() -> None:
-    method = started("plain", by_hand(), label_smoothing=0.2)
-    net = twin(method)
-    for batch in batches():
-        epoch, _, x, y, _ = batch
-        advance(method, batch)
-        target = 0.8 * torch.eye(CLASSES, dtype=x.dtype)[y] + 0.2 / CLASSES
-        descend(net, cross_entropy(net(x), target), epoch)
-    assert_close(method.networks()["model"], net)
-
-
 def test_self_distillation_mixes_the_labels_with_the_last_epochs_predictions() -> None:
     method = started("ps-kd", by_hand(normed))
     net, teacher = twin(method), None
@@ -146,21 +135,6 @@ def test_saf_holds_the_model_to_its_logits_of_some_epochs_ago_by_sample() -> Non
         descend(net, loss, epoch)
     assert sum(epoch == 0 for epoch, _ in past) == SAMPLES - 3
     assert_close(method.networks()["model"], net)
-
-
-def test_saf_starts_after_five_epochs_with_the_papers_numbers() -> None:
-    epochs = 7
-    given = setting(smooth, momentum=0.0, epochs=epochs)
-    runs, apart = [], []
-    for name in ("saf", "plain"):
-        torch.manual_seed(0)
-        runs.append(make(name, given))
-    for batch in batches(epochs):
-        for run in runs:
-            advance(run, batch)
-        apart.append(not torch.equal(*[run.predict(batch[2]) for run in runs]))
-    assert apart == [False] * 5 * STEPS + [True] * 2 * STEPS
-    assert runs[0].kept["memory"].get_buffer("logits").shape == (3, SAMPLES, CLASSES)
 
 
 # ---- two networks ----------------------------------------------------------------------------------------------------
@@ -207,22 +181,6 @@ def test_companion_learning_passes_its_options_to_the_wrapper(own_architecture: 
     assert_close(method.networks()["model"], model)
     assert_close(method.networks()["companion"], companion)
     assert list(method.predictors()) == ["model", "companion", "mean of both"]
-
-
-def test_companion_prototype_holds_the_model_to_its_class_means() -> None:
-    method = started("dcp", by_hand(), weight=0.5, alpha=0.3, update="batch", distance="squared")
-    net, prototypes = twin(method), {}
-    for batch in batches():
-        epoch, _, x, y, _ = batch
-        advance(method, batch)
-        z = net(x)
-        pulls = [(z[i] - prototypes[k]).square().mean() for i, k in enumerate(y.tolist()) if k in prototypes]
-        loss = cross_entropy(z, y) + 0.5 * sum(pulls, torch.zeros(())) / len(y)
-        for k in set(y.tolist()):
-            mean = z[y == k].detach().mean(0)
-            prototypes[k] = 0.3 * prototypes[k] + 0.7 * mean if k in prototypes else mean
-        descend(net, loss, epoch)
-    assert_close(method.networks()["model"], net)
 
 
 # ---- gradients at other weights --------------------------------------------------------------------------------------

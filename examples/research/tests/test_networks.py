@@ -13,7 +13,6 @@ import torchvision
 from torch import Tensor, nn
 
 from examples.research.networks import NAMES, build
-from examples.research.networks.residual import ResNet
 from tests.helpers import cells
 
 COLOUR, GREY = (3, 32, 32), (1, 28, 28)
@@ -141,13 +140,6 @@ def test_patches(name: str, shape: tuple[int, int, int], patch: int, positions: 
         assert model.layers[0].blocks[0].window_size == (window, window)
 
 
-def test_own_resnet_with_torchvisions_weights_computes_the_same():
-    theirs = settled(built("resnet18"))
-    ours = ResNet(10, 3, 64, (64, 128, 256, 512), 2).eval()
-    ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours(pictures(COLOUR)), theirs(pictures(COLOUR)), rtol=1e-4, atol=1e-4)
-
-
 def test_features_are_the_maps_after_stem_and_stages_of_a_twin_made_of_torchvisions_blocks():
     model = settled(built("resnet8x4", 100))
     state, x, expected = model.state_dict(), pictures(COLOUR), []
@@ -255,7 +247,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("resnet19", 10, COLOUR), "name is 'resnet19'; it must be one of cnn, small-cnn, small-cnn-half, "),
+        (("resnet19", 10, COLOUR), "name is 'resnet19'; it must be one of cnn, small-cnn, strided-cnn, "),
         (("cnn", 1, COLOUR), "classes is 1; it must be at least 2"),
         (("cnn", 10, (32, 32)), r"shape is \(32, 32\); it must be \(channels, height, width\)"),
         (("cnn", 10, (0, 32, 32)), r"shape is \(0, 32, 32\); .* at least \(1, 4, 4\)"),

@@ -13,7 +13,7 @@ from examples.research.experiments import EXPERIMENTS
 from examples.research.rivals import companion, companion_tables, settings, values
 from examples.research.rivals.companion import DEFAULT, KEPT, pair_row
 from examples.research.rivals.experiments import name_of
-from examples.research.tests.test_methods import advance, assert_close, batches, started, train
+from examples.research.tests.test_methods import advance, assert_close, batches, started
 from examples.research.tests.test_methods_formulas import by_hand, cross_entropy, descend, normed, twin
 from examples.research.tests.test_rivals import cells_of
 from examples.research.trainer import Run
@@ -206,15 +206,6 @@ def test_toward_an_average_the_distance_is_of_the_logits():
     assert_close(method.networks()["model"], net)
     assert_close(method.networks()["teacher"], teacher)
     assert 0 < sum(far) < len(far), "some rows are distant, and some are not"
-
-
-def test_the_teachers_distance_is_of_probabilities_unless_it_is_said():
-    default, other = (started("mean-teacher", by_hand(normed), weight=3.0, ramp_up=0) for _ in range(2))
-    logits = started("mean-teacher", by_hand(normed), weight=3.0, ramp_up=0, of_logits=True)
-    for method in (default, other, logits):
-        train(method)
-    assert differ(default.networks()["model"], other.networks()["model"]) == set()
-    assert differ(default.networks()["model"], logits.networks()["model"])
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------

@@ -46,19 +46,6 @@ def test_the_rows_dcl_and_dcp_are_the_wrappers_defaults():
         assert written == {name: arguments[name].default for name in written}
 
 
-def test_a_share_of_rows_reaches_the_wrapper(monkeypatch):
-    given = {}
-
-    class Noted(DCLOptimizer):
-        def __init__(self, base, model, *, companion_fraction, **options):
-            super().__init__(base, model, **options)
-            given["companion_fraction"] = companion_fraction
-
-    monkeypatch.setattr(methods.companion, "DCLOptimizer", Noted)
-    Run(replace(TINY, method="dcl", options={"companion_fraction": 0.2}), 0, CPU)
-    assert given == {"companion_fraction": 0.2}
-
-
 @pytest.mark.parametrize("method", ["plain", "dcl", "dcp", "cs-kd"])
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(method, tmp_path):
     configuration = replace(TINY, method=method, augmentation="crop", averages=(0.5, 0.9))
@@ -326,11 +313,6 @@ def test_nothing_is_written_into_the_pages_folders_unless_asked():
     options = command.parser().parse_args(["run", "length-kanji-4k"])
     assert {folder.parts[0] for folder in (options.results, options.checkpoints)} == {"runs"}
     assert command.parser().parse_args(["plot"]).images == Path("runs/images")
-
-
-def test_other_processes_can_import_what_they_run():
-    """They do not import the ``__main__`` of a package, so nothing of theirs may be in it."""
-    assert jobs.finish.__module__ == jobs.Job.__module__ == "examples.research.jobs"
 
 
 def test_two_processes_find_what_one_finds(small, tmp_path):

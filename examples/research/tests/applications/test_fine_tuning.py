@@ -80,7 +80,7 @@ def test_small_gray_images_are_enlarged_and_drawn_by_the_seed(kanji):
 def test_a_linear_probe_is_logistic_regression_on_fixed_features_with_dcps_penalty(data, monkeypatch):
     lr, epochs, seed = 0.1, 3, 5
     torch.manual_seed(0)
-    model = adapters.adapt(networks.build("small-cnn-quarter", 4, data.shape), "linear probe")
+    model = adapters.adapt(networks.build("small-cnn", 4, data.shape), "linear probe")
     features, head = copy.deepcopy(model[:-1]).eval(), copy.deepcopy(model[-1])
     monkeypatch.setattr(fine_tuning, "BATCH_SIZE", 4)
     fit(model, DCPOptimizer(torch.optim.SGD(model[-1].parameters(), lr), model, weight=2.0), data, epochs, seed)
