@@ -50,6 +50,8 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
 
 def copy_of_rows(logits: Tensor, class_dim: int) -> Tensor:
     """Copy logits as rows, which lie one after the other in memory."""
+    if logits.ndim == 2 and class_dim == 1:
+        return logits.clone(memory_format=torch.contiguous_format)
     classes_last = logits.movedim(class_dim, -1) if logits.ndim > 1 else logits.reshape(-1, 1)
     return classes_last.clone(memory_format=torch.contiguous_format).flatten(0, -2)
 

@@ -201,7 +201,7 @@ class _Block(NamedTuple):
 def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | None) -> _Block:
     norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_in_parts
     p = _probabilities(z, form.in_float32)
-    g = g.to(p.dtype)
+    g = wide(g)
     if form.smoothing:
         y = _smoothed_labels(p, g, live, form.smoothing, last)
     else:
@@ -246,7 +246,7 @@ def _together(found: list[_Block], last: _Last | None) -> _Block:
 def _probabilities(z: Tensor, in_float32: bool) -> Tensor:
     """The softmax as the loss takes it, in float32 or wider."""
     if in_float32:
-        return torch.softmax(z, 1, dtype=wide_dtype(z.dtype))
+        return torch.softmax(z, 1, dtype=None if z.dtype.itemsize >= 4 else torch.float32)
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
