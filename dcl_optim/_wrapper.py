@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import Optimizer
@@ -60,7 +60,8 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
         if name in ("train", "eval") and hasattr(self.__dict__.get("base"), name):
             return functools.partial(self._switch, name)
-        hint = ": optimizer.step(closure) takes all steps of SAM" if name.endswith("_step") else ""
+        is_of_sam = name in ("first_step", "second_step")
+        hint = ": optimizer.step(closure) takes all steps of SAM" if is_of_sam else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     if TYPE_CHECKING:  # a checker that saw __getattr__ would let every misspelt name pass
@@ -92,6 +93,8 @@ class OptimizerWrapper(_torch.OptimizerInternals, ABC):
         Raises:
             ValueError, TypeError: the state does not fit, or is no dictionary; nothing has changed.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
         state_dict = self._passed_through_hooks("load_state_dict_pre", dict(state_dict))
         own = self._take_own_state(state_dict)
         if not isinstance(own, dict):

@@ -58,7 +58,7 @@ class DCLOptimizer(ForecastOptimizer):
             ``companion_optimizer``.
         companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
         companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
-            drawn anew in each step. Default 1. It saves no time, which ``companion_every`` does.
+            drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
             1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out:
             ``companion_lr_scale`` scales its steps there.

@@ -37,10 +37,12 @@ class Checked:
         return self.check(self.given(step), step) if callable(self.given) else float(self.given)
 
     def check(self, given: float, step: int | None = None) -> float:
-        """Return a value as a float; raise if it is out of range."""
+        """Return a value as a float; raise if it is not a number or out of range."""
+        at = "" if step is None else f" at step {step}"
+        if not hasattr(given, "__float__"):
+            raise TypeError(f"{self.name}{at} must be a number, got {type(given).__name__}")
         value = float(given)
         if not 0 <= value <= self.upper or value == math.inf:
-            at = "" if step is None else f" at step {step}"
             allowed = f"in [0, {self.upper:g}]" if self.upper < math.inf else "finite and >= 0"
             raise ValueError(f"{self.name}={value!r}{at} must be {allowed}")
         return value

@@ -118,6 +118,7 @@ class Companion(Forecaster):
         self._has_predicted = False  # in a step in which it learns
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
         self._half_factor: Tensor | None = None  # of all gradients in float16
+        self._generator: torch.Generator | None = None  # of the rows that are drawn in this step
 
     def _make(self) -> Network:
         return Network(unwrapped(self._model), self._base, self._options, self._group)
@@ -240,8 +241,9 @@ class Companion(Forecaster):
         """The mean over a random share of the rows; the others get no gradient."""
         slope = pull.slope
         number = max(round(self._options.fraction * len(slope)), 1)
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(len(slope), generator=generator, device="cpu")[:number]
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(len(slope), generator=self._generator, device="cpu")[:number]
         weights = torch.zeros_like(slope[:, 0])
         weights[drawn.to(slope.device, non_blocking=True)] = len(slope) / number
         return pull._replace(weights=weights)

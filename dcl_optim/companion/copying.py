@@ -83,7 +83,7 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", hook)
-    return str(owner.__module__).startswith(LIBRARIES) or any(owner is one for one in modules)
+    return str(getattr(owner, "__module__", "")).startswith(LIBRARIES) or any(owner is one for one in modules)
 
 
 # ---- the first prediction --------------------------------------------------------------------------------------------

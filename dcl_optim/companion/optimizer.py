@@ -31,11 +31,9 @@ PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer
 # Of dadaptation, pytorch_optimizer and lomo_optim. The first two divide by their first gradient, and that of a copy of
 # the model is close to zero; the others step in the model's backward pass, by hooks on its parameters.
 UNFIT = ("dadaptadan", "dadaptsgd", "adalomo", "lomo")
-HAS_A_STATE = (
-    "{} has a state before it is wrapped, without which a copy for the companion may not train.\n"
-    "  Fix: if it has stepped, wrap a new one, and then load the state, optimizer.base.load_state_dict(state); if it "
-    "makes its state in its constructor and holds another optimizer, wrap that one, as in "
-    f"Lookahead(DCLOptimizer(inner, model)); else {PASS_ANOTHER}"
+STATE_FROM_THE_START = (
+    "{} cannot train the companion: its state is made in its constructor, and a copy begins without one{}.\n"
+    "  Fix: if it holds another optimizer, wrap that one, as in Lookahead(DCLOptimizer(inner, model)); else {}"
 )
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
@@ -160,7 +158,7 @@ class CompanionOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`."""
-        self.optimizer.load_state_dict(_with_keys(lambda key: int(key) if key.isdigit() else key, state))
+        self.optimizer.load_state_dict(_with_keys(lambda key: int(key) if str(key).isdigit() else key, state))
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
@@ -186,10 +184,31 @@ def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
     if make is None:
         inner = inner_of(base)
         if inner.state and not _is_of_torch(inner):  # torch's have a state of steps alone
-            raise ValueError(HAS_A_STATE.format(type(inner).__name__))
-        copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
+            _require_state_of_steps(base, inner)
+        else:
+            copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
+
+
+def _require_state_of_steps(base: Optimizer, inner: Optimizer) -> None:
+    """Raise ValueError if the state was made in the constructor: a copy, which begins without it, cannot step.
+
+    A base that has stepped also has a state. So a copy takes a step, on copies of the parameters without a gradient.
+    """
+    twins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().clone()) for p in parameters_of(base)}
+    copied = copy_optimizer(base, [[twins[p] for p in group["params"]] for group in base.param_groups], twins)
+    for twin in twins.values():
+        twin.grad = torch.zeros_like(twin)
+    try:
+        with forked_rng(next(iter(twins)).device):
+            copied.step()
+    except Exception as error:
+        raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, f" ({error!r})", PASS_ANOTHER)) from error
+    for theirs, ours in twins.items():
+        before = inner.state.get(theirs, {})
+        if before and before.keys().isdisjoint(copied.state.get(ours, {})):
+            raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, "", PASS_ANOTHER))
 
 
 def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:

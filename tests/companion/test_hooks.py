@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from typing import Any
 
 import pytest
@@ -138,6 +139,12 @@ def test_hooks_of_libraries_are_copied(register: Any) -> None:
     assert optimizer.logs()["penalty"] == 0
     train(model, optimizer, batches(2))
     assert optimizer.logs()["penalty"] > 0
+
+
+def test_a_built_in_function_is_no_hook_of_a_library() -> None:
+    model = mlp()
+    model[1].register_forward_hook(functools.partial(print, file=io.StringIO()))
+    assert not wrap(model).companion[1]._forward_hooks
 
 
 # ---- hooks on the outermost module -----------------------------------------------------------------------------------

@@ -196,9 +196,14 @@ def test_a_base_is_copied_whatever_its_constructor_takes() -> None:
     assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
 
 
-def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares_none_of_it() -> None:
+class OfAScript(torch.optim.Adam):
+    """Of another package than torch's optimizers, whose state may come from a constructor."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, OfAScript])
+def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares_none_of_it(kind: Any) -> None:
     model = mlp()
-    base = torch.optim.Adam(model.parameters(), lr=0.01)
+    base = kind(model.parameters(), lr=0.01)
     train(model, base, batches(3))
     before = copy.deepcopy(base.state_dict())
     optimizer = DCLOptimizer(base, model, weight=1.0)
@@ -230,7 +235,7 @@ def test_a_state_of_the_constructor_is_refused_at_wrapping(reads: bool) -> None:
     """One that its step misses, or does not notice: of a copy it would train nothing."""
     model = mlp()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"StateFromTheStart has a state before it is wrapped"):
+    with pytest.raises(ValueError, match=r"StateFromTheStart cannot train the companion: its state is made in its"):
         DCLOptimizer(StateFromTheStart(model.parameters(), reads), model)
     assert not model._forward_hooks
     assert_same(model.state_dict(), before)
@@ -251,7 +256,7 @@ class WithASharedMean(StateFromTheStart):
 
 def test_a_state_of_the_constructor_by_its_name_is_refused_at_wrapping_too() -> None:
     model = mlp()
-    with pytest.raises(ValueError, match=r"WithASharedMean has a state before it is wrapped"):
+    with pytest.raises(ValueError, match=r"WithASharedMean cannot train the companion: its state is made in its"):
         DCLOptimizer(WithASharedMean(model.parameters()), model)
 
 
