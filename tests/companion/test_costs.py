@@ -90,6 +90,21 @@ def test_a_share_is_drawn_of_the_rows_of_dense_logits_and_all_of_them_is_no_shar
     assert_same(found[2], found[1], rtol=1e-12)  # all rows are alike, and the mean is that of the drawn ones
 
 
+def test_each_micro_batch_draws_rows_of_its_own():
+    """Row i moves column i of the companion's weight alone."""
+    model, companion = torch.nn.Linear(16, 3, bias=False).double(), torch.nn.Linear(16, 3, bias=False).double()
+    before = companion.weight.detach().clone()
+    optimizer = wrap(model, companion=companion, companion_fraction=0.25)
+    optimizer.zero_grad()
+    for _ in range(2):
+        F.cross_entropy(model(torch.eye(16).double()), torch.arange(16) % 3).backward()
+    optimizer.step()
+    generator = torch.Generator().manual_seed(1)
+    drawn = {row for _ in range(2) for row in torch.randperm(16, generator=generator)[:4].tolist()}
+    assert {*(companion.weight != before).any(0).nonzero().flatten().tolist()} == drawn
+    assert len(drawn) > 4
+
+
 # ---- resumption, and what is refused ---------------------------------------------------------------------------------
 
 
