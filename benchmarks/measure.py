@@ -94,7 +94,8 @@ def allowed(work: Workload, methods: Iterable[str]) -> list[str]:
 def row_of(name: str, times: Mapping[str, list[float]]) -> Figures:
     """What a table has of a method's times."""
     milliseconds = [1e3 * seconds for seconds in times[name]]
-    hand = f"{name[:3]}, by hand"
+    method, _, _ = name.partition(",")
+    hand = f"{method}, by hand"
     return {
         "name": name,
         "milliseconds": quartiles(milliseconds),

@@ -50,9 +50,10 @@ def over_by_hand(points: list[Figures]) -> list[str]:
     for figures in points:
         found = {row["name"]: row["ratio_to_hand"] for row in figures["rows"]}
         ratios = [f"{found[name]['median']:.2f}" if found.get(name) else "–" for name in WAYS]
-        lines.append(
-            [f"{figures['title']}, {figures['batch_size']}, {figures.get('precision', '')}".rstrip(", "), *ratios]
-        )
+        place = f"{figures['title']}, {figures['batch_size']}"
+        if "precision" in figures:  # of many classes, in both
+            place += f", {figures['precision']}"
+        lines.append([place, *ratios])
     return grid(["network, batch size", *(f"{name}, over by hand" for name in WAYS)], lines, 1)
 
 
