@@ -113,7 +113,7 @@ class Companion(Forecaster):
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
-        self._replay.kept.clear()  # of forward passes that were not replayed
+        self._replay.forget()
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in a step in which it learns
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn

@@ -31,7 +31,7 @@ class Replay:
 
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
-        self.kept: list[Any] = []  # of the forward passes that run: a model may call itself
+        self._kept: list[Any] = []  # of the forward passes that run: a model may call itself
         self._device = CPU
         self._rng_states: tuple[Tensor, ...] = ()
 
@@ -49,15 +49,15 @@ class Replay:
         states = [torch.get_rng_state()]
         if device != CPU and device.type != "meta":
             states.append(torch.get_device_module(device).get_rng_state(device))
-        self.kept.append((given, arguments, tensors, list(map(version_of, tensors)), device, states))
+        self._kept.append((given, arguments, tensors, list(map(version_of, tensors)), device, states))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        places = range(len(self.kept))
-        own = [place for place in places if self.kept[place][0][0] is args and self.kept[place][0][1] is kwargs]
+        places = range(len(self._kept))
+        own = [place for place in places if self._kept[place][0][0] is args and self._kept[place][0][1] is kwargs]
         place = own[-1] if own else places[-1]
-        _, arguments, tensors, versions, self._device, self._rng_states = self.kept[place]
-        del self.kept[place:]  # with those of calls inside of it that have failed
+        _, arguments, tensors, versions, self._device, self._rng_states = self._kept[place]
+        del self._kept[place:]  # with those of calls inside of it that have failed
         if not own:
             return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
         writes = list(map(version_of, tensors)) != versions
@@ -83,6 +83,10 @@ class Replay:
             for state in of_device:
                 torch.get_device_module(self._device).set_rng_state(state, self._device)
             return network(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Forget the arguments of forward passes that were not replayed."""
+        self._kept = []
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
