@@ -43,29 +43,21 @@ torch.serialization.add_safe_globals([_no_hook])
 class ModuleHooks:
     """The hooks of one optimizer on a model and the user's own module in it, while ``attached``; and that for logits.
 
-    Copies of model and listener together have hooks too. If another optimizer wraps the model, ``replaced`` is called.
+    If another optimizer wraps the model, ``replaced`` is called.
     """
 
-    def __init__(self, listener: Any, model: nn.Module, own: nn.Module) -> None:
-        self._model = model
-        self._own = own
+    def __init__(self, listener: Any, model: nn.Module, own: nn.Module, predicts: bool) -> None:
         self.attached = True
-        self._attach(listener)
-
-    def _attach(self, listener: Any) -> None:
-        self._listener = weakref.ref(listener, lambda _: self.remove())
-        self.on_gradient = Hook(self._listener, "on_gradient")
-        self._handles: list[Any] = []
-        if not self.attached or not vars(self._model):  # empty in the copy of a model that holds its optimizer
-            return
-        _replace_other(self._own, self._listener)
-        self._handles = [
-            self._model.register_forward_pre_hook(Hook(self._listener, "before_forward"), with_kwargs=True),
-            self._model.register_forward_hook(
-                Hook(self._listener, "after_forward"), with_kwargs=True, always_call=True
-            ),
-            self._own.register_load_state_dict_post_hook(Hook(self._listener, "model_loaded")),
+        reference = weakref.ref(listener, lambda _: self.remove())
+        self.on_gradient = Hook(reference, "on_gradient")
+        _replace_other(own, reference)
+        self._handles: list[Any] = [
+            model.register_forward_hook(Hook(reference, "after_forward"), with_kwargs=True),
+            own.register_load_state_dict_post_hook(Hook(reference, "model_loaded")),
         ]
+        if predicts:
+            before = Hook(reference, "before_forward")
+            self._handles.append(model.register_forward_pre_hook(before, with_kwargs=True))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -73,13 +65,6 @@ class ModuleHooks:
             handle.remove()
         self._handles = []
         self.attached = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_listener": self._listener(), "_handles": []}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._attach(state["_listener"])
 
 
 _listeners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()

@@ -6,9 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
 from operator import attrgetter
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,28 +31,16 @@ _fills_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engin
 _is_going_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-class Reach(Enum):
-    """Where a backward pass brings gradients to."""
-
-    NOTHING = 0  # it asks for the gradient of the logits
-    INPUTS = 1  # it names what it asks for, and no parameter is among them: an attack, or the gradient of activations
-    PART = 2  # it names what it asks for, some parameters among them
-    ALL = 3  # all parameters
-
-
-def reach_of_backward(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> Reach:
-    """Where the backward pass that runs now brings gradients to through these nodes; parameters are the optimizer's."""
+def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optimizer) -> bool:
+    """Whether the backward pass that runs now brings gradients to parameters of an optimizer through these nodes."""
     if nodes is None or current_backward() == -1:  # compiled autograd
-        return Reach.ALL
+        return True
     if not any(_gets_gradient(node) for node, _ in nodes):
-        return Reach.NOTHING
+        return False
     if _fills_all_leaves():
-        return Reach.ALL
+        return True
     parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    reached = [_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters]
-    if all(reached):
-        return Reach.ALL
-    return Reach.PART if any(reached) else Reach.INPUTS
+    return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
 
 
 def _gets_gradient(node: Any) -> bool:
@@ -72,13 +58,6 @@ def is_recorded() -> bool:
     """Whether the forward pass is recorded (torch.jit.trace, ONNX, torch.export) or transformed by torch.func."""
     recorded = torch._C._is_tracing() or torch.compiler._is_compiling_flag
     return recorded or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_batched() -> bool:
-    """Whether the code runs for several gradients at once, by torch's vmap or by its older one."""
-    depth = torch._C._vmapmode_increment_nesting()  # the only way to ask
-    torch._C._vmapmode_decrement_nesting()
-    return depth > 1 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_compiled_autograd() -> bool:
@@ -106,18 +85,6 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def frames_of(module: str) -> Iterator[FrameType]:
-    """The frames on the stack that run the code of a module, the innermost first.
-
-    The only way to know that torch.distributed.checkpoint or DeepSpeed's engine is calling.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            yield frame
-        frame = frame.f_back
 
 
 def warn(message: str) -> None:
@@ -153,22 +120,6 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
 def running_ddp() -> nn.Module | None:
     """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
-
-
-def groups_of_shards(module: nn.Module) -> list[dist.ProcessGroup]:
-    """The process groups over which fully_shard has copies and shards of a module's parameters; none of other modules.
-
-    With two, each rank is in one of either kind, and together they have all ranks of the mesh.
-    """
-    if not isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())):
-        return []
-    state: Any = cast("Any", module)._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # several since torch 2.12
-    if groups[0] is None:  # all its parameters are those of modules in it that are sharded too
-        return []
-    layout = groups[0].mesh_info
-    dimensions = (getattr(layout, "replicate_mesh_dim", None), getattr(layout, "shard_mesh_dim", None))
-    return [layout.mesh.get_group(dimension) for dimension in dimensions if dimension is not None]
 
 
 # One tensor that holds the values of many, so that one reduction does for all; and its parts, as views.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim._optim import parameters_of
-from dcl_optim._torch import was_constructed
 
 
 def check_number(name: str, value: Any) -> None:
@@ -49,17 +48,11 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_base(base: Optimizer) -> None:
-    """Raise for an optimizer that trains with differential privacy, or is without what torch's constructor makes."""
+    """Raise for an optimizer that trains with differential privacy."""
     if hasattr(base, "param_groups") and any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):
         raise ValueError(
             "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus gives them. "
             "Companion and prototypes learn without clipping and noise, so the privacy accounting would not hold"
-        )
-    if not was_constructed(base):
-        name = type(base).__name__
-        raise TypeError(
-            f"base_optimizer is a {name}, whose class does not call the constructor of torch.optim.Optimizer and lacks "
-            f"what that makes.\n  Fix: wrap the optimizer that it holds, and build the {name} of the wrapper"
         )
 
 

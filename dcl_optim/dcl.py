@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _sync
 from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
@@ -17,7 +16,7 @@ from dcl_optim.companion.optimizer import MakeOptimizer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.pull import nothing
-from dcl_optim.schedules import Schedule
+from dcl_optim.weights import Schedule
 
 
 class DCLOptimizer(ForecastOptimizer):
@@ -185,8 +184,6 @@ class DCLOptimizer(ForecastOptimizer):
             return nothing(logits)
         progress = self._algorithm.progress
         forward = progress.forward_of(logits)
-        if forward is None:
-            forward = progress.forward_like(logits, _sync.may_sync(progress.number, logits))
         if forward is None:
             raise ValueError(
                 f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped model "

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _sync
 from dcl_optim._torch import outside_compiled_graphs
 from dcl_optim._validation import check_integer
 from dcl_optim.distances import Distance, DistanceName, resolve_distance
@@ -18,8 +17,7 @@ from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.progress import Forward
 from dcl_optim.prototypes import UPDATES, Prototypes
 from dcl_optim.pull import nothing
-from dcl_optim.schedules import Schedule
-from dcl_optim.weights import Weight
+from dcl_optim.weights import Schedule, Weight
 
 
 class DCPOptimizer(ForecastOptimizer):
@@ -121,7 +119,7 @@ class DCPOptimizer(ForecastOptimizer):
         chosen = resolve_distance(distance)
 
         def make_prototypes() -> Prototypes:
-            like = next(model.parameters())
+            like = next(model.parameters()).detach()
             return self._prototypes(given, update, chosen, like, DataParallelGroup(model, process_group))
 
         super().__init__(
@@ -179,15 +177,9 @@ class DCPOptimizer(ForecastOptimizer):
         if not self._is_for_training(logits):
             return nothing(logits)
         progress = self._algorithm.progress
-        forward = progress.forward_of(logits)
-        if forward is None or forward.class_dim != 1:
-            forward = Forward(logits, progress.number, copies=False)
-            progress.add(forward)
-        if _sync.is_sync_step(progress.number):
-            self._algorithm.check_network(logits)
+        forward = Forward(logits, progress.number, copies=False)
+        progress.forwards.add(forward)
         checked = labels_of(labels, logits, forward.may_read, ignore_index)
-        if self.forecaster.first_look.may_be_probabilities:
-            self.forecaster.first_look.check_logits(logits, forward.may_read)
         return self._algorithm.term(logits, forward, checked)
 
     @property

@@ -20,7 +20,7 @@ from dcl_optim._torch import constant
 from dcl_optim.layout import difference, wide
 
 Distance = Callable[[Tensor, Tensor], Tensor]
-DistanceName = Literal["mse", "squared", "l1", "kl", "infonce"]
+DistanceName = Literal["mse", "squared"]
 
 RADIUS = 1 / math.sqrt(2.0)  # of mse, for each class
 
@@ -66,76 +66,7 @@ def squared(z: Tensor, c: Tensor) -> Tensor:
     return difference(z, c).square().mean(1)
 
 
-def l1(z: Tensor, c: Tensor) -> Tensor:
-    r"""Absolute distance of logits, :math:`\lVert z_i - c_i\rVert_1/K`, of the paper's Table 6.
-
-    Args:
-        z, c: rows (N, K).
-
-    Returns:
-        One value a row, (N,).
-
-    Examples:
-        >>> l1(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
-        tensor([1.5000])
-    """
-    return difference(z, c).abs().mean(1)
-
-
-def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
-    r"""Divergence of the softened predictions, :math:`\mathrm{KL}(\sigma(c_i/T)\,\Vert\,\sigma(z_i/T))`.
-
-    The paper's Table 6; temperature 4 and no factor :math:`T^2` is what its authors ran. For another temperature pass
-    ``functools.partial(kl, temperature=2.0)`` as ``distance``.
-
-    Args:
-        z, c: rows (N, K).
-        temperature: T > 0, default 4.
-
-    Returns:
-        One value a row, (N,).
-
-    Examples:
-        >>> kl(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]))
-        tensor([0.])
-    """
-    is_masked = (z == -torch.inf) | (c == -torch.inf)
-    z = z.masked_fill(is_masked, -torch.inf)
-    c = c.masked_fill(is_masked, -torch.inf)
-    log_p = F.log_softmax(c / temperature, dim=1)
-    log_q = F.log_softmax(z / temperature, dim=1)
-    # p log(p / q) is 0 where p is, also where q is 0 too and the logarithm is none.
-    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)).sum(1)
-
-
-def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
-    r"""Contrastive distance in the batch: row i of z and row i of c are the positive pair, by cosine similarity.
-
-    .. math:: -\log\frac{\exp(\cos(z_i,c_i)/T)}{\sum_j\exp(\cos(z_i,c_j)/T)}
-
-    The paper's Table 6, without a temperature. Classes of minus infinity are left out of the similarity. Rows of c that
-    are zero, as those of DCP without a label or a prototype, are left out of the other rows' sums.
-
-    Args:
-        z, c: rows (N, K).
-        temperature: T > 0, default 0.1.
-
-    Returns:
-        One value a row, (N,).
-
-    Examples:
-        >>> infonce(torch.eye(2), torch.eye(2), temperature=1.0)
-        tensor([0.3133, 0.3133])
-    """
-    z = z.masked_fill((z == -torch.inf) | (c == -torch.inf), 0.0)
-    c = c.masked_fill(c == -torch.inf, 0.0)
-    similarity = F.normalize(z, dim=1) @ F.normalize(c, dim=1).T / temperature
-    is_another = ~torch.eye(len(z), dtype=torch.bool, device=z.device)
-    similarity = similarity.masked_fill(is_another & (c == 0).all(1), -torch.inf)
-    return F.cross_entropy(similarity, torch.arange(len(z), device=z.device), reduction="none")
-
-
-DISTANCES: dict[str, Distance] = {"mse": mse, "squared": squared, "l1": l1, "kl": kl, "infonce": infonce}
+DISTANCES: dict[str, Distance] = {"mse": mse, "squared": squared}
 
 
 def resolve_distance(distance: DistanceName | Distance) -> Distance:
@@ -145,7 +76,7 @@ def resolve_distance(distance: DistanceName | Distance) -> Distance:
         distance: one of ``DISTANCES``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
 
     Examples:
-        >>> resolve_distance("l1")(torch.zeros(1, 2), torch.ones(1, 2))
+        >>> resolve_distance("squared")(torch.zeros(1, 2), torch.ones(1, 2))
         tensor([1.])
     """
     if isinstance(distance, str):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -87,8 +84,7 @@ def _fully_sharded() -> tuple[type[nn.Module], ...]:
 class DataParallelGroup:
     """The ranks that train one model; without a group every collective does nothing.
 
-    ``"auto"`` is the group of a DistributedDataParallel around the model, now or later, or the ranks over which
-    fully_shard has its shards and copies: not those of other stages of a pipeline, nor of tensor parallelism.
+    ``"auto"`` is the group of a DistributedDataParallel around the model, now or later.
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
@@ -97,38 +93,40 @@ class DataParallelGroup:
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model = model
         self._given = process_group
-        self._groups: list[Any] = [process_group] if is_group else []
-        self._has_looked = False
+        self._group: Any = process_group if is_group else None
         self._said: set[str] = set()
         self.size = process_group.size() if is_group else 1
         self.find()
 
     def find(self) -> None:
         """Look for the model's group, now and at each forward pass of the model; one that was found stays."""
-        if self._groups or self._given is None or not (dist.is_available() and dist.is_initialized()):
-            return
-        # Later only for what may have come since.
-        self._groups = _groups_of(_torch.running_ddp()) if self._has_looked else _groups_of_model(self._model)
-        self._has_looked = True
-        self.size = math.prod(map(dist.get_world_size, self._groups))
+        if self._given == "auto" and self._group is None and dist.is_available() and dist.is_initialized():
+            groups = map(_group_of, (*layers(self._model), _torch.running_ddp()))
+            self._group = next(filter(None, groups), None)
+            self.size = 1 if self._group is None else self._group.size()
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
-        if self._has_looked and not self._groups and dist.is_initialized() and dist.get_world_size() > 1:
-            _torch.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
+        if self._given == "auto" and self._group is None and dist.is_available() and dist.is_initialized():
+            if dist.get_world_size() > 1:
+                _torch.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""
         if self.size > 1:
             for tensor in _whole(tensors):
-                for group in reversed(self._groups):  # within the shards of each copy of the model, then over copies
-                    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+                dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
         if self.size > 1:
-            for group in self._groups:
-                dist.all_reduce(tensor, group=group)
+            dist.all_reduce(tensor, group=self._group)
+
+    def largest(self, number: int) -> int:
+        """The largest number of the ranks."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, number, group=self._group)
+        return max(found)
 
     def average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
@@ -138,23 +136,11 @@ class DataParallelGroup:
             self.all_reduce_sum(flat)
             torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.size), together))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
-        return DataParallelGroup(copy.deepcopy(self._model, memo), self._given)  # which looks for its own model's group
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_groups": [], "_has_looked": False, "size": 1}
-
-
-def _groups_of_model(model: nn.Module) -> list[Any]:
-    of_wrappers = map(_groups_of, (*layers(model), _torch.running_ddp()))
-    return next(filter(None, chain(of_wrappers, map(_torch.groups_of_shards, model.modules()))), [])
-
-
-def _groups_of(module: nn.Module | None) -> list[Any]:
-    """The group of a module that wraps another for data parallelism; none for any other."""
+def _group_of(module: nn.Module | None) -> Any:
+    """The group of a module that wraps another for data parallelism; None for any other."""
     is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, *_fully_sharded()))
-    group = getattr(module, "process_group", None) if is_wrapper else None
-    return [] if group is None else [group]
+    return getattr(module, "process_group", None) if is_wrapper else None
 
 
 def _any_sharded(tensors: list[Tensor]) -> bool:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dcl_optim._validation import check_state
 from dcl_optim.distances import Distance
 from dcl_optim.progress import Forward
 from dcl_optim.pull import Pull, Scale
@@ -33,7 +32,7 @@ class Forecaster(ABC):
     1. :meth:`before_forward` as the model is called;
     2. :meth:`predict` when it has returned, if its logits need a gradient;
     3. :meth:`pull` at each backward pass through its logits, or when the penalty term is made;
-    4. :meth:`observe` at the first of these backward passes, or :meth:`skip`.
+    4. :meth:`observe` at the first of these backward passes, if its batch was read and is finite.
 
     :meth:`learn` follows each step of the base optimizer; :meth:`forget` a step that a gradient scaler skipped.
 
@@ -87,13 +86,6 @@ class Forecaster(ABC):
             alpha: the value of this step, in [0, 1].
         """
 
-    def skip(self, forward: Forward) -> None:  # noqa: B027
-        """Note a forward pass that is not observed: it is not finite, or its loss was not read. Default: nothing.
-
-        With ``reads_labels``, a device's unread batches are observed, with K for each label, where no value may be
-        read.
-        """
-
     def measure_accuracy(self, from_classes: float) -> None:  # noqa: B027
         """Measure the training accuracy of more classes than this, since the weight follows it.
 
@@ -117,10 +109,6 @@ class Forecaster(ABC):
         """Numbers or scalar tensors for the optimizer's ``logs``, always the same keys. Default: none."""
         return {}
 
-    def settings(self) -> dict[str, Any]:
-        """What the optimizer's repr shows. Default: nothing."""
-        return {}
-
     @abstractmethod
     def learn(self, alpha: float) -> None:
         """Learn from what was observed since the last step, if anything was.
@@ -135,22 +123,15 @@ class Forecaster(ABC):
     def forget(self) -> None:
         """Drop what was observed since the last step."""
 
-    def create_state(self) -> None:  # noqa: B027
-        """Create the state to load into, for torch.distributed.checkpoint. Default: nothing."""
-
     def model_loaded(self) -> None:  # noqa: B027
         """Called when a state was loaded into the model. Default: nothing."""
-
-    def switch(self, mode: str) -> None:  # noqa: B027
-        """Follow the base optimizer to its mode ``"train"`` or ``"eval"``. Default: nothing."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resumption needs, in types that ``torch.load(weights_only=True)`` reads."""
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        """Raise ValueError if a state does not fit, before anything is changed. Default: as :func:`check_state`."""
-        check_state(state, self.state_dict(), type(self).__name__)
+    def check_state(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Raise ValueError if a state does not fit, before anything is changed. Default: nothing."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,59 +9,14 @@ from torch import Tensor
 
 from dcl_optim._torch import constant
 from dcl_optim.forecaster import Labels
-from dcl_optim.layout import sum_to_one, to_rows, wide
+from dcl_optim.layout import to_rows, wide
 
-FEWEST_ROWS = 8  # fewer lie in the order of their labels, or sum to 1, by chance
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
-RESHAPING = ("ToCopy", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Slice", "IndexBackward")
-IN_BATCH = (
-    "the labels of this batch are its rows' places, 0, 1, 2, ... up to its last logit: scores against the rows of a "
-    "batch (in-batch negatives, CLIP) have no classes.\n"
-    "  Fix: use DCLOptimizer (no gain was measured for such losses). If these are classes, pass num_classes={}"
-)
 
 KINDS = (
     "pass class indices in an integer dtype, (N,) or (N, d1, ...), or soft or one-hot labels in floating point, "
     "labels.float(), in the shape of the logits, (N, K) or (N, K, d1, ...)"
 )
-PROBABILITIES = (
-    "logits has rows that are probabilities, whose distances are so small that the penalty has hardly any effect.\n"
-    "  Fix: pass the logits themselves, before softmax or sigmoid, or their log_softmax. See docs/troubleshooting.md"
-)
-
-
-class FirstLook:
-    """What is asked of the first batches alone: whether the labels are the rows' places, and logits probabilities.
-
-    Args:
-        num_classes: K as the script gave it, or None; with a number the labels are classes.
-    """
-
-    def __init__(self, num_classes: int | None) -> None:
-        self.may_be_in_batch = num_classes is None
-        self.may_be_probabilities = True
-        self._num_like_probabilities = 0  # rows that it has looked at
-
-    def refuse_in_batch(self, labels: Tensor, num_classes: int) -> None:
-        """Raise ValueError if the labels of a batch, (N,) or (N, K), are its rows' places, as of in-batch negatives."""
-        number = len(labels)
-        if number == num_classes and number >= FEWEST_ROWS:
-            classes = classes_of(labels)
-            is_in_place = classes == torch.arange(number, device=classes.device)
-            if bool((is_in_place | (classes == number)).all() & (2 * is_in_place.sum() > number)):
-                raise ValueError(IN_BATCH.format(number))
-        self.may_be_in_batch = False
-
-    def check_logits(self, logits: Tensor, may_read: bool) -> None:
-        """Raise ValueError for probabilities: a sigmoid's, or if all the first rows that the term got sum to 1."""
-        if _is_of_sigmoid(logits.grad_fn):
-            raise ValueError(PROBABILITIES)
-        if not may_read or not logits.numel():
-            return
-        self.may_be_probabilities = _are_probabilities(logits.detach())
-        self._num_like_probabilities += logits.numel() // logits.shape[1]
-        if self.may_be_probabilities and self._num_like_probabilities >= FEWEST_ROWS:
-            raise ValueError(PROBABILITIES)
 
 
 def classes_of(labels: Tensor) -> Tensor:
@@ -104,17 +59,6 @@ def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) ->
     has_label = classes != ignore_index
     classes = classes.where(has_label, constant(shape[1], classes.device))
     return Labels(classes, has_label.sum(dtype=torch.float32))
-
-
-def _is_of_sigmoid(node: Any) -> bool:
-    """Whether an autograd node is a sigmoid's, or gives its output in another shape or dtype."""
-    while node is not None and node.name().startswith(RESHAPING):
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "SigmoidBackward0"
-
-
-def _are_probabilities(logits: Tensor) -> bool:
-    return bool((logits.amin() >= 0) & sum_to_one(logits, is_half=logits.dtype.itemsize < 4))
 
 
 def _are_classes(classes: Tensor, num_classes: int, ignore_index: int) -> bool:

@@ -5,12 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Numbers that are computed at once, 32 MiB in float32. More make the peak of memory; fewer take a GPU longer to launch
-# than to compute: with 50,000 classes blocks of 2**18 were 574 of a step's 672 kernels, 14 ms of 20.
-BLOCK = 2**23
-SUM_TOLERANCE = 1e-4  # of the sum of a row of probabilities
-HALF_SUM_TOLERANCE = 2e-2  # where they are in half precision
-
 
 def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
     """Flatten logits of any shape to rows, the classes last: (batch, K, ...) becomes (N, K).
@@ -69,38 +63,6 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
-def sum_to_one(rows: Tensor, is_half: bool) -> Tensor:
-    """Whether every row sums to 1, as probabilities do, up to rounding. A scalar; nothing is read.
-
-    Args:
-        rows: (N, K), or (N, K, ...) with the classes in dimension 1.
-        is_half: whether they are rounded to half precision.
-
-    Examples:
-        >>> sum_to_one(torch.tensor([[0.5, 0.5], [0.1, 0.9]]), is_half=False)
-        tensor(True)
-    """
-    return (wide(rows).sum(1) - 1.0).abs().amax() <= (HALF_SUM_TOLERANCE if is_half else SUM_TOLERANCE)
-
-
-def blocks(tensor: Tensor) -> list[slice]:
-    """Parts of the first dimension, such that intermediate results of one part take little memory.
-
-    Args:
-        tensor: of any shape.
-
-    Examples:
-        >>> len(blocks(torch.zeros(128, 10))), len(blocks(torch.empty(1_024, 50_000, device="meta")))
-        (1, 7)
-    """
-    length = len(tensor)
-    number = min(-(-tensor.numel() // BLOCK), length)
-    if number <= 1:
-        return [slice(None)]
-    size = -(-length // number)
-    return [slice(start, start + size) for start in range(0, length, size)]
-
-
 def difference(z: Tensor, c: Tensor) -> Tensor:
     """Subtract c from z in float32 or wider; 0 where that is not finite.
 
@@ -111,9 +73,7 @@ def difference(z: Tensor, c: Tensor) -> Tensor:
     if z.dtype.itemsize >= 4:
         subtracted = z - c
     else:
-        subtracted = z.float()
-        for block in blocks(subtracted):  # c in float32 too would be a second copy of all rows
-            subtracted[block].sub_(wide(c[block]))
+        subtracted = z.float().sub_(c)
     if subtracted.requires_grad:
         return subtracted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return subtracted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

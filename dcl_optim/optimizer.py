@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import check_arguments, check_flag, check_state
+from dcl_optim._validation import check_arguments, check_flag
 from dcl_optim._wrapper import OptimizerWrapper
-from dcl_optim.algorithm import Algorithm
-from dcl_optim.distances import name_of
-from dcl_optim.distributed import SHARDED_LOGITS, is_sharded, unwrapped
+from dcl_optim.algorithm import Algorithm, Figures
 from dcl_optim.forecaster import Forecaster
-from dcl_optim.progress import Stage
-from dcl_optim.schedules import Checked, Schedule
-from dcl_optim.weights import AutoWeight, Weight, resolve_weight
+from dcl_optim.outputs import find_logits
+from dcl_optim.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
 
 
 class ForecastOptimizer(OptimizerWrapper):
@@ -82,15 +79,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     def _is_for_training(self, logits: Tensor) -> bool:
         """Whether the penalty of logits is to be trained on; raise if they are none, or nothing would learn."""
-        if not isinstance(logits, Tensor):
-            raise TypeError(
-                f"penalty takes a tensor of logits, got {type(logits).__name__}; pass the tensor in it, such as "
-                "output[0] or output.logits"
-            )
-        if not logits.is_floating_point():
-            raise TypeError(f"penalty takes floating-point logits, got {logits.dtype} of shape {tuple(logits.shape)}")
-        if type(logits) is not Tensor and is_sharded(logits):
-            raise TypeError(SHARDED_LOGITS.format(cast("Any", logits).placements))
+        find_logits(logits, lambda logits: logits)
         is_for_training = torch.is_grad_enabled() and logits.requires_grad
         if is_for_training and not self._algorithm.hooks.attached:
             raise RuntimeError(self._algorithm.why_detached())
@@ -120,8 +109,6 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         if closure is not None:
             result = algorithm.step_base(closure)
-        elif algorithm.progress.stage is Stage.NOTHING and algorithm.is_no_training_step():
-            return self.base.step()
         else:
             algorithm.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
@@ -131,18 +118,13 @@ class ForecastOptimizer(OptimizerWrapper):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters.
+        """Clear the gradients of all parameters, and forget the batches of a step that was left out.
 
         Args:
             set_to_none: set them to None (default) instead of zero.
         """
-        self._algorithm.end_calls()
-        self._algorithm.progress.gradients_cleared(in_place=not set_to_none)
+        self._algorithm.progress.gradients_cleared()
         self.base.zero_grad(set_to_none)
-
-    def _switch(self, mode: str) -> None:
-        super()._switch(mode)
-        self.forecaster.switch(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer; the forecaster follows at the next training forward pass."""
@@ -182,45 +164,28 @@ class ForecastOptimizer(OptimizerWrapper):
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.
         """
         algorithm = self._algorithm
-        last = algorithm.last
-        figures: dict[str, Any] = {"step": algorithm.num_steps}
-        figures["penalty"] = last["penalty"]() if "penalty" in last else math.nan
-        for name in ("weight", "alpha", "loss_scale"):
-            figures[name] = last.get(name, math.nan)
-        fits = last.get("fits")
-        if fits is not None and not fits:
-            figures["penalty"] = math.nan  # the batch was not read, which the step did not wait for
         algorithm.reader.count()
-        figures["skipped"] = algorithm.reader.num_skipped
+        last = dict.fromkeys(Figures._fields, math.nan)
+        if algorithm.last is not None:
+            last = algorithm.last._asdict() | {"penalty": algorithm.last.penalty()}
+        figures = {"step": algorithm.progress.number - 1, **last, "skipped": algorithm.reader.num_skipped}
         figures |= self.forecaster.figures()
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
     def __repr__(self) -> str:
-        algorithm = self._algorithm
-        settings = {
-            "weight": algorithm.weight,
-            "alpha": algorithm.alpha,
-            "distance": name_of(self.forecaster.distance),
-            "model": type(unwrapped(self.model)).__name__,
-        }
-        shown = ", ".join(f"{name}={value}" for name, value in (settings | self.forecaster.settings()).items())
-        return f"{self._name}({shown})\n{self.base!r}"
+        return f"{self._name}(weight={self.weight!r}, alpha={self.alpha!r})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:
         algorithm = self._algorithm
         return {
-            "steps": algorithm.num_steps,
+            "steps": algorithm.progress.number - 1,
             "term": algorithm.uses_term,
             "loss": algorithm.reader.state(),
             "forecaster": self.forecaster.state_dict(),
         }
 
-    def _check_own_state(self, state: dict[str, Any]) -> None:
-        expected = {"steps": int, "term": bool, "loss": dict, "forecaster": dict}
-        check_state(state, expected, self._name)
-        self._algorithm.reader.check_state(state["loss"])
-        self.forecaster.check_state(state["forecaster"])
-
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        self.forecaster.load_state_dict(state["forecaster"])
-        self._algorithm.load_state(state["steps"], state["term"], state["loss"])
+        steps, uses_term, loss, own = (state[name] for name in ("steps", "term", "loss", "forecaster"))
+        self.forecaster.check_state(own)
+        self.forecaster.load_state_dict(own)
+        self._algorithm.load_state(steps, uses_term, loss)

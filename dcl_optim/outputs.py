@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
+
+from dcl_optim.distributed import SHARDED_LOGITS, is_sharded
 
 __all__ = ["find_logits"]
 
@@ -43,6 +45,8 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
         found = _inside(output)
     if not isinstance(found, Tensor):
         raise NoLogits(_not_found(output))
+    if type(found) is not Tensor and is_sharded(found):
+        raise NoLogits(SHARDED_LOGITS.format(cast("Any", found).placements))
     if not found.is_floating_point() or not found.ndim:
         raise NoLogits(
             f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"

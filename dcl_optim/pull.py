@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcl_optim._torch import constant
 from dcl_optim.distances import RADIUS, Distance, companion_target, huber, mse, name_of, squared
-from dcl_optim.layout import blocks, difference, from_rows, wide
+from dcl_optim.layout import difference, from_rows, to_rows, wide
 
 Scale = float | Tensor
 
@@ -40,37 +40,19 @@ class Pull(NamedTuple):
     norms: Tensor | None = None
     lesson: Any = None
 
-    def added_to(self, gradient: Tensor, class_dim: int, *scales: Scale) -> Tensor:
-        r"""Add :math:`s\,\partial\Delta/\partial z` to a gradient of the logits, s being the product of the scales."""
-        slope = self.slope
-        factor, of_rows = self._coefficients(scales)
-        if gradient.shape != slope.shape:
-            of_rows = from_rows(of_rows.expand_as(slope), gradient.shape, class_dim)
-            slope = from_rows(slope, gradient.shape, class_dim)
-        if gradient.dtype == slope.dtype:
-            return torch.addcmul(gradient, slope, of_rows, value=factor)
-        regularized = torch.empty_like(gradient)
-        for block in blocks(gradient):
-            wider = gradient[block].to(slope.dtype)
-            torch.addcmul(wider, slope[block], of_rows.expand_as(slope)[block], value=factor, out=regularized[block])
-        return regularized
-
     def gradient(
-        self, shape: torch.Size, dtype: torch.dtype, class_dim: int, *scales: Scale, overwrites: bool = False
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        class_dim: int,
+        *scales: Scale,
+        added_to: Tensor | None = None,
+        overwrites: bool = False,
     ) -> Tensor:
         r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s being the product of the scales.
 
-        With ``overwrites`` it takes the memory of the slope.
+        ``added_to`` is another gradient, which it is added to. With ``overwrites`` it takes the memory of the slope.
         """
-        factor, of_rows = self._coefficients(scales)
-        zero = constant(0.0, self.slope.device)
-        rows = torch.addcmul(zero, self.slope, of_rows, value=factor, out=self.slope if overwrites else None)
-        if rows.shape != shape:
-            rows = from_rows(rows, shape, class_dim)
-        return rows.to(dtype)
-
-    def _coefficients(self, scales: tuple[Scale, ...]) -> tuple[float, Tensor]:
-        """What rows of the slope are multiplied by: a number, and a scalar tensor or (N, 1)."""
         factor = self.factor
         of_rows = self.weights
         for scale in scales:
@@ -83,7 +65,12 @@ class Pull(NamedTuple):
             of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
         if of_rows is None:
             of_rows = constant(1.0, self.slope.device)
-        return factor, of_rows.unsqueeze(1) if of_rows.ndim else of_rows
+        other = constant(0.0, self.slope.device)
+        if added_to is not None:
+            other = to_rows(added_to, class_dim).to(self.slope.dtype)
+        of_rows = of_rows.unsqueeze(1) if of_rows.ndim else of_rows
+        out = self.slope if overwrites else None
+        return from_rows(torch.addcmul(other, self.slope, of_rows, value=factor, out=out), shape, class_dim).to(dtype)
 
 
 def nothing(logits: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from dcl_optim._torch import constant
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
 MASKED = -1e4  # a logit at or below is that of a masked class
-UNSEEN = -math.inf  # an entry of a prototype that no row has shown: a difference from it counts for nothing
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 
 
@@ -24,7 +23,7 @@ class State(NamedTuple):
     """What a checkpoint holds, and a row for the rows without a label, which no step gives a number above 0.
 
     Attributes:
-        values: the prototypes, (K + 1, K); with masks minus infinity where no row has shown a value.
+        values: the prototypes, (K + 1, K).
         numbers: n, (K + 1,).
         fit: decayed numbers of the rows that were predicted right, and of those with a label, (2,).
     """
@@ -32,10 +31,6 @@ class State(NamedTuple):
     values: Tensor
     numbers: Tensor
     fit: Tensor
-
-    def known(self, has_masks: bool) -> Tensor:
-        """The prototypes, zero where no row has shown a value."""
-        return self.values.masked_fill(self.values == UNSEEN, 0.0) if has_masks else self.values
 
     def saved(self) -> State:
         """Views of what a resumed run has to know."""
@@ -56,18 +51,16 @@ class Tally:
 
     Attributes:
         counts: the rows of each class, and those without a label, (K + 1,).
-        num_right: those that were predicted right, a scalar; None if no batch has measured it.
+        num_right: those that were predicted right, a scalar.
         parts: classes and differences z - p of rows, as long as there are no more rows than classes.
         sums: the differences by class, (K + 1, K); None as long as there are parts alone.
-        shown: the rows that show each entry, (K + 1, K); None without masks.
     """
 
     def __init__(self, no_rows: Tensor) -> None:
         self.counts = no_rows.clone()
         self.parts: list[tuple[Tensor, Tensor]] = []
         self.sums: Tensor | None = None
-        self.shown: Tensor | None = None
-        self.num_right: Tensor | None = None
+        self.num_right: float | Tensor = 0.0
 
     def add_rows(self, classes: Tensor, apart: Tensor, one: Tensor) -> None:
         """Add rows of one class each, with their differences z - p; ``one`` is 1 in the dtype of the counts."""
@@ -85,20 +78,12 @@ class Tally:
         self.parts = []
         return self.sums
 
-    def entries_shown(self) -> Tensor:
-        """The rows that show each entry, (K + 1, K): all those of before masks were found."""
-        if self.shown is None:
-            numbers = self.counts[:, None]
-            self.shown = numbers.expand(len(numbers), len(numbers) - 1).clone()
-        return self.shown
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Follow the state to another device, and to a wider dtype."""
-        self.counts = self.counts.to(device, dtype)
-        self.num_right = None if self.num_right is None else self.num_right.to(device, dtype)
-        self.parts = [(classes.to(device), apart.to(device, dtype)) for classes, apart in self.parts]
-        self.sums = None if self.sums is None else self.sums.to(device, dtype)
-        self.shown = None if self.shown is None else self.shown.to(device, dtype)
+    def add_shares(self, shares: Tensor, z: Tensor, known: Tensor) -> None:
+        """Add rows that count for each class by its share."""
+        counts = shares.sum(0)
+        with torch.autocast(z.device.type, enabled=False):
+            self.sum_by_class()[:-1] += shares.T @ z - counts.unsqueeze(1) * known
+        self.counts[:-1] += counts
 
 
 def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
@@ -114,38 +99,21 @@ def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
     """
     counts = tally.counts
     is_here = counts > constant(0.0, counts.device)
-    ages = is_here >= is_here.any()  # the classes that are here, or all if none is
     if counts_rows:
         numbers = torch.add(counts, state.numbers, alpha=alpha)
         divisors = numbers
     else:
         numbers = torch.maximum(alpha * state.numbers, is_here.to(counts))
         divisors = counts / (1.0 - alpha * state.numbers.clamp(0.0, 1.0))
-    torch.where(ages, numbers, state.numbers, out=state.numbers)
+    torch.where(is_here, numbers, state.numbers, out=state.numbers)
     divisors = torch.where(is_here, divisors, constant(math.inf, counts.device)).unsqueeze(1)
-    if tally.shown is not None:
-        divisors = _begin_entries(state, tally.shown, divisors)
     if tally.sums is not None:
         state.values.addcdiv_(tally.sums, divisors)
     for classes, apart in tally.parts:
         state.values.index_add_(0, classes, apart.div_(divisors.index_select(0, classes)))
 
 
-def _begin_entries(state: State, shown: Tensor, divisors: Tensor) -> Tensor:
-    """Prepare entries that are shown for the first time; return what each entry's sum is divided by, (K + 1, K)."""
-    is_first = (state.values == UNSEEN) & (shown > 0)
-    is_first[-1] = False  # of rows without a label
-    state.values.masked_fill_(is_first, 0.0)
-    return torch.where(is_first, shown, divisors)
-
-
-def learn_fit_(state: State, tally: Tally, num_right: Tensor) -> None:
+def learn_fit_(state: State, tally: Tally) -> None:
     """Add to the numbers of rows that were predicted right and that have a label, in place."""
-    fit = torch.stack((num_right, tally.counts[:-1].sum()))
+    fit = torch.stack((torch.as_tensor(tally.num_right).to(state.fit), tally.counts[:-1].sum()))
     torch.add(fit, state.fit, alpha=DECAY, out=state.fit)
-
-
-def begin_masks_(state: State) -> None:
-    """From now on each entry of a prototype is learned from the rows that show it, in place."""
-    is_unseen = (state.numbers <= 0)[:, None] | (state.values <= MASKED)  # of masks that were found late
-    state.values.masked_fill_(is_unseen, UNSEEN)

@@ -1,8 +1,12 @@
-r"""The weight :math:`\lambda` of the penalty: a number, a callable of the step, or one that follows the fit."""
+r"""The weight :math:`\lambda` and :math:`\alpha`: a number, a callable of the step, or a weight that follows the fit.
+
+The step counts optimizer steps from 1.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +14,36 @@ from torch import Tensor
 from dcl_optim._validation import check_number, check_positive
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.pull import Scale
-from dcl_optim.schedules import Checked, Schedule
+
+Schedule = Callable[[int], float]
+
+
+class Checked:
+    """A number or a callable of the step, as a callable that can only give numbers in [0, upper].
+
+    Attributes:
+        constant: the number that was given; None for a schedule.
+    """
+
+    def __init__(self, given: float | Schedule, name: str, upper: float = math.inf) -> None:
+        self.given = given
+        self.constant = None if callable(given) else given
+        self._name = name
+        self._upper = upper
+        if self.constant is not None:
+            check_number(name, given)
+            self(0)
+
+    def __call__(self, step: int) -> float:
+        given = self.given(step) if callable(self.given) else self.given
+        at = f" at step {step}" if step else ""
+        if not hasattr(given, "__float__"):
+            raise TypeError(f"{self._name}{at} must be a number, got {type(given).__name__}")
+        value = float(given)
+        if not 0 <= value <= self._upper or value == math.inf:
+            allowed = f"in [0, {self._upper:g}]" if self._upper < math.inf else "finite and >= 0"
+            raise ValueError(f"{self._name}={value!r}{at} must be {allowed}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -62,9 +95,6 @@ class AutoWeight:
         """The number of classes up to which the weight stays at the floor; with ten it does."""
         return self.floor * self.classes
 
-    def __str__(self) -> str:
-        return "auto" if self == AutoWeight() else repr(self)
-
 
 Weight = float | Schedule | AutoWeight | str
 
@@ -85,20 +115,14 @@ class FollowingFit:
             return self.given.floor
         return self.given.at(self._forecaster.train_accuracy(), num_classes)
 
-    def __str__(self) -> str:
-        return str(self.given)
-
 
 def resolve_weight(weight: Weight, forecaster: Forecaster) -> Checked | FollowingFit:
     """Turn the argument that a user writes into a callable of the step; an automatic weight needs labels."""
-    if isinstance(weight, str):
-        if weight != "auto" or not forecaster.reads_labels:
-            allowed = "pass 'auto', a number" if forecaster.reads_labels else "pass a number"
-            raise ValueError(f"weight={weight!r} is not known here; {allowed} or a callable of the step")
-        weight = AutoWeight()
-    if not isinstance(weight, AutoWeight):
-        return Checked(weight, "weight")
-    if not forecaster.reads_labels:
-        raise ValueError(f"weight={weight!r} needs labels, which this optimizer does not read; pass a number")
-    forecaster.measure_accuracy(weight.constant_up_to)
-    return FollowingFit(weight, forecaster)
+    given = AutoWeight() if weight == "auto" else weight
+    if isinstance(given, str) or (isinstance(given, AutoWeight) and not forecaster.reads_labels):
+        allowed = "'auto', a number" if forecaster.reads_labels else "a number"
+        raise ValueError(f"weight={weight!r} is not known here; pass {allowed} or a callable of the step")
+    if not isinstance(given, AutoWeight):
+        return Checked(given, "weight")
+    forecaster.measure_accuracy(given.constant_up_to)
+    return FollowingFit(given, forecaster)

@@ -1,0 +1,4 @@
+
+from examples.distances import register
+
+register()

@@ -248,9 +248,6 @@ class Companion(Forecaster):
         weights[drawn.to(slope.device, non_blocking=True)] = len(slope) / number
         return pull._replace(weights=weights)
 
-    def skip(self, forward: Forward) -> None:
-        self._has_predicted = self._has_predicted or forward.prediction.learns  # the other ranks wait
-
     def end_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
         if not self._pending:

@@ -34,8 +34,10 @@ another form. No gradient tells these losses apart, nor what they were multiplie
   last batch explains g so far, :math:`\lvert\,\lVert g\rVert/a - \lVert r\rVert\,\rvert \le \rho\sqrt N`, it is
   taken again: once the model fits, rounding is most of r, and its length says nothing about a.
 
-All functions are pure, take rows (N, K) of logits and gradient, and compute in float32 or wider, in blocks of rows
-where there are many numbers. None but :func:`examine` reads a value.
+Log-probabilities have no softmax: with p = 0 the same formulas read them.
+
+All functions are pure, take rows (N, K) of logits and gradient, and compute in float32 or wider. None but
+:func:`choices` and :func:`tells_form` reads a value.
 """
 
 from __future__ import annotations
@@ -47,26 +49,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim import layout
 from dcl_optim._torch import constant
-from dcl_optim.layout import blocks, sum_to_one, wide
+from dcl_optim.layout import wide
 
 LOG = -1.0  # in place of a label smoothing: the form of log-probabilities
 
 TOLERANCE = 1e-3  # of |g - a r| / |g|, and more in bfloat16; the rounding of float32 leaves about 1e-6
 ROUNDING = 1e-6  # of r in a row, in units of 1, where p is close to 1
-MIN_SMOOTHING = 2e-3  # a smaller one is rounding
-MIN_HALF_SMOOTHING = 5e-3
-MAX_SMOOTHING = 0.5
 STEP = 0.01  # from one smoothing that a person writes to the next
-LEAST_ERROR = 1e-4  # of a smoothing that was fitted
-DISTINCT = 256  # of the rounded log-probabilities of a batch; those that are equal have the same rounding of g
-MAX_ERROR = 5e-3  # more would let other losses pass
+MAX_SMOOTHING = 0.5
+NORMALIZED = 0.05  # of the logarithm of the sum of probabilities, which leaves room for bfloat16
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
-PART = 2**18  # numbers of which a norm in float32 is wrong by at most 0.03 %
+
+PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
 
 
 class Form(NamedTuple):
@@ -75,12 +73,10 @@ class Form(NamedTuple):
     Attributes:
         smoothing: the label smoothing, or ``LOG``.
         in_float32: whether the loss takes the softmax in float32 or wider; if not, in the logits' own dtype.
-        error: how far the smoothing of a gradient may be from that.
     """
 
     smoothing: float
     in_float32: bool = True
-    error: float = 0.0
 
 
 class Reading(NamedTuple):
@@ -118,35 +114,47 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    if form.smoothing == LOG:
-        return _read_log_probabilities(z, g, last_scale)
-    size = g.amax(1)  # not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole
+    norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_by_rows
+    num_rows, num_classes = z.shape
+    smoothing = max(form.smoothing, 0.0)
+    # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
+    size = g.amin(1) if form.smoothing == LOG else g.amax(1)
     live = size.bool()
     num_live = torch.linalg.vector_norm(size, 0, dtype=wide_dtype(z.dtype))  # counts in one kernel
-    rounding = ROUNDING + form.error  # of r in a row
+    tolerance = tolerance_of(z.dtype, g.dtype)
+    half_step = _half_step(g.dtype)
+    rounding = ROUNDING if form.in_float32 else ROUNDING + 3.0 * _roundoff(z.dtype) * smoothing  # of r in a row
+    g = wide(g)
+    p = _probabilities(form, z)
     last = None
-    if form.smoothing and last_scale is not None:
-        last = _Last(last_scale / num_live, rounding)
-    if z.numel() <= layout.BLOCK:
-        read_rows = _read_block(form, z, g, live, last)
+    if smoothing:
+        last = None if last_scale is None else last_scale / num_live
+        y = _smoothed_labels(p, g, live, smoothing, last)
     else:
-        parts = blocks(z)
-        read_rows = _together([_read_block(form, z[part], g[part], live[part], last) for part in parts], last)
-    labels, _, whole, slope, rest = read_rows
-    excess = torch.sub(rest, whole, alpha=tolerance_of(z.dtype, g.dtype))
+        y = torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
+    r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add")  # p - q
+    if smoothing:
+        r.sub_(smoothing / num_classes)
+    length = norm(r.mul_(live.unsqueeze(1)))
+    whole = norm(g)
+    a = whole / length
+    if last is not None:  # which stays if rounding is all that tells the two apart
+        a = torch.where((whole / last - length).abs() <= rounding * math.sqrt(num_rows), last, a)
+    rest = norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
+    excess = torch.sub(rest, whole, alpha=tolerance)
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
-    scale = slope * num_live
+    scale = a * num_live
     least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
-    num_rows, num_classes = z.shape
-    least = _half_step(g.dtype) * (2.0 * num_classes if form.smoothing else math.sqrt(num_classes))
     limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
-    fits = limit <= least * math.sqrt(num_rows)
+    fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
+    if form.smoothing == LOG:
+        fits = fits & ((torch.logsumexp(wide(z), 1).abs() <= NORMALIZED) | ~live).all()
     zero = constant(0.0, z.device)  # a comparison with a number makes a tensor of it first
     scale = torch.where(excess <= zero, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
-        labels = torch.where(live & fits, labels, constant(num_classes, z.device))
-    return Reading(labels, scale, fits, num_live, rest)
+        y = torch.where(live & fits, y, constant(num_classes, z.device))
+    return Reading(y, scale, fits, num_live, rest)
 
 
 @functools.cache
@@ -155,9 +163,8 @@ def tolerance_of(z: torch.dtype, g: torch.dtype) -> float:
     return max(TOLERANCE, _roundoff(z), _roundoff(g))
 
 
-def arithmetics(z: Tensor) -> tuple[bool, ...]:
-    """Whether the softmax of logits is in float32 or wider, for each arithmetic that a loss may have."""
-    return (True,) if z.dtype.itemsize >= 4 else (True, False)
+def _norm_by_rows(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1))
 
 
 def _roundoff(dtype: torch.dtype) -> float:
@@ -176,87 +183,22 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class _Last(NamedTuple):
-    """The factor of the batch before.
-
-    Attributes:
-        slope: a, a scalar.
-        rounding: of r in a row.
-    """
-
-    slope: Tensor
-    rounding: float
-
-
-class _Block(NamedTuple):
-    """Rows of hard labels: their labels, and what their gradient adds up to."""
-
-    labels: Tensor
-    length: Tensor  # of r
-    whole: Tensor  # of g
-    slope: Tensor  # a
-    rest: Tensor  # of g - a r, with the a of this block
-
-
-def _read_block(form: Form, z: Tensor, g: Tensor, live: Tensor, last: _Last | None) -> _Block:
-    norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_in_parts
-    p = _probabilities(z, form.in_float32)
-    g = wide(g)
-    if form.smoothing:
-        y = _smoothed_labels(p, g, live, form.smoothing, last)
-    else:
-        lowest = torch.add(g, p, alpha=-TINY)  # of entries that are all zero, as of a certain label, the likeliest
-        y = lowest.argmin(1)
-    r = p.scatter_(1, y.unsqueeze(1), form.smoothing - 1.0, reduce="add")  # p - q
-    if form.smoothing:
-        r.sub_(form.smoothing / z.shape[1])
-    length = norm(r.mul_(live.unsqueeze(1)))
-    whole = norm(g)
-    a = whole / length if last is None else _slope(whole, length, len(z), last)
-    rest = norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
-    return _Block(y, length, whole, a, rest)
-
-
-def _norm_in_parts(rows: Tensor) -> Tensor:
-    """The norm of all numbers, in parts: a CPU's of 8M numbers in float32 is wrong by up to 0.8 %."""
-    return torch.nn.utils.get_total_norm(rows.split(max(PART // rows.shape[1], 1)))
-
-
-def _slope(whole: Tensor, length: Tensor, num_rows: int, last: _Last) -> Tensor:
-    """The factor a; the last one if rounding is all that tells the two apart."""
-    slope = whole / length
-    apart = (whole / last.slope - length).abs()
-    return torch.where(apart <= last.rounding * math.sqrt(num_rows), last.slope, slope)
-
-
-def _together(found: list[_Block], last: _Last | None) -> _Block:
-    """All rows, whose blocks must have the same factor a too."""
-    rows, *sums = zip(*found, strict=True)
-    lengths, wholes, _, rests = (torch.stack(one) for one in sums)
-    length = torch.linalg.vector_norm(lengths)
-    whole = torch.linalg.vector_norm(wholes)
-    labels = torch.cat(rows)
-    slope = whole / length if last is None else _slope(whole, length, len(labels), last)
-    apart = (wholes - slope * lengths).abs()
-    rests = torch.where((lengths == 0) & (wholes == 0), 0.0, rests)  # a block without a live row
-    rest = torch.linalg.vector_norm(rests + apart)
-    return _Block(labels, length, whole, slope, rest)
-
-
-def _probabilities(z: Tensor, in_float32: bool) -> Tensor:
-    """The softmax as the loss takes it, in float32 or wider."""
-    if in_float32:
+def _probabilities(form: Form, z: Tensor) -> Tensor:
+    """The softmax as the loss takes it, in float32 or wider; 0 of log-probabilities."""
+    if form.smoothing == LOG:
+        return torch.zeros_like(z, dtype=wide_dtype(z.dtype))
+    if form.in_float32:
         return torch.softmax(z, 1, dtype=None if z.dtype.itemsize >= 4 else torch.float32)
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
-def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float, last: _Last | None) -> Tensor:
+def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float, last: Tensor | None) -> Tensor:
     if p.shape[1] == 2:  # each row has the factor at one of the two, unless the model is too sure of the wrong class
         guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
     else:
         guess = _steepest(p, g, smoothing / p.shape[1])
     if last is not None:
-        guess = torch.maximum(guess, 4.0 * smoothing * last.slope)
+        guess = torch.maximum(guess, 4.0 * smoothing * last)
     return torch.addcmul(g, p, guess, value=-0.5).argmin(1)
 
 
@@ -265,98 +207,57 @@ def _steepest(p: Tensor, g: Tensor, least: float = 1e-3) -> Tensor:
     return (g / p.clamp(min=least)).amax()
 
 
-def _read_log_probabilities(z: Tensor, g: Tensor, last_scale: Tensor | None) -> Reading:
-    tolerance = tolerance_of(z.dtype, g.dtype)
-    g = wide(g)
-    live = g.abs().amax(1) > 0
-    num_live = live.sum(dtype=g.dtype)
-    least, y = g.min(1)
-    whole = torch.linalg.vector_norm(least)
-    rest = torch.linalg.vector_norm(g.scatter(1, y[:, None], 0.0))
-    apart = torch.linalg.vector_norm((least - least.sum() / num_live) * live)  # one factor for all rows
-    normalized = ((torch.logsumexp(wide(z), 1).abs() <= 0.05) | ~live).all()  # which leaves room for bfloat16
-    rest = torch.maximum(rest, apart)
-    fits = (rest <= tolerance * whole) & (whole > 0) & normalized
-    scale = torch.where(fits, -least.sum(), 1.0 if last_scale is None else last_scale)
-    return Reading(torch.where(live & fits, y, z.shape[1]), scale, fits, num_live, rest)
-
-
 # ---- the first look, which chooses the form --------------------------------------------------------------------------
 
 
-class Evidence(NamedTuple):
-    """What a gradient says about its form, as numbers.
-
-    Attributes:
-        says: whether it tells forms apart: not all rows are certain.
-        form: the form, if it is that of a cross-entropy of logits.
-        is_softmax: whether the logits are probabilities.
-    """
-
-    says: bool
-    form: Form
-    is_softmax: bool
+def tells_form(z: Tensor, g: Tensor) -> bool:
+    """Whether a gradient tells forms apart: not all rows are certain. Synchronizes."""
+    return bool(_telling(z, g).any())
 
 
-def examine(z: Tensor, g: Tensor, in_float32: bool = True) -> Evidence:
-    """Look for the form of rows of one gradient, in one arithmetic. Synchronizes once."""
+def _telling(z: Tensor, g: Tensor) -> Tensor:
+    """Rows in which a third class has a share; two classes have to differ among the rows."""
     num_classes = z.shape[1]
-    tolerance = tolerance_of(z.dtype, g.dtype)
-    is_half = min(z.dtype.itemsize, g.dtype.itemsize) < 4
-    roundoff = _roundoff(g.dtype)
-    p = _probabilities(z, in_float32)
-    g = g.to(p.dtype)
-    # Only rows in which a third class has a share tell the forms apart; two classes have to differ among the rows.
-    top = p.topk(min(2, max(num_classes - 1, 1)), 1).values.sum(1)
-    told = (g.abs().amax(1) > 0) & (top < (CERTAIN if num_classes > 2 else CERTAIN_OF_TWO))
-    says = told.any()
+    top = torch.softmax(wide(z), 1).topk(min(2, max(num_classes - 1, 1)), 1).values.sum(1)
+    rows = (g.abs().amax(1) > 0) & (top < (CERTAIN if num_classes > 2 else CERTAIN_OF_TWO))
     if num_classes == 2:
-        spread = torch.where(told, top, -1.0).amax() - torch.where(told, top, 2.0).amin()
-        says = says & (spread > max(MIN_SPREAD, 5.0 * tolerance))
-    is_softmax = (z.amin() > 0) & sum_to_one(z, is_half)
-    most = math.inf if in_float32 else DISTINCT
-    fitted = _fit_smoothing(p * told[:, None], g * told[:, None], told, max(_roundoff(z.dtype), roundoff), most)
-    found = torch.stack([value.to(p.dtype) for value in (says, is_softmax, *fitted)])
-    says_form, of_softmax, is_needed, smoothing, error = found.tolist()
-    form = Form(0.0, in_float32)
-    least = MIN_HALF_SMOOTHING if is_half else MIN_SMOOTHING
-    if is_needed and least < smoothing < MAX_SMOOTHING:
-        form = _smoothed_form(smoothing, error, in_float32, z.dtype)
-    return Evidence(says_form > 0, form, of_softmax > 0)
+        spread = torch.where(rows, top, -1.0).amax() - torch.where(rows, top, 2.0).amin()
+        rows = rows & (spread > max(MIN_SPREAD, 5.0 * tolerance_of(z.dtype, g.dtype)))
+    return rows
 
 
-def _smoothed_form(smoothing: float, error: float, in_float32: bool, dtype: torch.dtype) -> Form:
-    """The form of a smoothing that was fitted, up to an error: a person has written a multiple of 0.01."""
-    of_arithmetic = 0.0 if in_float32 else 3.0 * _roundoff(dtype) * smoothing
-    written = round(round(smoothing / STEP) * STEP, 2)
-    if error <= STEP and abs(smoothing - written) <= error + of_arithmetic:
-        return Form(written, in_float32, of_arithmetic)
-    return Form(smoothing, in_float32, min(error, MAX_ERROR) + of_arithmetic)
+def choices(z: Tensor, g: Tensor) -> list[Form]:
+    """Forms that a softmax cross-entropy may have whose gradient tells it: with the smoothing that fits. Synchronizes."""
+    forms = []
+    telling = _telling(z, g).unsqueeze(1)
+    for in_float32 in arithmetics(z):
+        p = _probabilities(Form(0.0, in_float32), z) * telling
+        smoothing = float(_fitted_smoothing(p, wide(g) * telling, telling))
+        near = [] if math.isnan(smoothing) else [round(smoothing / STEP) + shift for shift in (-1, 0, 1)]
+        forms += [Form(0.0, in_float32)]
+        forms += [Form(round(step * STEP, 2), in_float32) for step in near if 0 < step * STEP <= MAX_SMOOTHING]
+    return forms
 
 
-def _fit_smoothing(p: Tensor, g: Tensor, told: Tensor, roundoff: float, most: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether a label smoothing is needed, the smoothing, and how far it may be off: four standard errors.
+def arithmetics(z: Tensor) -> tuple[bool, ...]:
+    """Whether the softmax of logits is in float32 or wider, for each arithmetic that a loss may have."""
+    return (True,) if z.dtype.itemsize >= 4 else (True, False)
 
-    At all entries but the label's, g = a (p - f) is a line, with the floor f = smoothing / K. It is not needed if a
-    line without a floor fits as well. Rounding is independent in ``most`` entries at most.
-    """
-    guess = _steepest(p, g)
-    rows = told[:, None].to(p).expand_as(p)
+
+def best(readings: dict[Form, Reading]) -> Form | None:
+    """The form that leaves the least of a gradient, or no smoothing if that leaves hardly more. Synchronizes."""
+    rests = {form: float(reading.rest) for form, reading in readings.items() if bool(reading.fits)}
+    return min(rests, key=lambda form: rests[form] if form.smoothing else 0.5 * rests[form], default=None)
+
+
+def _fitted_smoothing(p: Tensor, g: Tensor, telling: Tensor) -> Tensor:
+    """The smoothing, nan for none: at all entries but the label's g = a (p - smoothing / K), which is a line."""
+    a = _steepest(p, g)
     for _ in range(2):  # the line through the others is a better guess of a
-        y = torch.addcmul(g, p, guess, value=-0.5).argmin(1, keepdim=True)
-        others = rows.scatter(1, y, 0.0)
-        total = others.sum() + TINY
-        mean_p = (p * others).sum() / total
-        mean_g = (g * others).sum() / total
+        y = torch.addcmul(g, p, a, value=-0.5).argmin(1, keepdim=True)
+        others = telling.to(p).expand_as(p).scatter(1, y, 0.0)
+        mean_p = (p * others).sum() / others.sum()
+        mean_g = (g * others).sum() / others.sum()
         centered = (p - mean_p) * others
-        spread = centered.square().sum() + TINY
-        guess = (centered * g).sum() / spread
-    floor = mean_p - mean_g / (guess + TINY)
-    rest = torch.linalg.vector_norm((g - guess * (p - floor)) * others)
-    through_zero = (p * g * others).sum() / ((p * others).square().sum() + TINY)
-    without = torch.linalg.vector_norm((g - through_zero * p) * others)
-    is_needed = without > 2.0 * rest + 1e-5 * torch.linalg.vector_norm(g)
-    noise = torch.maximum(rest, roundoff * torch.linalg.vector_norm(g * others))  # few points lie on a line
-    number = total.clamp(max=most)
-    standard_error = noise / (guess.abs() + TINY) * torch.sqrt((1.0 / total + mean_p.square() / spread) / number)
-    return is_needed, floor * p.shape[1], LEAST_ERROR + 4.0 * standard_error * p.shape[1]
+        a = (centered * g).sum() / centered.square().sum()
+    return (mean_p - mean_g / a) * p.shape[1]
