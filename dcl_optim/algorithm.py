@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import _sync
-from dcl_optim._hooks import Hook, ModuleHooks
-from dcl_optim._optim import have_gradients, trains_any
-from dcl_optim._torch import (
+from dcl_optim.forecaster import Forecaster, Labels
+from dcl_optim.loss.reader import TERMS, LossReader
+from dcl_optim.penalty.pull import Pull, Scale
+from dcl_optim.penalty.weights import Checked, FollowingFit
+from dcl_optim.progress import Forward, Outcome, Progress, Stage
+from dcl_optim.pytorch import synchronization
+from dcl_optim.pytorch.hooks import Hook, ModuleHooks
+from dcl_optim.pytorch.internals import (
     REPLICA,
     call_after_backward,
     constant,
@@ -27,13 +31,9 @@ from dcl_optim._torch import (
     reaches_parameters,
     warn_once,
 )
-from dcl_optim.distributed import unwrapped
-from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.loss.reader import TERMS, LossReader
-from dcl_optim.outputs import NoLogits, conversion_source, find_logits
-from dcl_optim.progress import Forward, Outcome, Progress, Stage
-from dcl_optim.pull import Pull, Scale
-from dcl_optim.weights import Checked, FollowingFit
+from dcl_optim.pytorch.outputs import NoLogits, conversion_source, find_logits
+from dcl_optim.pytorch.parameters import have_gradients, trains_any
+from dcl_optim.pytorch.ranks import unwrapped
 
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
 
@@ -373,7 +373,7 @@ class Algorithm:
         if progress.stage is not Stage.GRADIENTS:
             self.last = None  # that of an older batch
         self.progress = Progress(progress.number + 1)
-        if _sync.is_sync_step(progress.number):
+        if synchronization.is_sync_step(progress.number):
             self.reader.count()
             self.forecaster.check_values()
         if progress.not_finite:

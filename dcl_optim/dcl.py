@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._torch import outside_compiled_graphs
-from dcl_optim._validation import check_integer, check_positive
 from dcl_optim.companion import Companion
 from dcl_optim.companion.network import CompanionOptions
 from dcl_optim.companion.optimizer import MakeOptimizer
-from dcl_optim.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.optimizer import ForecastOptimizer
-from dcl_optim.pull import nothing
-from dcl_optim.weights import Schedule
+from dcl_optim.penalty.distances import Distance, DistanceName, resolve_distance
+from dcl_optim.penalty.pull import nothing
+from dcl_optim.penalty.weights import Schedule
+from dcl_optim.pytorch.arguments import check_integer, check_positive
+from dcl_optim.pytorch.internals import outside_compiled_graphs
 
 
 class DCLOptimizer(ForecastOptimizer):

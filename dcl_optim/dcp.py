@@ -8,16 +8,16 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._torch import outside_compiled_graphs
-from dcl_optim._validation import check_integer
-from dcl_optim.distances import Distance, DistanceName, resolve_distance
-from dcl_optim.distributed import DataParallelGroup
-from dcl_optim.labels import labels_of
 from dcl_optim.optimizer import ForecastOptimizer
+from dcl_optim.penalty.distances import Distance, DistanceName, resolve_distance
+from dcl_optim.penalty.pull import nothing
+from dcl_optim.penalty.weights import Schedule, Weight
 from dcl_optim.progress import Forward
-from dcl_optim.prototypes import UPDATES, Prototypes
-from dcl_optim.pull import nothing
-from dcl_optim.weights import Schedule, Weight
+from dcl_optim.prototypes.labels import labels_of
+from dcl_optim.prototypes.prototypes import UPDATES, Prototypes
+from dcl_optim.pytorch.arguments import check_integer
+from dcl_optim.pytorch.internals import outside_compiled_graphs
+from dcl_optim.pytorch.ranks import DataParallelGroup
 
 
 class DCPOptimizer(ForecastOptimizer):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dcl_optim.distances import Distance
+from dcl_optim.penalty.distances import Distance
+from dcl_optim.penalty.pull import Pull, Scale
 from dcl_optim.progress import Forward
-from dcl_optim.pull import Pull, Scale
 
 
 class Labels(NamedTuple):

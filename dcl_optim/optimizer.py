@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._validation import check_arguments, check_flag
-from dcl_optim._wrapper import OptimizerWrapper
 from dcl_optim.algorithm import Algorithm, Figures
 from dcl_optim.forecaster import Forecaster
-from dcl_optim.outputs import find_logits
-from dcl_optim.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
+from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
+from dcl_optim.pytorch.arguments import check_arguments, check_flag
+from dcl_optim.pytorch.outputs import find_logits
+from dcl_optim.pytorch.wrapper import OptimizerWrapper
 
 
 class ForecastOptimizer(OptimizerWrapper):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dcl_optim import _sync
-from dcl_optim._optim import parameters_of
-from dcl_optim._torch import version
-from dcl_optim.layout import copy_of_rows, from_rows, to_rows
+from dcl_optim.penalty.layout import copy_of_rows, from_rows, to_rows
+from dcl_optim.pytorch import synchronization
+from dcl_optim.pytorch.internals import version
+from dcl_optim.pytorch.parameters import parameters_of
 
 
 class Outcome(IntEnum):
@@ -67,7 +67,7 @@ class Forward:
         self.step_number = step_number
         self.output = weakref.ref(logits)
         self.version = version(logits)
-        self.may_read = _sync.may_sync(step_number, logits)
+        self.may_read = synchronization.may_sync(step_number, logits)
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.backward = -1
         self.outcome = Outcome.OPEN
@@ -169,7 +169,7 @@ class Progress:
                 return forward
         for outcome in (Outcome.OPEN, Outcome.GIVEN):
             alike = [one for one in self.forwards if one.outcome is outcome and one.shape == logits.shape]
-            if _sync.may_sync(self.number, logits) or len(alike) > 1:
+            if synchronization.may_sync(self.number, logits) or len(alike) > 1:
                 alike = [one for one in alike if are_close(one.logits, logits.detach())]
             if len(alike) == 1:
                 return alike[0]

@@ -1,4 +1,0 @@
-
-from examples.distances import register
-
-register()

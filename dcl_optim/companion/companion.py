@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import gradients_of, parameters_of
-from dcl_optim._torch import tensors_of, warn_once
-from dcl_optim._validation import check_state
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, try_to_copy
 from dcl_optim.companion.replay import Replay
-from dcl_optim.distances import Distance
-from dcl_optim.distributed import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
 from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.layout import to_rows
-from dcl_optim.outputs import find_logits, leaves_of
+from dcl_optim.penalty.distances import Distance
+from dcl_optim.penalty.layout import to_rows
+from dcl_optim.penalty.pull import Pull, Scale, pull_of, pull_towards_target
 from dcl_optim.progress import Forward
-from dcl_optim.pull import Pull, Scale, pull_of, pull_towards_target
+from dcl_optim.pytorch.arguments import check_state
+from dcl_optim.pytorch.internals import tensors_of, warn_once
+from dcl_optim.pytorch.outputs import find_logits, leaves_of
+from dcl_optim.pytorch.parameters import gradients_of, parameters_of
+from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
 
 TINY = 1e-30  # what can be divided by
 HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
@@ -81,7 +81,7 @@ class Companion(Forecaster):
         options: see :class:`CompanionOptions`.
 
     Examples:
-        >>> from dcl_optim.distances import mse
+        >>> from dcl_optim.penalty.distances import mse
         >>> model = nn.Linear(4, 3)
         >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
         >>> torch.equal(companion.module.weight, model.weight), companion.module.weight is model.weight

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import parameters_of
-from dcl_optim._torch import hooks_of, tensors_of, version_of, warn
-from dcl_optim.distributed import is_sharded
-from dcl_optim.outputs import leaves_of
 from dcl_optim.progress import are_close
+from dcl_optim.pytorch.internals import hooks_of, tensors_of, version_of, warn
+from dcl_optim.pytorch.outputs import leaves_of
+from dcl_optim.pytorch.parameters import parameters_of
+from dcl_optim.pytorch.ranks import is_sharded
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
 LIBRARIES = ("torch.", "transformers.")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import all_or_nothing, has_other_parameters, parameters_of, requires_grad
-from dcl_optim._validation import check_state
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
 from dcl_optim.companion.replay import forked_rng
-from dcl_optim.distributed import DataParallelGroup, is_sharded
+from dcl_optim.pytorch.arguments import check_state
+from dcl_optim.pytorch.parameters import all_or_nothing, has_other_parameters, parameters_of, requires_grad
+from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded
 
 MOVED = (
     "the model was moved or converted, but its companion was not: what is trained was {} and is {}.\n"

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim._optim import gradients_of, inner_of, optimizers_in, parameters_of
-from dcl_optim._torch import count_as_step
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
-from dcl_optim.distributed import sum_of_norms
+from dcl_optim.pytorch.internals import count_as_step
+from dcl_optim.pytorch.parameters import gradients_of, inner_of, optimizers_in, parameters_of
+from dcl_optim.pytorch.ranks import sum_of_norms
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 

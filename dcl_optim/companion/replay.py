@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import map_tensors, tensors_of, version_of
+from dcl_optim.pytorch.internals import map_tensors, tensors_of, version_of
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim._torch import version
-from dcl_optim.distributed import local_parts
+from dcl_optim.pytorch.internals import version
+from dcl_optim.pytorch.ranks import local_parts
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -49,8 +49,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim._torch import constant
-from dcl_optim.layout import wide
+from dcl_optim.penalty.layout import wide
+from dcl_optim.pytorch.internals import constant
 
 LOG = -1.0  # in place of a label smoothing: the form of log-probabilities
 
@@ -227,7 +227,7 @@ def _telling(z: Tensor, g: Tensor) -> Tensor:
 
 
 def choices(z: Tensor, g: Tensor) -> list[Form]:
-    """Forms that a softmax cross-entropy may have whose gradient tells it: with the smoothing that fits. Synchronizes."""
+    """Forms that a cross-entropy may have whose gradient tells it: with the smoothing that fits. Synchronizes."""
     forms = []
     telling = _telling(z, g).unsqueeze(1)
     for in_float32 in arithmetics(z):

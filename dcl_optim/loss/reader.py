@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim._torch import warn
-from dcl_optim.layout import to_rows
 from dcl_optim.loss.cross_entropy import LOG, Form, Reading, arithmetics, best, choices, read, tells_form, wide_dtype
+from dcl_optim.penalty.layout import to_rows
+from dcl_optim.penalty.pull import Scale
 from dcl_optim.progress import Forward, Outcome
-from dcl_optim.pull import Scale
+from dcl_optim.pytorch.internals import warn
 
 PATIENCE = 20  # first batches that may tell nothing
 TRUSTED = 100  # steps, after which unread batches are told of again

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.outputs import find_logits
+from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.trial.evaluation import call
 from dcl_optim.trial.extra import require
 from dcl_optim.trial.memory import peak_of, readable, tensor_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim.outputs import find_logits
+from dcl_optim.pytorch.outputs import find_logits
 
 __all__ = ["accuracy", "call"]
 

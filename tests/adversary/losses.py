@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.pytorch import synchronization
 
 LOGITS = 50_000  # at most, in a batch
 COUNTS = ("cases", "refused", "hardly read", "rows", "unread", "wrong", "scales", "off")
@@ -214,8 +215,8 @@ def laid_out(rows: Tensor, layout: str) -> tuple[Tensor, int]:
 def read(case: Case) -> Counter[str]:
     """Run a case by both optimizers, and count what was read."""
     counts = Counter(cases=1)
-    answer = _sync.may_sync if case.reads else lambda step, tensor: _sync.is_sync_step(step)
-    with warnings.catch_warnings(), mock.patch.object(_sync, "may_sync", answer):
+    answer = synchronization.may_sync if case.reads else lambda step, tensor: synchronization.is_sync_step(step)
+    with warnings.catch_warnings(), mock.patch.object(synchronization, "may_sync", answer):
         warnings.simplefilter("ignore")
         for dcp in (True, False):
             _train(case, dcp, counts)
@@ -270,7 +271,11 @@ def _train(case: Case, dcp: bool, counts: Counter[str]) -> None:
             right = abs(scale - float(factor) * case.factor) <= 0.02 * abs(float(factor) * case.factor)
             ever = ever or (told and (right or scale != 1.0))  # which it is before any was read
             # In a step that may not read values, the last s stays if a batch shows another form, or it is 0.
-            stale = scale in (last, 0.0) and not case.reads and not _sync.is_sync_step(number // case.parts + 1 + dcp)
+            stale = (
+                scale in (last, 0.0)
+                and not case.reads
+                and not synchronization.is_sync_step(number // case.parts + 1 + dcp)
+            )
             last = scale
             counts["scales"] += told
             counts["off"] += told and ever and not (right or stale)

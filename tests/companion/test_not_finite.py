@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from dcl_optim._sync import SYNC_INTERVAL
+from dcl_optim.pytorch.synchronization import SYNC_INTERVAL
 from tests.helpers import assert_same, backward, batches, mlp, train
 
 NAN, INF = float("nan"), float("inf")

@@ -191,7 +191,7 @@ class Small(nn.Sequential):
 def test_a_companion_on_the_meta_device_is_asked_for_no_value(monkeypatch):
     """Which has none; test_kernels counts the waits for a device that has some."""
     monkeypatch.setattr(torch, "autocast", lambda *arguments, **options: nullcontext())  # which does not know it
-    monkeypatch.setattr("dcl_optim._sync.is_sync_step", lambda step: False)
+    monkeypatch.setattr("dcl_optim.pytorch.synchronization.is_sync_step", lambda step: False)
     with torch.device("meta"):
         optimizer = dcl(Small())
         for _ in range(2):

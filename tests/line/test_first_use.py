@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.pytorch import synchronization
 from tests.helpers import assert_same, backward, batches, mlp, one, sgd, train
 
 WRAPPERS = [DCLOptimizer, DCPOptimizer]
@@ -58,7 +59,7 @@ def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrap
 def test_after_a_batch_of_nan_the_penalty_is_nan_also_where_values_are_not_read(
     wrapper: Any, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
     model = mlp()
     optimizer = wrapper(sgd(model), model)
     data = list(batches(9))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim._hooks import Hook, _do_nothing
+from dcl_optim.pytorch.hooks import Hook, _do_nothing
 from tests.helpers import (
     Network,
     assert_same,

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, _sync
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.pytorch import synchronization
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, training_forwards
 from tests.reference import VARIANTS, learned, wrap
 
@@ -424,7 +425,7 @@ def test_one_batch_in_20_that_can_be_read_is_enough(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_where_values_may_not_be_read_many_unread_batches_are_an_error_in_the_next_step_that_may(variant, monkeypatch):
-    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
     model = mlp()
     optimizer = wrap(variant, model)
     train(model, optimizer, vectors(66))  # 64 is a step that may
@@ -596,8 +597,8 @@ def test_devices_without_float64_can_train(variant, by_term):
 def train_silently(model: nn.Module, optimizer: Any, data: Any, loss: Criterion) -> None:
     """The plain loop, in which no value may be read after the loss is known."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sync, "may_sync", lambda step, tensor: False)
-        patch.setattr(_sync, "is_sync_step", lambda step: False)
+        patch.setattr(synchronization, "may_sync", lambda step, tensor: False)
+        patch.setattr(synchronization, "is_sync_step", lambda step: False)
         for x, y in data:
             optimizer.zero_grad()
             value = loss(model(x), y)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcl_optim import _sync
+from dcl_optim.pytorch import synchronization
 from tests.helpers import assert_same, batches, mlp
 from tests.reference import VARIANTS, learned, wrap
 
@@ -122,7 +122,7 @@ def test_a_gradient_scaler_that_starts_too_high_comes_down(variant):
 @pytest.fixture
 def rarely_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device: in steps 1, 2, 4, 8."""
-    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: step & (step - 1) == 0)
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step & (step - 1) == 0)
 
 
 @pytest.mark.filterwarnings("ignore:the companion's weights are not finite")

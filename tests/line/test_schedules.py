@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 
-from dcl_optim.weights import Checked
+from dcl_optim.penalty.weights import Checked
 
 
 def test_numbers_of_any_library_and_callables():

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcl_optim import DCPOptimizer, _sync, distances
-from dcl_optim.labels import labels_of
+from dcl_optim import DCPOptimizer, distances
+from dcl_optim.prototypes.labels import labels_of
+from dcl_optim.pytorch import synchronization
 from tests.helpers import Logits, assert_same, huber, train
 from tests.reference import dcp_step
 
@@ -83,7 +84,7 @@ FUNCTIONS = distances.DISTANCES | {huber: huber}
 def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkeypatch):
     """At the ends of alpha prototypes are the last means, or those of all rows alike, or the first ones for good."""
     if not reads:  # values after the first step
-        monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: step == 1)
+        monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step == 1)
     model, theirs = network(), network()
     optimizer = wrap(model, weight=0.7, alpha=alpha, update=update, distance=distance)
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
@@ -124,7 +125,7 @@ def no_label_of_the_term(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tenso
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_step_that_learns_from_no_row_ages_all_prototypes(reads, loss_of, update, alpha, monkeypatch):
     """By hand: n ← α n in each, the next batch has the penalty min(1, n), and its rows count for the more."""
-    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads or step == 1)
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: reads or step == 1)
     optimizer = wrap(Logits(), lr=0.0, alpha=alpha, update=update, distance="squared")
     by_term = loss_of is no_label_of_the_term
     numbers, means = torch.zeros(CLASSES).double(), torch.zeros(CLASSES, CLASSES).double()
@@ -204,7 +205,7 @@ def mixtures(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize(("distance", "reads"), [("mse", True), ("kl", True), ("mse", False)])
 def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
-    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: reads)
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: reads)
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
     function = FUNCTIONS[distance]
@@ -366,7 +367,7 @@ def test_negatives_in_the_batch_are_refused_as_soon_as_they_are_given(labels):
 
 
 def test_where_values_are_rarely_read_they_are_refused_in_the_next_step_that_reads(monkeypatch):
-    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: step == 4)
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step == 4)
     model = network()
     optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for step, (x, _) in enumerate(batches(4, CLASSES), 1):

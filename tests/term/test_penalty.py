@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, _sync, distances
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from dcl_optim.pytorch import synchronization
 from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp, one, sgd
 from tests.reference import (
     CLOSE,
@@ -232,7 +233,7 @@ def test_a_step_equals_the_one_by_hand(variant: str, way: str, step: Callable[..
 
 def test_values_tell_which_forward_pass_it_was_also_in_a_step_that_should_not_wait(monkeypatch) -> None:
     """DistributedDataParallel may return another tensor than the model did. Only two of one shape are compared."""
-    monkeypatch.setattr(_sync, "may_sync", lambda step, tensor: _sync.is_sync_step(step))
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
     assert_equals_the_step_by_hand("dcl", "term", siamese)
 
 

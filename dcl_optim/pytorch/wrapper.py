@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from dcl_optim import _torch
-from dcl_optim._optim import all_or_nothing
-from dcl_optim._validation import check_base
+from dcl_optim.pytorch import internals
+from dcl_optim.pytorch.arguments import check_base
+from dcl_optim.pytorch.parameters import all_or_nothing
 
 
 def _of_base(name: str, document: str) -> Any:
@@ -20,7 +20,7 @@ def _of_base(name: str, document: str) -> Any:
     )
 
 
-class OptimizerWrapper(_torch.OptimizerInternals, ABC):
+class OptimizerWrapper(internals.OptimizerInternals, ABC):
     """Shares ``param_groups``, ``state`` and ``defaults`` with its base; its ``state_dict`` has one key more."""
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dcl_optim import _torch
+from dcl_optim.pytorch import internals
 
 
 class Hook:
@@ -19,7 +19,7 @@ class Hook:
         self.listener = listener
         self._method = method
 
-    @_torch.outside_compiled_graphs
+    @internals.outside_compiled_graphs
     def __call__(self, *arguments: Any) -> Any:
         listener = self.listener()
         return None if listener is None else getattr(listener, self._method)(*arguments)

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim._torch import outside_compiled_graphs
-from dcl_optim.distances import Distance
-from dcl_optim.distributed import DataParallelGroup
 from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.labels import classes_of
-from dcl_optim.layout import difference
+from dcl_optim.penalty.distances import Distance
+from dcl_optim.penalty.layout import difference
+from dcl_optim.penalty.pull import Pull, Scale, pull_of
 from dcl_optim.progress import Forward
-from dcl_optim.pull import Pull, Scale, pull_of
-from dcl_optim.tally import MASKED, NEVER, State, Tally, learn_, learn_fit_, new_state
+from dcl_optim.prototypes.labels import classes_of
+from dcl_optim.prototypes.tally import MASKED, NEVER, State, Tally, learn_, learn_fit_, new_state
+from dcl_optim.pytorch.internals import outside_compiled_graphs
+from dcl_optim.pytorch.ranks import DataParallelGroup
 
 UPDATES = ("rows", "batch")
 MAX_BYTES = 2**30  # of the (K, K) prototypes
@@ -62,7 +62,7 @@ class Prototypes(Forecaster):
         group: the ranks that train the model together.
 
     Examples:
-        >>> from dcl_optim.distances import mse
+        >>> from dcl_optim.penalty.distances import mse
         >>> group = DataParallelGroup(torch.nn.Linear(4, 3), process_group=None)
         >>> Prototypes(3, "rows", mse, torch.zeros(()), group).values.shape
         torch.Size([0, 0])
@@ -155,7 +155,7 @@ class Prototypes(Forecaster):
         return pull._replace(lesson=Lesson(values, predicted))
 
     def _follow(self, z: Tensor) -> None:
-        """Create the prototypes at the first logits; those that were loaded follow the logits to their device and dtype."""
+        """Create the prototypes at the first logits; those that were loaded follow to their device and dtype."""
         if not self.num_classes:
             self._create(z)
         if z.shape[1] != self.num_classes:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dcl_optim import _torch
+from dcl_optim.pytorch import internals
 
 SEVERAL_RANKS = (
     "torch.distributed has {} ranks, but the model was found neither in DistributedDataParallel nor as one that "
@@ -101,7 +101,7 @@ class DataParallelGroup:
     def find(self) -> None:
         """Look for the model's group, now and at each forward pass of the model; one that was found stays."""
         if self._given == "auto" and self._group is None and dist.is_available() and dist.is_initialized():
-            groups = map(_group_of, (*layers(self._model), _torch.running_ddp()))
+            groups = map(_group_of, (*layers(self._model), internals.running_ddp()))
             self._group = next(filter(None, groups), None)
             self.size = 1 if self._group is None else self._group.size()
 
@@ -109,7 +109,7 @@ class DataParallelGroup:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
         if self._given == "auto" and self._group is None and dist.is_available() and dist.is_initialized():
             if dist.get_world_size() > 1:
-                _torch.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
+                internals.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""
@@ -132,9 +132,9 @@ class DataParallelGroup:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
         together = _whole(tensors) if self.size > 1 else []
         if together:
-            flat = _torch.flattened(together)  # one reduction, not one for each tensor
+            flat = internals.flattened(together)  # one reduction, not one for each tensor
             self.all_reduce_sum(flat)
-            torch._foreach_copy_(together, _torch.unflattened(flat.div_(self.size), together))
+            torch._foreach_copy_(together, internals.unflattened(flat.div_(self.size), together))
 
 
 def _group_of(module: nn.Module | None) -> Any:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dcl_optim._validation import check_number, check_positive
 from dcl_optim.forecaster import Forecaster
-from dcl_optim.pull import Scale
+from dcl_optim.penalty.pull import Scale
+from dcl_optim.pytorch.arguments import check_number, check_positive
 
 Schedule = Callable[[int], float]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcl_optim._torch import constant
 from dcl_optim.forecaster import Labels
-from dcl_optim.layout import to_rows, wide
+from dcl_optim.penalty.layout import to_rows, wide
+from dcl_optim.pytorch.internals import constant
 
 SHARE_TOLERANCE = 0.02  # of a share and of a row's sum; bfloat16 leaves up to 0.004 of a smoothed label's sum
 

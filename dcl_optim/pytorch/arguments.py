@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim._optim import parameters_of
+from dcl_optim.pytorch.parameters import parameters_of
 
 
 def check_number(name: str, value: Any) -> None:

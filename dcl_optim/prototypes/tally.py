@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim._torch import constant
+from dcl_optim.pytorch.internals import constant
 
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan

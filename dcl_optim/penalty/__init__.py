@@ -1,0 +1,1 @@
+"""The penalty: distances of logits, their mean with its gradient by rows, and its weight."""

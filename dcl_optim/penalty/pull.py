@@ -1,0 +1,169 @@
+"""The penalty of one forward pass with its gradient: what a forecaster returns and learns from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dcl_optim.penalty.distances import RADIUS, Distance, companion_target, huber, mse, name_of, squared
+from dcl_optim.penalty.layout import difference, from_rows, to_rows, wide
+from dcl_optim.pytorch.internals import constant
+
+Scale = float | Tensor
+
+
+class Pull(NamedTuple):
+    r"""The penalty :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)` of N rows, with its gradient for z.
+
+    The gradient of row i is ``slope[i] * factor * weights[i] / lengths[i]``.
+
+    Attributes:
+        value: called with a factor, or without one for 1, it gives the penalty times that, a scalar: only logs and the
+            term ask for it.
+        slope: (N, K), in float32 or wider.
+        factor: a number.
+        weights: (N,); None for 1.
+        lengths: (N,); None for 1.
+        norms: of the rows of slope, (N,), where slope is z - c; else None.
+        lesson: what the forecaster learns from, without the labels: it may not read the logits again.
+    """
+
+    value: Callable[..., Tensor]
+    slope: Tensor
+    factor: float
+    weights: Tensor | None = None
+    lengths: Tensor | None = None
+    norms: Tensor | None = None
+    lesson: Any = None
+
+    def gradient(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        class_dim: int,
+        *scales: Scale,
+        added_to: Tensor | None = None,
+        overwrites: bool = False,
+    ) -> Tensor:
+        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s being the product of the scales.
+
+        ``added_to`` is another gradient, which it is added to. With ``overwrites`` it takes the memory of the slope.
+        """
+        factor = self.factor
+        of_rows = self.weights
+        for scale in scales:
+            if isinstance(scale, Tensor):
+                scale = scale.to(self.slope)
+                of_rows = scale if of_rows is None else of_rows * scale
+            else:
+                factor *= scale
+        if self.lengths is not None:
+            of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
+        if of_rows is None:
+            of_rows = constant(1.0, self.slope.device)
+        other = constant(0.0, self.slope.device)
+        if added_to is not None:
+            other = to_rows(added_to, class_dim).to(self.slope.dtype)
+        of_rows = of_rows.unsqueeze(1) if of_rows.ndim else of_rows
+        out = self.slope if overwrites else None
+        return from_rows(torch.addcmul(other, self.slope, of_rows, value=factor, out=out), shape, class_dim).to(dtype)
+
+
+def nothing(logits: Tensor) -> Tensor:
+    """A penalty of 0, as outside of training."""
+    return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def pull_of(
+    distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None = None, number: Scale | None = None
+) -> Pull:
+    r"""The penalty :math:`\frac1n\sum_i w_i\,\delta(z_i, c_i)` of rows, with c held constant; no graph is used or kept.
+
+    Args:
+        distance: a function (z, c) of rows that returns one value a row.
+        z, c: rows (N, K).
+        weights: :math:`w_i`, (N,); None (default) for 1.
+        number: n, of which at least 1 is taken; None (default) for N. One on the device goes with weights.
+
+    Examples:
+        >>> from dcl_optim.penalty.distances import squared
+        >>> pull_of(squared, torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]])).value()
+        tensor(2.5000)
+    """
+    divisor = float(max(len(z), 1))
+    if isinstance(number, Tensor):
+        assert weights is not None
+        divisor = 1.0
+        weights = weights / number.clamp(min=1)
+    elif number is not None:
+        divisor = max(number, 1.0)
+    if distance is mse or distance is squared:  # in every step by default, so written out
+        slope = difference(z, c)
+        norms = torch.linalg.vector_norm(slope, dim=1)
+        return _squared_pull(distance, slope, norms, weights, divisor)
+    return _differentiated_pull(distance, z, c, weights, divisor)
+
+
+def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, alpha: float) -> Pull:
+    r"""The gradient for c of the mean :math:`\delta(c, \alpha c + (1-\alpha) z)`; its value is not that of the target.
+
+    Args:
+        distance: a function (z, c) of rows that returns one value a row.
+        z, c: rows (N, K).
+        pull: what :func:`pull_of` gave for z and c, whose slope is used again.
+        alpha: the share of c in the target.
+    """
+    number = float(max(len(z), 1))
+    if pull.norms is None:
+        return _differentiated_pull(distance, c, companion_target(z, c, alpha), None, number)
+    # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
+    share = 1.0 - alpha
+    towards = _squared_pull(distance, pull.slope, pull.norms, None, number, share)
+    return towards._replace(factor=-share * towards.factor)
+
+
+def _squared_pull(
+    distance: Distance, slope: Tensor, norms: Tensor, weights: Tensor | None, number: float, share: float = 1.0
+) -> Pull:
+    """The penalty whose difference is this share of the slope."""
+    num_classes = slope.shape[1]
+    radius = math.inf
+    if distance is mse and num_classes > 1 and share > 0.0:
+        radius = RADIUS * num_classes / share
+    factor = 2.0 / max(num_classes, 1) / number
+
+    def value(scale: Scale = 1.0) -> Tensor:
+        distances = huber(norms, radius)
+        total = distances.sum() if weights is None else torch.dot(distances, weights.to(distances))
+        return total * (factor * scale)
+
+    if radius == math.inf:
+        return Pull(value, slope, factor, weights, None, norms)
+    return Pull(value, slope, factor * radius, weights, norms.clamp(min=radius), norms)
+
+
+def _differentiated_pull(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None, number: float) -> Pull:
+    leaf = wide(z).detach().requires_grad_()
+    with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
+        values = distance(leaf, wide(c).detach())
+        if not isinstance(values, Tensor) or values.shape != leaf.shape[:1]:
+            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(
+                f"distance={name_of(distance)} must return one value a row, of shape ({len(leaf)},), but returned "
+                f"{found}; leave out the mean over the batch, as in (z - c).square().mean(1)"
+            )
+        (slope,) = torch.autograd.grad(values.sum(), leaf)
+    distances = values.detach()
+    factor = 1.0 / number
+    slope = slope.contiguous().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def value(scale: Scale = 1.0) -> Tensor:
+        if weights is None:
+            return distances.sum() * (factor * scale)
+        return torch.dot(distances.nan_to_num(0.0, 0.0, 0.0), weights.to(distances)) * (factor * scale)
+
+    return Pull(value, slope, factor, weights)

@@ -1,0 +1,1 @@
+"""The contract with torch: hooks, the optimizer interface, outputs, ranks, checks of arguments."""

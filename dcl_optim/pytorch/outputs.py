@@ -1,0 +1,113 @@
+"""What a model returned: where its logits are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+from dcl_optim.pytorch.ranks import SHARDED_LOGITS, is_sharded
+
+__all__ = ["find_logits"]
+
+
+class NoLogits(TypeError):
+    """A model's output shows no logits."""
+
+
+def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tensor:
+    """Find the logits in what a model returned.
+
+    A tensor is the logits; otherwise ``output.logits`` (dataclasses, named tuples), ``output["logits"]`` or
+    ``output["out"]`` (mappings), or the first tensor of a tuple or list that has rows and classes; if none has two
+    dimensions, the first with one.
+
+    Args:
+        output: what the model's forward returned.
+        given: the script's own function, whose result is checked.
+
+    Raises:
+        NoLogits: there are none.
+
+    Examples:
+        >>> import torch
+        >>> find_logits({"logits": torch.zeros(2, 3), "features": torch.zeros(2, 8)}).shape
+        torch.Size([2, 3])
+        >>> find_logits((torch.tensor(0.7), torch.zeros(2, 3))).shape
+        torch.Size([2, 3])
+    """
+    if given is not None:
+        found = given(output)
+    elif isinstance(output, Tensor):
+        found = output
+    else:
+        found = _inside(output)
+    if not isinstance(found, Tensor):
+        raise NoLogits(_not_found(output))
+    if type(found) is not Tensor and is_sharded(found):
+        raise NoLogits(SHARDED_LOGITS.format(cast("Any", found).placements))
+    if not found.is_floating_point() or not found.ndim:
+        raise NoLogits(
+            f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
+            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
+        )
+    if found.is_nested:
+        raise NoLogits(
+            f"the logits that the model returned are a nested tensor of shape {tuple(found.shape)}.\n"
+            "  Fix: return their values from the model, logits.values(); or with DCP add the penalty to the loss, "
+            "loss + optimizer.penalty(logits.values(), labels)"
+        )
+    return found
+
+
+def _not_found(output: Any) -> str:
+    kind = type(output).__name__
+    example = "output[...]"
+    if isinstance(output, Mapping) and output:
+        kind += f" with keys {', '.join(map(repr, output))}"
+        example = f"output[{next(iter(output))!r}]"
+    return (
+        f"no logits found in the model's output of type {kind}.\n"
+        f"  Fix: give the wrapper a function that returns the logits tensor, as in logits=lambda output: {example}"
+    )
+
+
+def _inside(output: Any) -> Any:
+    if getattr(output, "logits", None) is not None:
+        return output.logits
+    if isinstance(output, Mapping):
+        return output.get("logits", output.get("out"))
+    if not isinstance(output, (tuple, list)):
+        return None
+    tensors = [item for item in output if isinstance(item, Tensor)]
+    return next((item for dims in (2, 1, 0) for item in tensors if item.ndim >= dims), None)
+
+
+def conversion_source(z: Tensor) -> tuple[Any, int] | None:
+    """The autograd node, and which of its outputs, that z was converted from to another dtype; None if it was not.
+
+    Under mixed precision some libraries return converted logits with a loss that was taken from the original ones.
+    """
+    node = z.grad_fn
+    index = z.output_nr
+    while node is not None and node.name() == "ToCopyBackward0":
+        node, index = node.next_functions[0]
+    is_computed = node is not None and node is not z.grad_fn and not node.name().endswith("AccumulateGrad")
+    return (node, index) if is_computed else None
+
+
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that a backward pass from tensors would give a gradient to."""
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
