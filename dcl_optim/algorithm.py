@@ -15,93 +15,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.forecaster import Forecaster, Labels
-from dcl_optim.loss.reader import TERMS, LossReader
+from dcl_optim.guards import Guards
+from dcl_optim.loss.reader import LossReader
 from dcl_optim.penalty.pull import Pull, Scale
 from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Outcome, Progress, Stage
 from dcl_optim.pytorch import synchronization
 from dcl_optim.pytorch.hooks import Hook, ModuleHooks
 from dcl_optim.pytorch.internals import (
-    REPLICA,
     call_after_backward,
     constant,
     current_backward,
     is_recorded,
     outside_compiled_graphs,
     reaches_parameters,
-    warn_once,
 )
 from dcl_optim.pytorch.outputs import NoLogits, conversion_source, find_logits
 from dcl_optim.pytorch.parameters import have_gradients, trains_any
 from dcl_optim.pytorch.ranks import unwrapped
 
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
-
-NOT_FINITE = (
-    "non-finite logits or loss: a batch whose logits or whose gradient of them is not finite gets no penalty, and "
-    "neither the companion nor the prototypes learn from it.\n  Fix: if these are logits of rows without a label, "
-    "leave these rows out, as in optimizer.penalty(z[keep], y[keep])"
-)
-REPLICATED = (
-    "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once for each part "
-    "of the batch.\n  Fix: wrap the optimizer with nn.DataParallel(model)"
-)
-ONCE = (
-    "{}.penalty is differentiable once, and this backward pass keeps a graph of the gradient (create_graph=True): its "
-    "second derivative would be missing.\n  Fix: take that gradient of the loss without the penalty"
-)
-STALE = (
-    "a backward pass came through logits, or through what penalty returned, of before the last step of {}, or "
-    "before a state was loaded: their penalty is that of other weights.\n"
-    "  Fix: call the model in each step, and penalty if the script adds it"
-)
-CHANGED = (
-    "the weights were changed twice without a step of {name}: the base {base} was stepped, or another optimizer, or a "
-    "method wrote to them. Prototypes and companion learn nothing so.\n"
-    "  Fix: call step() of the wrapper, with SAM step(closure); detach() before another optimizer; where weights are "
-    "changed and restored (FGM, Embedding(max_norm=)), strict=False. See docs/get-started.md"
-)
-SUPERSEDED = (
-    "another optimizer has wrapped the model since this {} did: step that one, or call detach() on this one to go on "
-    "with its base optimizer alone"
-)
-DETACHED = (
-    "{}.penalty was called after detach(), which has ended the method: further steps are those of the base alone.\n"
-    "  Fix: leave the term out, or wrap the base optimizer again"
-)
-NOT_REGULARIZED = (
-    "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
-    "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
-)
-EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
-SEEN_AND_FIX = {
-    Stage.NOTHING: (
-        "no training forward pass of the model: step was called twice, or another method, a part or a copy of it was "
-        "called, or it was compiled and called before it was wrapped",
-        "call step once after each backward pass, and the model itself before it, as model(x); or wrap the module that "
-        "is called; or with DCP add the penalty to the loss, {}",
-    ),
-    Stage.FORWARD: (
-        "the gradient did not come through the logits that were found (others, or these detached), or no backward pass "
-        "ran",
-        "pass logits=<their function>, or add the penalty to the loss, {}",
-    ),
-    Stage.GRAPH_KEPT: ("a backward pass with create_graph=True", "run a backward pass without it before the step"),
-}
-NOT_ADDED = (
-    "{}.penalty was called since the last step, but what it returned took part in no backward pass that goes on to the "
-    "parameters.\n"
-    "  Fix: add it to the loss, loss = loss + optimizer.penalty(...), before loss.backward(), outside of fused losses, "
-    "which take gradients in their forward pass. To look at the value use logs(). strict=False allows such steps"
-)
-WITHOUT_TERM = (
-    "a step without a penalty: the script has called {}.penalty in other steps, and then nothing else adds one. "
-    "Such steps are counted as skipped in logs().\n  Fix: add it to the loss of each step, if it is meant there too"
-)
-MINIMIZES_A_VALUE = (
-    "{} does not regularize LBFGS by the gradient alone, since LBFGS compares values of the loss.\n"
-    "  Fix: add the penalty to the loss in the closure, {}"
-)
 
 
 class Given(NamedTuple):
@@ -149,12 +82,9 @@ class Algorithm:
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self.progress = Progress(1)
         self.last: Figures | None = None
-        self.superseded = False
+        self.guards = Guards(name, model, base, forecaster, self.reader, strict)
         self._base = base
         self._logits = logits
-        self._is_strict = strict
-        self._name = name
-        self._said: set[str] = set()
         self.hooks = ModuleHooks(self, model, unwrapped(model), forecaster.predicts)
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
@@ -166,13 +96,10 @@ class Algorithm:
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
-        if REPLICA in vars(module):
-            raise RuntimeError(REPLICATED)
-        if self.progress.begin_forward(self._base) and self._is_strict:
-            raise RuntimeError(CHANGED.format(name=self._name, base=type(self._base).__name__))
+        self.guards.forward_begins(module, self.progress)
         if self.progress.is_cleared:
             self.forget()
-        self.progress.is_running = True
+        self.progress.begin_forward()
         self.forecaster.before_forward(args, kwargs, self.progress.number)
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -186,10 +113,8 @@ class Algorithm:
             return
         try:
             z = find_logits(output, self._logits)
-        except NoLogits as error:  # no fault if the script adds the term
-            if predicts:
-                raise
-            self.reader.not_found = str(error)
+        except NoLogits as error:
+            self.guards.logits_not_found(error)
             return
         if not z.requires_grad:
             return
@@ -214,9 +139,11 @@ class Algorithm:
             return None
         reading = self.reader.read(forward, gradient)
         if reading is None:
+            self.guards.gradient_not_read(forward)
             self.progress.not_finite |= not bool(gradient.isfinite().all())
             return None
         labels = Labels(reading.labels, reading.num_live) if self.reader.reads_labels else None
+        self.guards.gradient_read(forward, labels)
         pull = self.forecaster.pull(forward, labels)
         weight = self.weight(forward.step_number)
         regularized = None
@@ -249,8 +176,7 @@ class Algorithm:
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             progress.stage = max(progress.stage, Stage.GRAPH_KEPT)
             return False
-        if forward.outcome is Outcome.RELEASED:
-            raise RuntimeError(STALE.format(self._name))
+        self.guards.gradient_comes(forward)
         if is_another and self.last is not None:  # until its loss is read
             self.last = self.last._replace(penalty=functools.partial(float, "nan"))
         progress.stage = Stage.GRADIENTS
@@ -268,12 +194,9 @@ class Algorithm:
 
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
-    def why_detached(self) -> str:
-        """Say why the hooks are gone, and nothing learns."""
-        return (SUPERSEDED if self.superseded else DETACHED).format(self._name)
-
     def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
         """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""
+        self.guards.term_called(z, forward, labels)
         pull = self.forecaster.pull(forward, labels)
         weight = self.weight(forward.step_number)
         self.uses_term = True
@@ -288,10 +211,7 @@ class Algorithm:
     @outside_compiled_graphs
     def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(ONCE.format(self._name))
-        if forward.outcome is Outcome.RELEASED:
-            raise RuntimeError(STALE.format(self._name))
+        self.guards.term_gradient_comes(forward)
         pull, labels, weight, value = forward.given
         if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
@@ -320,28 +240,11 @@ class Algorithm:
 
     @outside_compiled_graphs
     def before_step(self) -> None:
-        """Raise for gradients without a penalty, or count them as skipped if the script adds the term elsewhere."""
-        stage = self.progress.stage
-        if stage is Stage.GRADIENTS:
-            return
-        if self.superseded:
-            raise RuntimeError(SUPERSEDED.format(self._name))
-        if not self.hooks.attached:
-            return
-        if stage is Stage.CALLED and self._is_strict:
-            raise RuntimeError(NOT_ADDED.format(self._name))
-        if not have_gradients(self._base):
-            return
-        if self.uses_term:
+        """Count a step without a term as skipped if the script adds one elsewhere."""
+        self.guards.step_begins(self.progress, self.uses_term, self.hooks.attached)
+        is_without = self.uses_term and self.hooks.attached and self.progress.stage is not Stage.GRADIENTS
+        if is_without and have_gradients(self._base):
             self.reader.num_skipped += 1
-            warn_once(self._said, WITHOUT_TERM.format(self._name))
-        elif self._is_strict:
-            seen, fix = SEEN_AND_FIX[stage]
-            if stage is Stage.FORWARD and self.reader.not_found:
-                seen = self.reader.not_found
-            if stage is Stage.NOTHING and not self.model.training:
-                seen, fix = EVAL_MODE
-            raise RuntimeError(NOT_REGULARIZED.format(self._name, seen, fix.format(self.reader.term)))
 
     def step_base(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
@@ -353,8 +256,6 @@ class Algorithm:
                 self.progress.learns = False
             losses.append(closure())
             if len(losses) == 1:
-                if isinstance(self._base, torch.optim.LBFGS) and not self.uses_term:
-                    raise RuntimeError(MINIMIZES_A_VALUE.format(self._name, self.reader.term))
                 self.before_step()
                 self.progress.learns = False
             return losses[-1]
@@ -376,8 +277,7 @@ class Algorithm:
         if synchronization.is_sync_step(progress.number):
             self.reader.count()
             self.forecaster.check_values()
-        if progress.not_finite:
-            warn_once(self._said, NOT_FINITE)
+        self.guards.step_ends(progress, self.last, self.weight)
 
     def forget(self) -> None:
         """Drop what the batches of a step show that was left out."""
@@ -389,17 +289,18 @@ class Algorithm:
     def detach(self) -> None:
         """Remove the hooks."""
         self.hooks.remove()
-        self.superseded = False
+        self.guards.detached()
 
     def model_loaded(self, module: nn.Module, keys: Any) -> None:
         """Called when a state was loaded into the model."""
         self.forecaster.model_loaded()
+        self.guards.model_loaded()
 
     def replaced(self) -> None:
         """Make way for another optimizer on the same model."""
         self.hooks.remove()
         self.forget()
-        self.superseded = True
+        self.guards.superseded()
 
     def load_state(self, num_steps: int, uses_term: bool, loss: dict[str, Any]) -> None:
         """Go on from a number of steps, as after loading a state."""
@@ -408,6 +309,7 @@ class Algorithm:
         self.progress.end()
         self.progress = Progress(num_steps + 1)
         self.last = None
+        self.guards.state_loaded()
 
 
 def _only_if(is_finite: Tensor, labels: Labels | None, scale: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:

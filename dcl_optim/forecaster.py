@@ -41,12 +41,14 @@ class Forecaster(ABC):
         reads_labels: whether the labels of a batch are needed.
         predicts: whether :meth:`predict` is needed; if not, the penalty term takes any logits.
         num_classes: K of a forecaster with ``reads_labels``; 0 before it is known.
+        given_num_classes: K if the script gave it; then labels that are the rows' places are classes.
     """
 
     distance: Distance
     reads_labels = False
     predicts = True
     num_classes = 0
+    given_num_classes: int | None = None
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:  # noqa: B027
         """Prepare for the training forward pass that begins. Default: nothing.

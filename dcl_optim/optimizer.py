@@ -81,8 +81,8 @@ class ForecastOptimizer(OptimizerWrapper):
         """Whether the penalty of logits is to be trained on; raise if they are none, or nothing would learn."""
         find_logits(logits, lambda logits: logits)
         is_for_training = torch.is_grad_enabled() and logits.requires_grad
-        if is_for_training and not self._algorithm.hooks.attached:
-            raise RuntimeError(self._algorithm.why_detached())
+        if is_for_training:
+            self._algorithm.guards.penalty_called(self._algorithm.hooks.attached)
         return is_for_training
 
     # ---- the step ----------------------------------------------------------------------------------------------------

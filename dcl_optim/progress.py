@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dcl_optim.penalty.layout import copy_of_rows, from_rows, to_rows
 from dcl_optim.pytorch import synchronization
 from dcl_optim.pytorch.internals import version
-from dcl_optim.pytorch.parameters import parameters_of
 
 
 class Outcome(IntEnum):
@@ -105,8 +103,6 @@ class Progress:
         stage: how far the script has come; changes with forward passes and gradients of logits.
         not_finite: whether a batch was left out because its logits or its gradient were not finite.
         backward: the last backward pass, by autograd's number; -1 for none.
-        version: how often a parameter was written to before the last training forward pass.
-        changes: how often a training forward pass has found other weights than those that the gradients are of.
         is_cleared: whether ``zero_grad`` has cleared the gradients of these batches.
         is_running: whether a training forward pass runs.
         learns: whether the forecaster learns from the next batch: not from a closure's further evaluations.
@@ -118,8 +114,6 @@ class Progress:
         self.stage = Stage.NOTHING
         self.not_finite = False
         self.backward = -1
-        self.version = 0
-        self.changes = 0
         # Changed by the script's calls of zero_grad and of step with a closure:
         self.is_cleared = False
         self.learns = True
@@ -127,14 +121,10 @@ class Progress:
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, base: Optimizer) -> bool:
-        """The model is called for training; return whether its weights were changed twice without a step."""
-        now = version(next(parameters_of(base)))
-        if self.stage is Stage.GRADIENTS and self.learns and now != self.version:
-            self.changes += 1
-        self.version = now
+    def begin_forward(self) -> None:
+        """The model is called for training."""
         self.stage = max(self.stage, Stage.FORWARD)
-        return self.changes > 1
+        self.is_running = True
 
     def penalty_called(self, forward: Forward) -> None:
         """The script has called ``penalty`` with these logits."""

@@ -76,7 +76,7 @@ class Prototypes(Forecaster):
     ) -> None:
         self.distance = distance
         self.num_classes = 0  # until the first logits
-        self._given = num_classes
+        self.given_num_classes = num_classes
         self._counts_rows = update == "rows"
         self._like = like
         self._group = group
@@ -95,8 +95,8 @@ class Prototypes(Forecaster):
                 f"num_classes={num_classes}: the prototypes would need {size / 2**30:.1f} GiB (limit 1 GiB, 16,384 "
                 "classes).\n  Fix: use DCLOptimizer, which keeps none (no gain was measured at this size)"
             )
-        if self._given not in (None, num_classes):
-            raise ValueError(OTHER_NUM_CLASSES.format(self._given, num_classes))
+        if self.given_num_classes not in (None, num_classes):
+            raise ValueError(OTHER_NUM_CLASSES.format(self.given_num_classes, num_classes))
         self._begin(new_state(num_classes, dtype, like.device))
 
     def _begin(self, state: State) -> None:
@@ -230,8 +230,8 @@ class Prototypes(Forecaster):
             self.num_classes = 0
         else:
             saved = State(**state)
-            if self._given not in (None, len(saved.values)):
-                raise ValueError(OTHER_NUM_CLASSES.format(self._given, len(saved.values)))
+            if self.given_num_classes not in (None, len(saved.values)):
+                raise ValueError(OTHER_NUM_CLASSES.format(self.given_num_classes, len(saved.values)))
             loaded = new_state(len(saved.values), saved.values.dtype, saved.values.device)
             for tensor, value in zip(loaded.saved(), saved, strict=True):
                 tensor.copy_(value)

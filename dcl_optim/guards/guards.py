@@ -1,0 +1,208 @@
+"""The questions that protect users, by the moment at which they are asked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dcl_optim.forecaster import Forecaster, Labels
+from dcl_optim.guards import messages
+from dcl_optim.guards.first_look import FirstLook, refuse_in_batch, refuse_sigmoid
+from dcl_optim.loss.reader import LossReader
+from dcl_optim.penalty.distances import mse, squared
+from dcl_optim.penalty.weights import Checked, FollowingFit
+from dcl_optim.progress import Forward, Outcome, Progress, Stage
+from dcl_optim.pytorch.internals import REPLICA, version_of, warn_once
+from dcl_optim.pytorch.outputs import NoLogits
+from dcl_optim.pytorch.parameters import have_gradients, parameters_of, requires_grad
+from dcl_optim.pytorch.synchronization import is_sync_step
+
+SETTLED = 100  # steps, before which the prototypes follow a model that learns fast
+
+
+class Guards:
+    """Raise an error or warn where a script does what it hardly means.
+
+    Args:
+        name: of the optimizer.
+        model, base, forecaster, reader: what is looked at, and never changed.
+        strict: whether steps without the method, and weights that change between steps, are errors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        base: Optimizer,
+        forecaster: Forecaster,
+        reader: LossReader,
+        strict: bool,
+    ) -> None:
+        self._name = name
+        self._model = model
+        self._base = base
+        self._forecaster = forecaster
+        self._reader = reader
+        self._is_strict = strict
+        self._term = messages.TERMS[forecaster.reads_labels]
+        self._said: set[str] = set()
+        self._first_look = FirstLook()
+        self._is_superseded = False
+        self._not_found = ""  # why an output of the model showed no logits
+        # Changed by loading and by the next step or forward pass:
+        self._has_learned = False  # since the start, or since a state was loaded
+        self._is_loaded = False  # weights, into the model since the last step
+        # Changed when a forward pass begins:
+        self._step_number = 0
+        self._version = 0  # of a trained parameter
+        self._num_changes = 0  # of the weights since the last step
+
+    # ---- a forward pass ----------------------------------------------------------------------------------------------
+
+    def forward_begins(self, module: nn.Module, progress: Progress) -> None:
+        """Raise for a replica of nn.DataParallel, and for weights that changed twice without a step."""
+        if REPLICA in vars(module):
+            raise RuntimeError(messages.REPLICATED)
+        if self._is_loaded:
+            self._is_loaded = False
+            warn_once(self._said, messages.WEIGHTS_LOADED.format(name=self._name))
+        if self._step_number != progress.number:
+            self._step_number = progress.number
+            self._num_changes = 0
+        trained = next(filter(requires_grad, parameters_of(self._base)), None)
+        now = 0 if trained is None else version_of(trained)
+        if progress.stage is Stage.GRADIENTS and progress.learns and now != self._version:
+            self._num_changes += 1
+        self._version = now
+        if self._num_changes > 1 and self._is_strict:
+            raise RuntimeError(messages.CHANGED.format(name=self._name, base=type(self._base).__name__))
+
+    def logits_not_found(self, error: NoLogits) -> None:
+        """Raise where the forecaster needs the logits; else the script may add the term."""
+        if self._forecaster.predicts:
+            raise error
+        self._not_found = str(error)
+
+    # ---- a gradient --------------------------------------------------------------------------------------------------
+
+    def gradient_comes(self, forward: Forward) -> None:
+        """Raise for logits of before the last step."""
+        if forward.outcome is Outcome.RELEASED:
+            raise RuntimeError(messages.STALE.format(self._name))
+
+    def term_gradient_comes(self, forward: Forward) -> None:
+        """Raise for a second derivative, and for a term of before the last step."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(messages.ONCE.format(self._name))
+        self.gradient_comes(forward)
+
+    def gradient_not_read(self, forward: Forward) -> None:
+        """Raise or warn of a loss that the line does not read."""
+
+    def gradient_read(self, forward: Forward, labels: Labels | None) -> None:
+        """Refuse labels that are the rows' places; warn of probabilities."""
+        if self._first_look.is_over or not forward.may_read:
+            return
+        self._refuse_in_batch(forward, labels)
+        if self._first_look.are_probabilities(forward.rows):
+            self._first_look.is_over = True
+            warn_once(self._said, messages.SOFTMAX_TWICE)
+
+    def _refuse_in_batch(self, forward: Forward, labels: Labels | None) -> None:
+        if labels is not None and self._forecaster.given_num_classes is None:
+            refuse_in_batch(labels.rows, forward.rows.shape[1])
+
+    # ---- the term ----------------------------------------------------------------------------------------------------
+
+    def penalty_called(self, is_attached: bool) -> None:
+        """Raise where the hooks are gone, and nothing learns."""
+        if not is_attached:
+            message = messages.SUPERSEDED if self._is_superseded else messages.DETACHED
+            raise RuntimeError(message.format(self._name))
+
+    def term_called(self, z: Tensor, forward: Forward, labels: Labels | None) -> None:
+        """Refuse labels that are the rows' places, and probabilities in place of logits."""
+        if labels is None or self._first_look.is_over:
+            return
+        refuse_sigmoid(z)
+        if not forward.may_read:
+            return
+        self._refuse_in_batch(forward, labels)
+        if self._first_look.are_probabilities(forward.rows):
+            raise ValueError(messages.PROBABILITIES)
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def step_begins(self, progress: Progress, uses_term: bool, is_attached: bool) -> None:
+        """Raise for gradients without a penalty; warn if the script adds the term elsewhere."""
+        stage = progress.stage
+        if stage is Stage.GRADIENTS:
+            if isinstance(self._base, torch.optim.LBFGS) and not uses_term:
+                raise RuntimeError(messages.MINIMIZES_A_VALUE.format(self._name, self._term))
+            return
+        if self._is_superseded:
+            raise RuntimeError(messages.SUPERSEDED.format(self._name))
+        if not is_attached:
+            return
+        if stage is Stage.CALLED and self._is_strict:
+            raise RuntimeError(messages.NOT_ADDED.format(self._name))
+        if not have_gradients(self._base):
+            return
+        if uses_term:
+            warn_once(self._said, messages.WITHOUT_TERM.format(self._name))
+        elif self._is_strict:
+            raise RuntimeError(self._not_regularized(stage))
+
+    def _not_regularized(self, stage: Stage) -> str:
+        seen, fix = messages.SEEN_AND_FIX[stage]
+        if stage is Stage.FORWARD and self._not_found:
+            seen = self._not_found
+        if stage is Stage.NOTHING and not self._model.training:
+            seen, fix = messages.EVAL_MODE
+        return messages.NOT_REGULARIZED.format(self._name, seen, fix.format(self._term))
+
+    def step_ends(self, progress: Progress, last: Any, weight: Checked | FollowingFit) -> None:
+        """Warn of a batch that was not finite, and of a weight that is too large."""
+        self._has_learned = True
+        if progress.not_finite:
+            warn_once(self._said, messages.NOT_FINITE)
+        if progress.number >= SETTLED and last is not None and is_sync_step(progress.number):
+            self._check_strength(last, weight)
+
+    def _check_strength(self, last: Any, weight: Checked | FollowingFit) -> None:
+        """Warn of a penalty with a given weight that is more than half of log K, the loss of a guess. Synchronizes."""
+        num_classes = self._forecaster.num_classes
+        is_squared = self._forecaster.distance in (mse, squared)  # others have other sizes
+        if num_classes < 2 or isinstance(weight, FollowingFit) or not is_squared:
+            return
+        penalty = float(last.weight) * float(last.penalty())
+        guess = math.log(num_classes)
+        if guess / 2.0 < penalty < math.inf:
+            message = messages.TOO_STRONG.format(
+                name=self._name, penalty=penalty, guess=guess, classes=num_classes, weight=float(last.weight)
+            )
+            warn_once(self._said, message, about="strength")
+
+    # ---- what happens between steps ----------------------------------------------------------------------------------
+
+    def superseded(self) -> None:
+        """Another optimizer has wrapped the model."""
+        self._is_superseded = True
+
+    def detached(self) -> None:
+        """The script has ended the method."""
+        self._is_superseded = False
+
+    def model_loaded(self) -> None:
+        """Weights were loaded into the model."""
+        self._is_loaded = self._has_learned and self._forecaster.reads_labels
+
+    def state_loaded(self) -> None:
+        """A state of the optimizer was loaded, with what it learned from the weights of its moment."""
+        self._first_look.is_over = self._forecaster.num_classes > 0
+        self._has_learned = False
+        self._is_loaded = False
