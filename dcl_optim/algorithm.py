@@ -31,7 +31,7 @@ from dcl_optim.pytorch.internals import (
     reaches_parameters,
 )
 from dcl_optim.pytorch.outputs import NoLogits, conversion_source, find_logits
-from dcl_optim.pytorch.parameters import have_gradients, trains_any
+from dcl_optim.pytorch.parameters import first_trained, have_gradients
 from dcl_optim.pytorch.ranks import unwrapped
 
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
@@ -92,11 +92,12 @@ class Algorithm:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model, for a forecaster that predicts: begin a training forward pass."""
         self.progress.is_running = False
-        if not module.training or not torch.is_grad_enabled() or is_recorded() or not trains_any(self._base):
+        trained = first_trained(self._base)
+        if not module.training or not torch.is_grad_enabled() or is_recorded() or trained is None:
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
-        self.guards.forward_begins(module, self.progress)
+        self.guards.forward_begins(module, trained, self.progress)
         if self.progress.is_cleared:
             self.forget()
         self.progress.begin_forward()
@@ -176,7 +177,9 @@ class Algorithm:
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
             progress.stage = max(progress.stage, Stage.GRAPH_KEPT)
             return False
-        self.guards.gradient_comes(forward)
+        if forward.outcome is Outcome.RELEASED:
+            self.guards.step_is_over()
+            return False
         if is_another and self.last is not None:  # until its loss is read
             self.last = self.last._replace(penalty=functools.partial(float, "nan"))
         progress.stage = Stage.GRADIENTS
@@ -194,9 +197,13 @@ class Algorithm:
 
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
-    def term(self, z: Tensor, forward: Forward, labels: Labels | None) -> Tensor:
-        """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass."""
-        self.guards.term_called(z, forward, labels)
+    def term(self, z: Tensor, forward: Forward | None, labels: Labels | None) -> Tensor:
+        """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass.
+
+        The forward pass is None if no training forward pass returned z, which is an error.
+        """
+        self.guards.term_called(z, forward, labels, self.hooks.attached)
+        assert forward is not None
         pull = self.forecaster.pull(forward, labels)
         weight = self.weight(forward.step_number)
         self.uses_term = True
@@ -211,7 +218,11 @@ class Algorithm:
     @outside_compiled_graphs
     def on_term(self, forward: Forward, s: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Called by autograd with the gradient s of the term, the factor on it: give that of the logits."""
-        self.guards.term_gradient_comes(forward)
+        if torch.is_grad_enabled():
+            self.guards.graph_of_term_is_kept()
+        if forward.outcome is Outcome.RELEASED:
+            self.guards.step_is_over()
+            return None
         pull, labels, weight, value = forward.given
         if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
@@ -241,9 +252,10 @@ class Algorithm:
     @outside_compiled_graphs
     def before_step(self) -> None:
         """Count a step without a term as skipped if the script adds one elsewhere."""
-        self.guards.step_begins(self.progress, self.uses_term, self.hooks.attached)
-        is_without = self.uses_term and self.hooks.attached and self.progress.stage is not Stage.GRADIENTS
-        if is_without and have_gradients(self._base):
+        if self.progress.stage is Stage.GRADIENTS:
+            return
+        self.guards.step_has_no_penalty(self.progress, self.uses_term, self.hooks.attached)
+        if self.uses_term and self.hooks.attached and have_gradients(self._base):
             self.reader.num_skipped += 1
 
     def step_base(self, closure: Callable[[], Any]) -> Any:
@@ -256,6 +268,7 @@ class Algorithm:
                 self.progress.learns = False
             losses.append(closure())
             if len(losses) == 1:
+                self.guards.closure_ends(self.uses_term)
                 self.before_step()
                 self.progress.learns = False
             return losses[-1]

@@ -182,16 +182,7 @@ class DCLOptimizer(ForecastOptimizer):
         """
         if not self._is_for_training(logits):
             return nothing(logits)
-        progress = self._algorithm.progress
-        forward = progress.forward_of(logits)
-        if forward is None:
-            raise ValueError(
-                f"penalty got logits of shape {tuple(logits.shape)} that no training forward pass of the wrapped model "
-                "returned since the last step: call model.train() before it, and pass the tensor that the model "
-                "returned, called as model(x), not in a reentrant checkpoint (pass use_reentrant=False); of several "
-                "tensors say which are the logits, logits=lambda output: output[1]"
-            )
-        return self._algorithm.term(logits, forward, None)
+        return self._algorithm.term(logits, self._algorithm.progress.forward_of(logits), None)
 
     @property
     def companion(self) -> nn.Module:

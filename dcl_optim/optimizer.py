@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from dcl_optim.algorithm import Algorithm, Figures
 from dcl_optim.forecaster import Forecaster
+from dcl_optim.penalty.distances import name_of
 from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
 from dcl_optim.pytorch.arguments import check_arguments, check_flag
 from dcl_optim.pytorch.outputs import find_logits
+from dcl_optim.pytorch.ranks import unwrapped
 from dcl_optim.pytorch.wrapper import OptimizerWrapper
 
 
@@ -78,12 +80,9 @@ class ForecastOptimizer(OptimizerWrapper):
     # ---- the penalty as a term ---------------------------------------------------------------------------------------
 
     def _is_for_training(self, logits: Tensor) -> bool:
-        """Whether the penalty of logits is to be trained on; raise if they are none, or nothing would learn."""
+        """Whether the penalty of logits is to be trained on; raise if they are none."""
         find_logits(logits, lambda logits: logits)
-        is_for_training = torch.is_grad_enabled() and logits.requires_grad
-        if is_for_training:
-            self._algorithm.guards.penalty_called(self._algorithm.hooks.attached)
-        return is_for_training
+        return torch.is_grad_enabled() and logits.requires_grad
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +172,10 @@ class ForecastOptimizer(OptimizerWrapper):
         return {f"{prefix}{name}": float(value) for name, value in figures.items()}
 
     def __repr__(self) -> str:
-        return f"{self._name}(weight={self.weight!r}, alpha={self.alpha!r})\n{self.base!r}"
+        weight = "auto" if self.weight == AutoWeight() else self.weight
+        distance = name_of(self.forecaster.distance)
+        model = type(unwrapped(self.model)).__name__
+        return f"{self._name}(weight={weight}, alpha={self.alpha}, distance={distance}, model={model})\n{self.base!r}"
 
     def _own_state(self) -> dict[str, Any]:
         algorithm = self._algorithm

@@ -15,10 +15,10 @@ from dcl_optim.guards.first_look import FirstLook, refuse_in_batch, refuse_sigmo
 from dcl_optim.loss.reader import LossReader
 from dcl_optim.penalty.distances import mse, squared
 from dcl_optim.penalty.weights import Checked, FollowingFit
-from dcl_optim.progress import Forward, Outcome, Progress, Stage
-from dcl_optim.pytorch.internals import REPLICA, version_of, warn_once
+from dcl_optim.progress import Forward, Progress, Stage
+from dcl_optim.pytorch.internals import REPLICA, version, warn_once
 from dcl_optim.pytorch.outputs import NoLogits
-from dcl_optim.pytorch.parameters import have_gradients, parameters_of, requires_grad
+from dcl_optim.pytorch.parameters import have_gradients
 from dcl_optim.pytorch.synchronization import is_sync_step
 
 SETTLED = 100  # steps, before which the prototypes follow a model that learns fast
@@ -63,8 +63,8 @@ class Guards:
 
     # ---- a forward pass ----------------------------------------------------------------------------------------------
 
-    def forward_begins(self, module: nn.Module, progress: Progress) -> None:
-        """Raise for a replica of nn.DataParallel, and for weights that changed twice without a step."""
+    def forward_begins(self, module: nn.Module, trained: Tensor, progress: Progress) -> None:
+        """Raise for a replica of nn.DataParallel, and for a trained parameter that changed twice without a step."""
         if REPLICA in vars(module):
             raise RuntimeError(messages.REPLICATED)
         if self._is_loaded:
@@ -73,8 +73,7 @@ class Guards:
         if self._step_number != progress.number:
             self._step_number = progress.number
             self._num_changes = 0
-        trained = next(filter(requires_grad, parameters_of(self._base)), None)
-        now = 0 if trained is None else version_of(trained)
+        now = version(trained)
         if progress.stage is Stage.GRADIENTS and progress.learns and now != self._version:
             self._num_changes += 1
         self._version = now
@@ -89,16 +88,13 @@ class Guards:
 
     # ---- a gradient --------------------------------------------------------------------------------------------------
 
-    def gradient_comes(self, forward: Forward) -> None:
-        """Raise for logits of before the last step."""
-        if forward.outcome is Outcome.RELEASED:
-            raise RuntimeError(messages.STALE.format(self._name))
+    def step_is_over(self) -> None:
+        """A gradient has come to logits, or to a term, of before the last step."""
+        raise RuntimeError(messages.STALE.format(self._name))
 
-    def term_gradient_comes(self, forward: Forward) -> None:
-        """Raise for a second derivative, and for a term of before the last step."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(messages.ONCE.format(self._name))
-        self.gradient_comes(forward)
+    def graph_of_term_is_kept(self) -> None:
+        """The gradient of the term is to be differentiated again."""
+        raise RuntimeError(messages.ONCE.format(self._name))
 
     def gradient_not_read(self, forward: Forward) -> None:
         """Raise or warn of a loss that the line does not read."""
@@ -118,14 +114,13 @@ class Guards:
 
     # ---- the term ----------------------------------------------------------------------------------------------------
 
-    def penalty_called(self, is_attached: bool) -> None:
-        """Raise where the hooks are gone, and nothing learns."""
+    def term_called(self, z: Tensor, forward: Forward | None, labels: Labels | None, is_attached: bool) -> None:
+        """Raise where nothing would learn, for probabilities, and for labels that are the rows' places."""
         if not is_attached:
             message = messages.SUPERSEDED if self._is_superseded else messages.DETACHED
             raise RuntimeError(message.format(self._name))
-
-    def term_called(self, z: Tensor, forward: Forward, labels: Labels | None) -> None:
-        """Refuse labels that are the rows' places, and probabilities in place of logits."""
+        if forward is None:
+            raise ValueError(messages.NOT_OF_THE_MODEL.format(tuple(z.shape)))
         if labels is None or self._first_look.is_over:
             return
         refuse_sigmoid(z)
@@ -137,13 +132,14 @@ class Guards:
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
-    def step_begins(self, progress: Progress, uses_term: bool, is_attached: bool) -> None:
+    def closure_ends(self, uses_term: bool) -> None:
+        """Raise for an optimizer that compares values of the loss, without the term in it."""
+        if isinstance(self._base, torch.optim.LBFGS) and not uses_term:
+            raise RuntimeError(messages.MINIMIZES_A_VALUE.format(self._name, self._term))
+
+    def step_has_no_penalty(self, progress: Progress, uses_term: bool, is_attached: bool) -> None:
         """Raise for gradients without a penalty; warn if the script adds the term elsewhere."""
         stage = progress.stage
-        if stage is Stage.GRADIENTS:
-            if isinstance(self._base, torch.optim.LBFGS) and not uses_term:
-                raise RuntimeError(messages.MINIMIZES_A_VALUE.format(self._name, self._term))
-            return
         if self._is_superseded:
             raise RuntimeError(messages.SUPERSEDED.format(self._name))
         if not is_attached:

@@ -187,13 +187,15 @@ class Prototypes(Forecaster):
 
     @outside_compiled_graphs
     def learn(self, alpha: float) -> None:
-        if self._group.size > 1 and self._all_know_classes():  # also without a batch: the other ranks wait
-            self._tally = self._tally or Tally(self._no_rows)
-            self._reduce(self._tally)
-        if self._tally is not None:
-            if self.num_classes > self._measures_from:
-                learn_fit_(self._state, self._tally)
-            learn_(self._state, self._tally, alpha, self._counts_rows)
+        has_ranks = self._group.size > 1 and self._all_know_classes()
+        if not self.num_classes:
+            return
+        tally = self._tally or Tally(self._no_rows)  # without a batch the prototypes age, and the other ranks wait
+        if has_ranks:
+            self._reduce(tally)
+        if self.num_classes > self._measures_from:
+            learn_fit_(self._state, tally)
+        learn_(self._state, tally, alpha, self._counts_rows)
         self._tally = None
 
     def _all_know_classes(self) -> bool:

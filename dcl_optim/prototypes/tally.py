@@ -95,17 +95,19 @@ def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
         alpha: the share of what was learned before, in [0, 1].
         counts_rows: whether each row counts alike,
             :math:`n_k \leftarrow \alpha n_k + m_k,\; p^k \leftarrow p^k + \frac{1}{n_k}\sum (z_i - p^k)`; else each
-            batch, which is Equation 6, where the first mean becomes the prototype.
+            batch, which is Equation 6, where the first mean becomes the prototype. Only classes with a row in the step
+            change, but in a step without any labeled row all n age.
     """
     counts = tally.counts
     is_here = counts > constant(0.0, counts.device)
+    ages = is_here >= is_here.any()  # the classes that are here, or all if none is
     if counts_rows:
         numbers = torch.add(counts, state.numbers, alpha=alpha)
         divisors = numbers
     else:
         numbers = torch.maximum(alpha * state.numbers, is_here.to(counts))
         divisors = counts / (1.0 - alpha * state.numbers.clamp(0.0, 1.0))
-    torch.where(is_here, numbers, state.numbers, out=state.numbers)
+    torch.where(ages, numbers, state.numbers, out=state.numbers)
     divisors = torch.where(is_here, divisors, constant(math.inf, counts.device)).unsqueeze(1)
     if tally.sums is not None:
         state.values.addcdiv_(tally.sums, divisors)

@@ -24,9 +24,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def trains_any(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains a parameter now."""
-    return any(any(map(requires_grad, group["params"])) for group in optimizer.param_groups)
+def first_trained(optimizer: Optimizer) -> Tensor | None:
+    """The first parameter that an optimizer trains now; None if all are frozen."""
+    for group in optimizer.param_groups:
+        for parameter in filter(requires_grad, group["params"]):
+            return parameter
+    return None
 
 
 def has_other_parameters(optimizer: Optimizer, model: nn.Module) -> bool:

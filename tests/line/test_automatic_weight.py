@@ -174,10 +174,10 @@ def step_on_nan(model: nn.Module, optimizer: DCPOptimizer, x: Tensor, y: Tensor)
 @pytest.mark.parametrize("skip", [leave_out, skip_by_scaler, step_on_nan])
 def test_a_batch_that_is_not_learned_from_does_not_count(skip):
     model, optimizer = trained(3)
-    before = fit_of(optimizer).clone()
+    before = optimizer.logs()["train_accuracy"]
     optimizer.zero_grad()
     skip(model, optimizer, *batches(1, seed=5)[0])
-    assert_same(fit_of(optimizer), before)
+    assert optimizer.logs()["train_accuracy"] == pytest.approx(before, rel=1e-12)
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_what_cannot_be_is_refused(options, error, message):
 
 def test_an_optimizer_that_reads_no_labels_has_no_automatic_weight():
     model = network()
-    with pytest.raises(ValueError, match=r"weight=AutoWeight\(.*needs labels.*; pass a number"):
+    with pytest.raises(ValueError, match=r"weight=AutoWeight\(.* is not known here; pass a number"):
         DCLOptimizer(sgd(model), model, weight=AutoWeight())
     optimizer = DCLOptimizer(sgd(model), model)
     with pytest.raises(ValueError, match=r"weight='auto' is not known here; pass a number or a callable of the step"):
