@@ -92,8 +92,10 @@ class Algorithm:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model, for a forecaster that predicts: begin a training forward pass."""
         self.progress.is_running = False
+        if not module.training or not torch.is_grad_enabled() or is_recorded():
+            return
         trained = first_trained(self._base)
-        if not module.training or not torch.is_grad_enabled() or is_recorded() or trained is None:
+        if trained is None:
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
@@ -165,13 +167,14 @@ class Algorithm:
         progress = self.progress
         if progress.is_cleared and forward.outcome is not Outcome.LEARNED:
             self.forget()
-        if self.forecaster.predicts and current_backward() not in (-1, progress.backward):
-            call_after_backward(self.forecaster.end_backward)  # where the model's activations are freed
         backward = current_backward()
         if forward.backward == backward != -1:  # each backward pass brings one
             return False
         is_another = backward != progress.backward
-        forward.backward = progress.backward = backward
+        forward.backward = backward
+        progress.backward = backward
+        if is_another and backward != -1 and self.forecaster.predicts:
+            call_after_backward(self.forecaster.end_backward)  # where the model's activations are freed
         if not reaches_parameters(forward.nodes, self._base):  # as an attack asks for the gradient of its inputs
             return False
         if torch.is_grad_enabled():  # create_graph: a gradient that is part of the script's loss
