@@ -119,8 +119,7 @@ class DCPOptimizer(ForecastOptimizer):
         chosen = resolve_distance(distance)
 
         def make_prototypes() -> Prototypes:
-            like = next(model.parameters()).detach()
-            return self._prototypes(given, update, chosen, like, DataParallelGroup(model, process_group))
+            return self._prototypes(given, update, chosen, model, DataParallelGroup(model, process_group))
 
         super().__init__(
             base_optimizer,

@@ -129,7 +129,8 @@ class Progress:
     def penalty_called(self, forward: Forward) -> None:
         """The script has called ``penalty`` with these logits."""
         self.stage = max(self.stage, Stage.CALLED)
-        forward.outcome = Outcome.GIVEN
+        if forward.outcome is Outcome.OPEN:  # else the forecaster has learned from it, or the term had it before
+            forward.outcome = Outcome.GIVEN
 
     def gradients_cleared(self) -> None:
         """The script has called ``zero_grad``: if no step follows before the next batch, it was left out."""

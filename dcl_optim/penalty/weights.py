@@ -8,14 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from dcl_optim.forecaster import Forecaster
 from dcl_optim.penalty.pull import Scale
 from dcl_optim.pytorch.arguments import check_number, check_positive
 
 Schedule = Callable[[int], float]
+
+
+class MeasuresFit(Protocol):
+    """What an automatic weight asks of a forecaster, which imports this folder."""
+
+    reads_labels: bool
+    num_classes: int
+
+    def measure_accuracy(self, from_classes: float) -> None:
+        """Measure the training accuracy of more classes than this."""
+
+    def train_accuracy(self) -> Tensor:
+        """The running mean of the training accuracy, a scalar."""
 
 
 class Checked:
@@ -104,7 +117,7 @@ class FollowingFit:
 
     constant = None
 
-    def __init__(self, rule: AutoWeight, forecaster: Forecaster) -> None:
+    def __init__(self, rule: AutoWeight, forecaster: MeasuresFit) -> None:
         self.given = rule
         self._forecaster = forecaster
         self._constant_up_to = rule.constant_up_to
@@ -116,7 +129,7 @@ class FollowingFit:
         return self.given.at(self._forecaster.train_accuracy(), num_classes)
 
 
-def resolve_weight(weight: Weight, forecaster: Forecaster) -> Checked | FollowingFit:
+def resolve_weight(weight: Weight, forecaster: MeasuresFit) -> Checked | FollowingFit:
     """Turn the argument that a user writes into a callable of the step; an automatic weight needs labels."""
     given = AutoWeight() if weight == "auto" else weight
     if isinstance(given, str) or (isinstance(given, AutoWeight) and not forecaster.reads_labels):

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
@@ -58,13 +58,14 @@ class Prototypes(Forecaster):
         num_classes: K, or None for that of the first logits.
         update: ``"rows"`` for a mean of rows, ``"batch"`` for one in which each batch counts alike (Equation 6).
         distance: a function (z, c) of rows (N, K) that returns one value a row.
-        like: a tensor whose device and dtype the prototypes take on a rank that had no batch yet.
+        model: whose device and dtype the prototypes take on a rank that had no batch yet.
         group: the ranks that train the model together.
 
     Examples:
         >>> from dcl_optim.penalty.distances import mse
-        >>> group = DataParallelGroup(torch.nn.Linear(4, 3), process_group=None)
-        >>> Prototypes(3, "rows", mse, torch.zeros(()), group).values.shape
+        >>> model = torch.nn.Linear(4, 3)
+        >>> group = DataParallelGroup(model, process_group=None)
+        >>> Prototypes(3, "rows", mse, model, group).values.shape
         torch.Size([0, 0])
     """
 
@@ -72,23 +73,22 @@ class Prototypes(Forecaster):
     predicts = False
 
     def __init__(
-        self, num_classes: int | None, update: str, distance: Distance, like: Tensor, group: DataParallelGroup
+        self, num_classes: int | None, update: str, distance: Distance, model: nn.Module, group: DataParallelGroup
     ) -> None:
         self.distance = distance
         self.num_classes = 0  # until the first logits
         self.given_num_classes = num_classes
         self._counts_rows = update == "rows"
-        self._like = like
+        self._model = model
         self._group = group
         self._measures_from = math.inf  # with more classes the accuracy is measured
         self._has_masks = False
         self._is_agreed = False  # whether the ranks have the same number of classes
         self._tally: Tally | None = None
 
-    def _create(self, like: Tensor) -> None:
-        """Create the prototypes for rows of logits like these."""
-        num_classes = like.shape[-1]
-        dtype = torch.promote_types(like.dtype, torch.float32)
+    def _create(self, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Create the prototypes for logits of this dtype and device."""
+        dtype = torch.promote_types(dtype, torch.float32)
         size = num_classes**2 * dtype.itemsize
         if size > MAX_BYTES:
             raise ValueError(
@@ -97,7 +97,7 @@ class Prototypes(Forecaster):
             )
         if self.given_num_classes not in (None, num_classes):
             raise ValueError(OTHER_NUM_CLASSES.format(self.given_num_classes, num_classes))
-        self._begin(new_state(num_classes, dtype, like.device))
+        self._begin(new_state(num_classes, dtype, device))
 
     def _begin(self, state: State) -> None:
         num_classes = self.num_classes = state.values.shape[1]
@@ -157,7 +157,7 @@ class Prototypes(Forecaster):
     def _follow(self, z: Tensor) -> None:
         """Create the prototypes at the first logits; those that were loaded follow to their device and dtype."""
         if not self.num_classes:
-            self._create(z)
+            self._create(z.shape[1], z.dtype, z.device)
         if z.shape[1] != self.num_classes:
             raise ValueError(OTHER_WIDTH.format(self.num_classes, z.shape[1]))
         dtype = torch.promote_types(self._state.values.dtype, z.dtype)
@@ -203,7 +203,8 @@ class Prototypes(Forecaster):
         if not self._is_agreed:
             number = self._group.largest(self.num_classes)
             if number and not self.num_classes:
-                self._create(self._like.new_empty(0, number))
+                like = next(self._model.parameters())
+                self._create(number, like.dtype, like.device)
             self._is_agreed = number > 0
         return self._is_agreed
 
