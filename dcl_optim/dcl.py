@@ -165,7 +165,7 @@ class DCLOptimizer(ForecastOptimizer):
 
         Raises:
             TypeError, ValueError: the logits are no floating-point tensor, or no training forward pass since the last
-                step returned them; or it was called with them before, or after a backward pass through them.
+                step returned them.
             RuntimeError: another optimizer has wrapped the model since, or ``detach`` was called; or in backward, with
                 create_graph=True or after the step.
 

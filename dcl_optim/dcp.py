@@ -140,7 +140,8 @@ class DCPOptimizer(ForecastOptimizer):
         Autograd carries every factor of the loss. After its first call the hooks add nothing for the rest of the run:
         a step without a term has no penalty, and is counted in ``skipped``. The prototypes learn in its backward pass.
         With gradients off it is 0 and nothing is learned, so one function can serve training and validation. The mode
-        of the model does not matter. Soft labels that the script learns get no gradient from it.
+        of the model does not matter. Each call counts, also with the same logits. Soft labels that the script learns
+        get no gradient from it.
 
         Args:
             logits: z, (N, K) or (N, K, d1, ...), of floating point: any tensor of logits, also flattened, divided by a
@@ -156,8 +157,7 @@ class DCPOptimizer(ForecastOptimizer):
 
         Raises:
             TypeError, ValueError: logits or labels are of another kind or shape, labels are out of range, or the first
-                logits are a sigmoid's, or those of the first eight rows are probabilities; or it was called with these
-                logits before, or after a backward pass in which they got their penalty.
+                logits are a sigmoid's, or those of the first eight rows are probabilities.
             RuntimeError: another optimizer has wrapped the model since, or ``detach`` was called; or in backward, with
                 create_graph=True or after the step.
 

@@ -1,4 +1,4 @@
-"""What guards.py says; apart from it, so that its questions can be read in one go."""
+"""The texts of guards.py, whose questions can be read in one go without them."""
 
 from __future__ import annotations
 
