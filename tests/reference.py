@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.helpers import assert_same, mlp, sgd
 
 Function = Callable[[Tensor, Tensor], Tensor]
+DISTANCES = {name: getattr(distances, name) for name in ("mse", "squared", "l1", "kl", "infonce")}
 UNSEEN = -torch.inf  # an entry of a prototype that no row has shown
 
 

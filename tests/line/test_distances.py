@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim.distances import DISTANCES, companion_target
-from dcl_optim.pull import Pull, pull_of, pull_towards_target
+from dcl_optim.penalty.distances import DISTANCES, companion_target
+from dcl_optim.penalty.pull import Pull, pull_of, pull_towards_target
 from dcl_optim.pytorch.internals import constant
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, huber, mlp, one, sgd, train
 from tests.reference import VARIANTS, learned, term_of, wrap

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.outputs import conversion_source, find_logits
+from dcl_optim.pytorch.outputs import conversion_source, find_logits
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 
 # ---- logits that were converted --------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCPOptimizer, distances
+from dcl_optim import DCPOptimizer
 from tests.helpers import Logits, assert_same, on_two_ranks, through_a_file
-from tests.reference import dcp_step
+from tests.reference import DISTANCES, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -101,7 +101,7 @@ def train_both(case: Case) -> tuple[DCPOptimizer, nn.Module, dict[int, Tensor]]:
     mask, number, way, options = case
     model, theirs = Masked(mask, number), Masked(mask)
     optimizer, plain = wrap(model, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    distance = distances.DISTANCES[options.get("distance", "mse")]
+    distance = DISTANCES[options.get("distance", "mse")]
     known: dict[int, Tensor] = {}
     settings: Any = {"weight": 0.7, "alpha": 0.6, "numbers": None if "update" in options else {}}
     for x, y in batches():

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcl_optim import DCPOptimizer, distances
+from dcl_optim import DCPOptimizer
 from dcl_optim.prototypes.labels import labels_of
 from dcl_optim.pytorch import synchronization
 from tests.helpers import Logits, assert_same, huber, train
-from tests.reference import dcp_step
+from tests.reference import DISTANCES, dcp_step
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
 KEY = "dcl_optim.DCPOptimizer"
@@ -69,7 +69,7 @@ def know(optimizer: DCPOptimizer, values: Tensor, seen: Tensor) -> None:
 # ---- penalty and update ----------------------------------------------------------------------------------------------
 
 
-FUNCTIONS = distances.DISTANCES | {huber: huber}
+FUNCTIONS = DISTANCES | {huber: huber}
 
 
 @pytest.mark.parametrize(
