@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCPOptimizer
-from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp, sgd
+from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp
 from tests.reference import EACH, assert_same_training, learned, term_of, train, wrap
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
@@ -299,18 +297,3 @@ def test_a_batch_that_is_not_finite_takes_no_part(variant: str, way: str, bad: C
         found.append(train(optimizer, data[6:], way, F.cross_entropy))
     assert_same_training(*found)
     assert all(bool(tensor.isfinite().all()) for tensor in learned(found[0]).values())
-
-
-@pytest.mark.parametrize("is_of_another", [True, False])
-def test_logits_of_another_network_are_warned_of_once(is_of_another: bool) -> None:
-    """As of a teacher. Logits in which a parameter of the model has a share are no fault."""
-    model, teacher = mlp(), mlp(seed=1)
-    optimizer = DCPOptimizer(sgd(model), model)
-    expected = pytest.warns(UserWarning, match="no parameter of the model") if is_of_another else nullcontext()
-    with expected as caught:
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            z = teacher(x) if is_of_another else model(x) + teacher(x)
-            (F.cross_entropy(model(x), y) + optimizer.penalty(z, y)).backward()
-            optimizer.step()
-    assert caught is None or len(caught) == 1
