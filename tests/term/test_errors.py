@@ -50,7 +50,11 @@ OF_DCL: dict[str, Case] = {
     "some of the rows": (lambda p, z, y: p(z[:8]), ValueError, ["logits", "(8, 5)", "returned"]),
     "another model's logits": (lambda p, z, y: p(other_model(z)), ValueError, ["logits", "(16, 5)", "returned"]),
     "integers": (lambda p, z, y: p(z.long()), TypeError, ["logits", "int64"]),
-    "a model's output": (lambda p, z, y: p({"logits": z}), TypeError, ["logits", "dict", "output.logits"]),
+    "a model's output": (
+        lambda p, z, y: p({"logits": z}),
+        TypeError,
+        ["dict", "output['logits']"],
+    ),
 }
 
 
