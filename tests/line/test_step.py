@@ -201,17 +201,6 @@ def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
     assert optimizer.logs()["penalty"] > 0
 
 
-@pytest.mark.filterwarnings("ignore:DCPOptimizer.penalty got logits that no parameter of the model")
-def test_a_term_of_a_model_that_was_built_again_is_an_error():
-    optimizer, again = wrap("dcp", mlp()), mlp(seed=1)
-    x, y = one()
-    optimizer.zero_grad()
-    z = again(x)
-    (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-    with pytest.raises(RuntimeError, match=r"no parameter of the base optimizer has a gradient.*built again"):
-        optimizer.step()
-
-
 def cleared_before_the_step(model, optimizer, x, y):
     optimizer.zero_grad()
     backward(model, x, y)

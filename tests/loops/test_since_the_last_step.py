@@ -1,4 +1,4 @@
-"""What has happened since the last step: terms that are missing, gradients that are cleared, nothing that is kept."""
+"""What has happened since the last step: terms that are missing, logits that are hidden, nothing that is kept."""
 
 from __future__ import annotations
 
@@ -91,19 +91,6 @@ def test_a_learning_rate_of_0_hides_no_term_that_is_missing(variant: str) -> Non
     assert optimizer.logs()["skipped"] == 1
 
 
-def test_a_base_whose_parameters_are_all_frozen_is_no_model_that_was_built_again() -> None:
-    """As where an input is trained by another optimizer."""
-    optimizer = wrap("dcp", mlp())
-    for x, y in batches(2):
-        optimizer.zero_grad()
-        prompt = torch.zeros_like(x).requires_grad_()
-        z = optimizer.model(x + prompt)
-        (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-        optimizer.step()
-        assert prompt.grad is not None
-        optimizer.model.requires_grad_(False)
-
-
 # ---- where the logits are ------------------------------------------------------------------------------------------
 
 
@@ -140,48 +127,6 @@ def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_
     with pytest.raises(RuntimeError, match=r"(?s)keys 'features', 'scores'.*logits=.*optimizer\.penalty\("):
         optimizer.step()
     assert_same([*model.parameters()], before)
-
-
-# ---- gradients that are cleared in part ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_one_layer_without_a_gradient_drops_no_micro_batch(variant: str) -> None:
-    """DINO cancels the gradients of a layer."""
-    found = []
-    for cancels in (False, True):
-        model = mlp()
-        optimizer = wrap(variant, model, torch.optim.SGD(model.parameters(), lr=0.1), alpha=0.0)
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            for rows in (slice(0, 8), slice(8, 16)):
-                (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
-                if cancels:
-                    model[0].weight.grad = None
-            if not cancels:
-                model[0].weight.grad.zero_()
-            optimizer.step()
-        found.append(learned(optimizer))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_that_is_cleared_in_the_model_alone_is_dropped(variant: str) -> None:
-    """The base trains a parameter outside of the model too, such as the centers of a loss."""
-    found = []
-    for skips in (False, True):
-        model, outside = mlp(), nn.Parameter(torch.ones(3).double())
-        base = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
-        optimizer = wrap(variant, model, base)
-        for number, (x, y) in enumerate(batches(3)):
-            if skips and number == 1:
-                (F.cross_entropy(model(x + 1.0), y) + outside.sum()).backward()
-            model.zero_grad()
-            (F.cross_entropy(model(x), y) + outside.sum()).backward()
-            optimizer.step()
-            outside.grad = None
-        found.append(learned(optimizer))
-    assert_same(*found)
 
 
 # ---- nothing is kept -----------------------------------------------------------------------------------------------
